@@ -1,0 +1,46 @@
+# make          sets up .venv once      make test      the tests       make pretrain   a GPT on 4 processes
+# make lint     ruff and mypy           make test-all  every product   make pretrain-long   below gzip
+SHELL := /bin/bash
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+STAMP := $(VENV)/.stamp
+RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
+NPROC ?= 4
+TORCHRUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
+
+.PHONY: setup test test-all lint format pretrain pretrain-long benchmarks
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python >= 3.11 not found; install it or set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { echo "venv is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[dev]"
+	touch $@
+
+test: $(STAMP)
+	$(RUN) -m pytest -m "not full" --durations=10
+
+test-all: $(STAMP)
+	$(RUN) -m pytest --durations=10
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+pretrain: $(STAMP)
+	$(TORCHRUN) examples/pretrain_gpt.py
+
+pretrain-long: $(STAMP)
+	$(TORCHRUN) examples/pretrain_gpt.py --long
+
+benchmarks: $(STAMP)
+	$(RUN) -m benchmarks.dense_step
+	$(RUN) -m benchmarks.tensor_parallel

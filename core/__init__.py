@@ -1,0 +1,1 @@
+"""A Megatron-style parallelism core. Import the rooms: `core.parallel_state`, `core.models.gpt`, ..."""

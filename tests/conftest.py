@@ -1,0 +1,18 @@
+"""The session-wide pool of ranks, and quick failures that name a rank."""
+
+import pytest
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def _pool():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(_pool):
+    """`ranks(fn, world=n, **kwargs)` runs `fn` on n gloo ranks; results come in rank order."""
+    return _pool

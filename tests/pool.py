@@ -1,0 +1,143 @@
+"""Four worker processes that start once; tests send them functions and get results back in milliseconds.
+
+A job runs on the first `world` workers. Each world size has its own default process group (a PrefixStore
+over one TCPStore), made at its first use and kept, so no test pays for a rendezvous twice.
+"""
+
+import multiprocessing as mp
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+TIMEOUT_S = 60.0  # one job; a hang kills the pool and names the ranks that did not answer
+GRACE_S = 3.0  # after one rank failed, how long the others may take to say why
+ROOT = str(Path(__file__).parents[1])
+
+
+class RankError(AssertionError):
+    """A job failed; the message starts with `rank r of n`."""
+
+
+def _switch_world(rank: int, world: int, store: Any, groups: dict[int, Any]) -> None:
+    """Make the default process group one of `world` ranks, creating it at first use.
+
+    torch names groups by a counter; ranks belong to different worlds, so each world counts for itself.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    if current := dist.group.WORLD:
+        groups[current.size()] = (current, c10d._world.group_count)
+    group, c10d._world.group_count = groups.get(world, (None, 1000 * world))
+    c10d._update_default_pg(group)
+    if group is not None:
+        return
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"world{world}", store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=TIMEOUT_S / 2),
+    )
+
+
+def _work(rank: int, port: int, pipe: Connection) -> None:
+    """One worker: receive (world, function, arguments), answer (error or None, result)."""
+    sys.path.insert(0, ROOT)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    groups: dict[int, Any] = {}
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        except BaseException:  # the function could not be unpickled here
+            pipe.send((traceback.format_exc(), None))
+            continue
+        world, fn, args, kwargs = job
+        try:
+            _switch_world(rank, world, store, groups)
+            torch.manual_seed(0)
+            torch.set_default_dtype(torch.float64)  # split and whole differ by rounding only
+            answer = (None, fn(*args, **kwargs))
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        torch.set_default_dtype(torch.float32)
+        try:
+            pipe.send(answer)
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+
+
+class Pool:
+    """`pool(fn, world=n, **kwargs)` runs `fn` on n ranks and returns their results in rank order."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store: Any = None
+
+    def _start(self) -> None:
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """Stop the workers; the next call starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes, self._store = [], [], None
+
+    def __call__(
+        self, fn: Callable, *args: Any, world: int = 2, timeout: float = TIMEOUT_S, **kwargs: Any
+    ) -> list:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:world]:
+            pipe.send((world, fn, args, kwargs))
+        answers, deadline = {}, time.monotonic() + timeout
+        while len(answers) < world and (left := deadline - time.monotonic()) > 0:
+            waiting = {self._pipes[r]: r for r in range(world) if r not in answers}
+            for pipe in wait(list(waiting), left):
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    self._processes[rank].join(1)
+                    answers[rank] = (f"the process died, exit code {self._processes[rank].exitcode}", None)
+                if answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        errors = {rank: error for rank, (error, _) in sorted(answers.items()) if error}
+        silent = [rank for rank in range(world) if rank not in answers]
+        if silent or any("the process died" in error for error in errors.values()):
+            self.close()
+        if errors or silent:
+            lines = [f"rank {rank} of {world}: {error}" for rank, error in errors.items()]
+            lines += [f"rank {rank} of {world}: no answer" for rank in silent]
+            raise RankError("\n".join(lines))
+        return [answers[rank][1] for rank in range(world)]
