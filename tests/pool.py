@@ -113,9 +113,7 @@ class Pool:
                 process.join()
         self._processes, self._pipes, self._store = [], [], None
 
-    def __call__(
-        self, fn: Callable, *args: Any, world: int = 2, timeout: float = TIMEOUT_S, **kwargs: Any
-    ) -> list:
+    def __call__(self, fn: Callable, *args: Any, world: int = 2, timeout: float = TIMEOUT_S, **kwargs: Any) -> list:
         if not self._processes:
             self._start()
         for pipe in self._pipes[:world]:

@@ -4,9 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = [
-    p for room in ("core", "tests", "examples", "benchmarks") for p in sorted((ROOT / room).rglob("*.py"))
-]
+FILES = [p for room in ("core", "tests", "examples", "benchmarks") for p in sorted((ROOT / room).rglob("*.py"))]
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -1,0 +1,34 @@
+"""The only place in `core/` that calls torch.distributed. A group of one rank is None, and costs no call."""
+
+from core.parallel_state.collectives.groups import Group, Traffic
+from core.parallel_state.collectives.ops import (
+    all_gather,
+    all_gather_objects,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from core.parallel_state.collectives.p2p import Received, irecv, isend
+
+__all__ = [
+    "Group",
+    "Received",
+    "Traffic",
+    "all_gather",
+    "all_gather_objects",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "irecv",
+    "isend",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]

@@ -1,0 +1,132 @@
+"""Process groups: joining the world, creating groups once in one order, what each of them carried."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class Traffic:
+    """What one group carried: calls, bytes handed to it, and seconds the caller spent in it."""
+
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.bytes += size
+        self.seconds += seconds
+
+
+@dataclass(eq=False)
+class Group:
+    """A process group of more than one rank, with what a layer needs to know as plain attributes.
+
+    `rank` is this process's index in `ranks` (global ranks, ascending). `checked` compares every call across
+    the ranks before it is made (debugging; slow).
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: ProcessGroup
+    checked: bool = False
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.ranks)
+        self.composed = "gloo" in backends(self.process_group).values()
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, rank {self.rank} of ranks {self.ranks})"
+
+
+def backends(group: ProcessGroup | None = None) -> dict[str, str]:
+    """Device type -> backend name of a group (default: the world's)."""
+    config = dist.get_backend_config(group)
+    return dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
+
+
+def is_initialized() -> bool:
+    """Whether a default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> tuple[int, int]:
+    """(rank, world size) of the default group; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
+
+
+def init_world(backend: str | None, timeout_s: float, **where: Any) -> None:
+    """Join the default group; `where` is what torch.distributed.init_process_group takes beside."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+
+
+def destroy_world() -> None:
+    """Leave the default group and every group made from it."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def world_group() -> Group | None:
+    """The default group as a Group; None for a single process."""
+    rank, size = world()
+    if size == 1:
+        return None
+    group = dist.group.WORLD
+    assert group is not None
+    return Group("world", tuple(range(size)), rank, group)
+
+
+def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
+    """A new group of `ranks`; only they take part, so every rank must create its groups in one order.
+
+    torch names such a group by how many groups this process has, which differs between ranks as soon as a
+    user has groups of their own: the rendezvous would hang. The name is therefore ours, and counts how often
+    this rank set was created (a rank's count lives in the store, and is the same on every member).
+    """
+    members = "_".join(map(str, ranks))
+    times = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
+    original = c10d._process_group_name
+    c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"paracore_{members}_{times}")
+    try:
+        group = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=True,
+            group_desc=f"{name}:{members}",
+        )
+    finally:
+        c10d._process_group_name = original
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Leave one group."""
+    if is_initialized():
+        dist.destroy_process_group(group)
+
+
+def set_timeout(group: ProcessGroup | None, timeout_s: float) -> None:
+    """Bound how long a collective of `group` may wait; the next call that waits longer fails loudly."""
+    pg = group if group is not None else dist.group.WORLD
+    assert pg is not None
+    for device in pg._device_types:
+        pg._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def mesh(groups: list[ProcessGroup], device_type: str, ranks: Any, names: tuple[str, ...]) -> DeviceMesh:
+    """A DeviceMesh over existing groups; nothing new is created."""
+    layout = torch.tensor(ranks)
+    if len(groups) == 1:  # torch derives a 1-D mesh from the group itself
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=names)

@@ -1,0 +1,92 @@
+"""Point to point: one message to one neighbour, shape and dtype checked on both sides.
+
+gloo accepts a message of another size or dtype silently, and loses one whose handle is dropped: keep what
+`isend` returns until it is waited for, and do not write to a tensor under way.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.parallel_state.collectives.groups import Group
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+MAX_DIMS = 8
+
+
+class Received:
+    """A message on its way; `wait()` returns its tensor."""
+
+    def __init__(self, tensor: Tensor, work: Any) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> Tensor:
+        """Block until the message is here (bounded by the group's timeout)."""
+        self._work.wait()
+        return self._tensor
+
+
+class Sent:
+    """A message under way; holds its tensor until `wait()`."""
+
+    def __init__(self, tensor: Tensor, works: list[Any], extra: Tensor | None = None) -> None:
+        self._held, self._works = (tensor, extra), works
+
+    def wait(self) -> None:
+        """Block until the receiver has it, then let the tensor go."""
+        for work in self._works:
+            work.wait()
+        self._held = ()  # type: ignore[assignment]
+
+
+def _header(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if len(shape) > MAX_DIMS or dtype not in DTYPES:
+        raise ValueError(f"cannot send shape {shape} of {dtype}: at most {MAX_DIMS} dims of {DTYPES}")
+    return torch.tensor([DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))])
+
+
+def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool = True) -> Sent:
+    """Start sending to the group's rank `peer`. With `header` the receiver checks shape and dtype first."""
+    tensor = tensor.contiguous()
+    head = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device) if header else None
+    works = [group.process_group.send([t], peer, tag) for t in (head, tensor) if t is not None]
+    group.traffic.add(tensor.nbytes, 0.0)
+    return Sent(tensor, works, head)
+
+
+def irecv(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    peer: int,
+    group: Group,
+    *,
+    device: torch.device | None = None,
+    tag: int = 0,
+    header: bool = True,
+) -> Received:
+    """Start receiving what the group's rank `peer` sends; with `header`, waits for the header first.
+
+    Raises ValueError: the sender announces another shape or dtype (both are named).
+    """
+    if header:
+        expected = _header(tuple(shape), dtype)
+        head = torch.empty_like(expected, device=device)
+        group.process_group.recv([head], peer, tag).wait()
+        kind, dims, *sent = head.tolist()
+        if head.tolist() != expected.tolist():
+            raise ValueError(
+                f"rank {group.ranks[peer]} sends shape {tuple(sent[:dims])} of {DTYPES[kind]}, rank "
+                f"{group.ranks[group.rank]} expects {tuple(shape)} of {dtype}: both sides must agree"
+            )
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    return Received(tensor, group.process_group.recv([tensor], peer, tag))

@@ -1,0 +1,106 @@
+"""How many ways each axis splits the world. Pure: all mistakes are told before any process group exists."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+def divisors(n: int) -> list[int]:
+    """Every divisor of `n`, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def raise_all(what: str, rules: Iterable[tuple[bool, str]]) -> None:
+    """Raise one ValueError with the message of every rule (holds, message) that does not hold."""
+    if wrong := [message for holds, message in rules if not holds]:
+        raise ValueError(f"{what}: " + "; ".join(wrong))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the parallel axes and their order, outermost (slowest network) to innermost.
+
+    `data` is derived from the world size (`for_world`); give it only to have it checked. `expert` folds the
+    ranks of one pipeline stage into `edp x ep` and must divide `dp * cp * tp`. `sequence_parallel` splits the
+    sequence over the tensor ranks between the matmuls.
+
+    Raises ValueError: a size below 1, or an order that is not a permutation of pp, dp, cp, tp.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int | None = None
+    expert: int = 1
+    order: tuple[str, ...] = AXES
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        raise_all("ParallelConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name in ("tensor", "pipeline", "context", "data", "expert"):
+            size = getattr(self, name)
+            yield size is None or size >= 1, f"{name}={size} must be at least 1"
+        yield (
+            sorted(self.order) == sorted(AXES),
+            f"order={self.order} must name each of {AXES} once",
+        )
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one replica of the model takes: tensor x pipeline x context."""
+        return self.tensor * self.pipeline * self.context
+
+    def for_world(self, world_size: int) -> "ParallelConfig":
+        """This configuration with `data` filled in for `world_size` ranks.
+
+        Raises ValueError: the world is not a multiple of the model's ranks, contradicts `data`, or the
+        expert axis does not fold; the message gives the formula and the nearest values that work.
+        """
+        raise_all("ParallelConfig", self._world_rules(world_size))
+        return replace(self, data=world_size // self.model_ranks)
+
+    def _world_rules(self, world: int) -> Iterator[tuple[bool, str]]:
+        ranks = self.model_ranks
+        below = world // ranks * ranks
+        nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
+        others = world // self.pipeline // self.context if world % (self.pipeline * self.context) == 0 else 0
+        remedy = f"; with {world} ranks tensor may be {_list(divisors(others))}" if others else ""
+        yield (
+            world % ranks == 0,
+            f"world size {world} is not a multiple of tensor({self.tensor}) x pipeline({self.pipeline}) x "
+            f"context({self.context}) = {ranks}; the nearest world sizes are {nearest}{remedy}",
+        )
+        if world % ranks:
+            return
+        data = world // ranks
+        yield (
+            self.data in (None, data),
+            f"data={self.data} x {ranks} model ranks is not the world size {world}; leave data out or use {data}",
+        )
+        folded = data * self.context * self.tensor
+        yield (
+            folded % self.expert == 0,
+            f"expert={self.expert} does not divide data({data}) x context({self.context}) x tensor({self.tensor})"
+            f" = {folded}; valid: {_list(divisors(folded))}",
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """Size of every axis, the dense ones (pp dp cp tp) in order, then ep and edp. Needs `data`."""
+        assert self.data is not None, "call for_world first"
+        size = {"pp": self.pipeline, "dp": self.data, "cp": self.context, "tp": self.tensor}
+        folded = self.data * self.context * self.tensor
+        return {a: size[a] for a in self.order} | {"ep": self.expert, "edp": folded // self.expert}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole grid. Needs `data`."""
+        assert self.data is not None, "call for_world first"
+        return prod((self.model_ranks, self.data))
+
+
+def _list(values: list[int]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,68 @@
+"""The one current state, for the roof: nothing inside `core/` below it reads this, except as a default argument."""
+
+from core.parallel_state.config import ParallelConfig
+from core.parallel_state.state import DEFAULT_TIMEOUT_S, ParallelState
+
+_current: ParallelState | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    order: str = "pp-dp-cp-tp",
+    device: str | None = None,
+    distributed_timeout_minutes: float = DEFAULT_TIMEOUT_S / 60,
+    debug: bool = False,
+) -> ParallelState:
+    """Build the parallel state, make it current and return it. Collective over the default process group.
+
+    The data-parallel size is what is left of the world. `order` is outermost to innermost, "pp-dp-cp-tp".
+    Without a default process group this is a single process, and no group is created.
+    Raises ValueError with every wrong combination and the nearest valid ones, before any group is created.
+    """
+    global _current
+    config = ParallelConfig(
+        tensor=tensor_model_parallel_size,
+        pipeline=pipeline_model_parallel_size,
+        context=context_parallel_size,
+        expert=expert_model_parallel_size,
+        sequence_parallel=sequence_parallel,
+        order=tuple(order.split("-")),
+    )
+    if _current is not None:
+        raise ValueError("the model parallel state is already initialized; call destroy_model_parallel() first")
+    _current = ParallelState.build(config, device=device, timeout_s=60 * distributed_timeout_minutes, debug=debug)
+    return _current
+
+
+def current_state() -> ParallelState:
+    """The current state; a single process that never initialized one gets a state of one rank.
+
+    Raises ValueError: several processes, and nobody said how they are laid out.
+    """
+    if _current is not None:
+        return _current
+    from core.parallel_state.collectives.groups import world
+
+    if world()[1] > 1:
+        raise ValueError(
+            f"{world()[1]} processes but no parallel state: call parallel_state.initialize_model_parallel(...)"
+        )
+    return ParallelState.single()
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether a current state exists."""
+    return _current is not None
+
+
+def destroy_model_parallel() -> None:
+    """Leave the current state's groups and forget it; the default process group stays."""
+    global _current
+    if _current is not None:
+        _current.destroy()
+    _current = None

@@ -1,0 +1,117 @@
+"""One fact, one place: how a parameter is spread over the mesh.
+
+Gradient sums, the gradient norm, initial values, names and checkpoint boxes are all derived from this value,
+so they cannot disagree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import Tensor
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one whole tensor of `shape` lies over the ranks. Pure, hashable, the same on every rank.
+
+    shape: the true global shape; padded rows are not in it.
+    split: axis -> the dim that it cuts into equal contiguous parts.
+    partial: group names over which gradients arrive as partial sums, beyond the data axes which always are
+        (sequence-parallel norms: tp; an embedding tied over pipeline stages: embedding).
+    padding: dim -> rows that exist only in memory, after the true ones, so that the dim divides.
+
+    Raises ValueError: an axis that both splits the tensor and holds partial gradients, a dim out of range.
+    """
+
+    shape: tuple[int, ...]
+    split: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    padding: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "split", dict(self.split))
+        object.__setattr__(self, "partial", frozenset(self.partial))
+        object.__setattr__(self, "padding", {dim: n for dim, n in self.padding.items() if n})
+        if both := self.partial & self.split.keys():
+            raise ValueError(f"axis {sorted(both)} cannot both split a tensor and hold partial gradients")
+        if bad := [d for d in (*self.split.values(), *self.padding) if not 0 <= d < len(self.shape)]:
+            raise ValueError(f"dim {bad} does not exist in shape {self.shape}")
+
+    def __hash__(self) -> int:
+        return hash((self.shape, *sorted(self.split.items()), self.partial, *sorted(self.padding.items())))
+
+    def padded_shape(self) -> tuple[int, ...]:
+        """The whole shape in memory, padding included."""
+        return tuple(n + self.padding.get(dim, 0) for dim, n in enumerate(self.shape))
+
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape that every rank holds in memory, padding included; `sizes` maps axis -> size.
+
+        Raises ValueError: a dim that does not divide over its axes.
+        """
+        shape = list(self.padded_shape())
+        for axis, dim in self.split.items():
+            size = sizes.get(axis, 1)
+            if shape[dim] % size:
+                raise ValueError(
+                    f"dim {dim} of {self.padded_shape()} does not divide over {axis}={size}; "
+                    f"use a size that divides {shape[dim]}"
+                )
+            shape[dim] //= size
+        return tuple(shape)
+
+    def box(self, at: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
+        """The true part of the whole tensor held at coordinate `at`: slices, empty where all is padding."""
+        local = self.local_shape(sizes)
+        start = [0] * len(self.shape)
+        for dim in range(len(self.shape)):
+            block = self.padded_shape()[dim]
+            for axis, cut in self.split.items():  # several axes on one dim: the first named is outermost
+                if cut == dim:
+                    block //= sizes.get(axis, 1)
+                    start[dim] += at.get(axis, 0) * block
+        ends = (min(a + n, whole) for a, n, whole in zip(start, local, self.shape, strict=True))
+        return tuple(slice(min(a, b), b) for a, b in zip(start, ends, strict=True))
+
+    def owned_by(self, at: Mapping[str, int]) -> bool:
+        """True on exactly one rank per distinct piece: who counts it in norms and writes it to disk.
+
+        `at` holds the coordinates along which the parameter may repeat (dp, cp, tp or ep, edp, and
+        `embedding` where a stage repeats another's parameter; not pp: stages hold different parameters).
+        """
+        expert = "ep" in self.split
+        repeats = ("edp", "embedding") if expert else ("dp", "cp", "tp", "embedding")
+        return all(at.get(axis, 0) == 0 for axis in repeats if axis not in self.split)
+
+    @property
+    def gradient_groups(self) -> tuple[str, ...]:
+        """The groups over which this parameter's gradient is summed, data axes first."""
+        data = "edp" if "ep" in self.split else "dp-cp"
+        return (data, *sorted(self.partial))
+
+    @property
+    def numel(self) -> int:
+        """True elements of the whole tensor."""
+        return prod(self.shape)
+
+
+def set_layout(parameter: Tensor, layout: Layout) -> None:
+    """State how `parameter` is spread; said once, where the parameter is made."""
+    parameter.parallel_layout = layout  # type: ignore[attr-defined]  # (`Tensor.layout` is torch.strided)
+
+
+def layout_of(parameter: Tensor) -> Layout:
+    """The layout of a parameter; one without (a foreign module's) is replicated everywhere."""
+    found = getattr(parameter, "parallel_layout", None)
+    return found if found is not None else Layout(tuple(parameter.shape))
+
+
+def true_part(local: Tensor, layout: Layout, at: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
+    """The view of a local tensor (parameter, gradient, moment) without its padded rows."""
+    if not layout.padding:
+        return local
+    return local[tuple(slice(0, s.stop - s.start) for s in layout.box(at, sizes))]

@@ -1,0 +1,53 @@
+"""Which seed is mine: pure mixing of names and integers, and a generator seeded for one region."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+@cache
+def _word(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def mix32(*parts: int | str) -> int:
+    """A well-mixed seed of 32 bits from integers and names (splitmix64, finalised after every part).
+
+    32 on purpose: CPU generators ignore all higher bits of a seed, so packing facts into them would
+    silently repeat random numbers.
+    """
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (_word(part) if isinstance(part, str) else part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 32
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operations without one of their own draw from, on any device type."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    if not module.default_generators:
+        module.init()
+    return module.default_generators[index]
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from `seed` inside the block; the user's own random state is untouched by it."""
+    generator = default_generator(device)
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)

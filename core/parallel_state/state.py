@@ -1,0 +1,202 @@
+"""This rank's place in the grid, and the groups it belongs to: built once, passed down, never read from a global."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from core.parallel_state.collectives import groups as pg
+from core.parallel_state.collectives.groups import Group, Traffic
+from core.parallel_state.config import ParallelConfig
+from core.parallel_state.grid import GROUPS, Grid
+
+if TYPE_CHECKING:
+    from core.parallel_state.collectives.groups import DeviceMesh
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def default_device() -> torch.device:
+    """This process's accelerator (cuda, npu, xpu, ...) if there is one, else the CPU."""
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelState:
+    """Frozen. `group(axis)` is None for an axis of one rank, and every collective takes None for 'nothing to do'.
+
+    config: the sizes, `data` filled in.
+    rank: this process's global rank.
+    device: where its parameters live.
+    groups: name -> Group of every group of more than one rank (names: `grid.GROUPS`).
+    world: the group of all ranks; None for a single process.
+    """
+
+    config: ParallelConfig
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    groups: dict[str, Group] = field(default_factory=dict)
+    world: Group | None = None
+    _alone: dict[str, Group] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def single(cls, device: torch.device | str | None = None) -> "ParallelState":
+        """One process, every axis of size 1, no group."""
+        place = torch.device(device) if device is not None else default_device()
+        return cls(ParallelConfig().for_world(1), device=place)
+
+    @classmethod
+    def build(
+        cls,
+        config: ParallelConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        debug: bool = False,
+    ) -> "ParallelState":
+        """Collective: every rank of the default group calls it once (a single process may, without one).
+
+        Every group is created here, in the order of `grid.GROUPS`, equal rank sets once; at most 8 per rank.
+        `debug` compares every collective call across its ranks before making it.
+        Raises ValueError, before any group is created: sizes that do not fit the world, a device that the
+        backend does not serve.
+        """
+        rank, world_size = pg.world()
+        config = (config or ParallelConfig()).for_world(world_size)
+        served = pg.backends() if pg.is_initialized() else {}
+        place = _place(device, served)
+        grid = Grid(config)
+        world = pg.world_group()
+        by_ranks: dict[tuple[int, ...], Any] = {world.ranks: world.process_group} if world else {}
+        groups = {}
+        for name, ranks in grid.groups_of(rank).items():
+            if ranks not in by_ranks:
+                by_ranks[ranks] = pg.create_group(name, ranks, timeout_s)
+            groups[name] = Group(name, ranks, ranks.index(rank), by_ranks[ranks], checked=debug)
+        return cls(config, rank, place, groups, world)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The whole layout of ranks."""
+        return Grid(self.config)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """axis -> size (pp dp cp tp ep edp)."""
+        return self.grid.sizes
+
+    @cached_property
+    def coordinate(self) -> dict[str, int]:
+        """axis -> position of this rank; `embedding` is 1 on a last stage that repeats the first's weights."""
+        at = self.grid.coordinate(self.rank)
+        repeats = self.config.pipeline > 1 and at["pp"] == self.config.pipeline - 1
+        return at | {"embedding": int(repeats)}
+
+    def group(self, name: str) -> Group | None:
+        """The group of an axis (tp, cp, dp, pp, ep, edp) or a combination (dp-cp, embedding); None if of size 1."""
+        if name not in GROUPS:
+            raise ValueError(f"unknown axis {name!r}; known: {', '.join(GROUPS)}")
+        return self.groups.get(name)
+
+    def size(self, name: str) -> int:
+        """Ranks along an axis or in a combined group."""
+        group = self.group(name)
+        return group.size if group is not None else 1
+
+    def index(self, name: str) -> int:
+        """This rank's position along an axis or in a combined group."""
+        group = self.group(name)
+        return group.rank if group is not None else 0
+
+    def pipeline_neighbours(self) -> tuple[int, int]:
+        """Global ranks of (previous, next) pipeline stage, cyclic."""
+        stages = self.grid.members(self.rank, "pp")
+        i = stages.index(self.rank)
+        return stages[i - 1], stages[(i + 1) % len(stages)]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds pipeline stage 0."""
+        return self.coordinate["pp"] == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage."""
+        return self.coordinate["pp"] == self.config.pipeline - 1
+
+    @cached_property
+    def mesh(self) -> "DeviceMesh | None":
+        """A DeviceMesh over the axes of size > 1, on the same groups, for `fully_shard` and DTensor; or None."""
+        return self._mesh([a for a in self.config.order if self.sizes[a] > 1])
+
+    def mesh_for(self, *axes: str) -> "DeviceMesh | None":
+        """A mesh over exactly these axes; groups of one rank are created for those of size 1 (local, no traffic)."""
+        return self._mesh(list(axes))
+
+    def _mesh(self, axes: list[str]) -> "DeviceMesh | None":
+        if not axes:
+            return None
+        fixed = {a: p for a, p in self.coordinate.items() if a in self.config.order and a not in axes}
+
+        def nested(at: dict[str, int], rest: list[str]) -> Any:
+            if not rest:
+                return self.grid.rank_at(**at)
+            return [nested(at | {rest[0]: i}, rest[1:]) for i in range(self.sizes[rest[0]])]
+
+        groups = [self.torch_group(axis).process_group for axis in axes]
+        return pg.mesh(groups, self.device.type, nested(fixed, axes), tuple(axes))
+
+    def torch_group(self, name: str) -> Group:
+        """Like `group`, but for code outside `core/` that wants a torch process group even for one rank.
+
+        (torch takes None for the whole world.) The group of one is made at first use; nobody else takes part.
+        """
+        group = self.group(name)
+        if group is None and name not in self._alone:
+            alone = pg.create_group(name, (self.rank,), DEFAULT_TIMEOUT_S)
+            self._alone[name] = Group(name, (self.rank,), 0, alone)
+        return group if group is not None else self._alone[name]
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Calls, bytes and seconds so far, per group name."""
+        return {name: group.traffic for name, group in self.groups.items()}
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Bound every wait from now on (the first steps may compile or load; later ones should not)."""
+        for group in (self.world, *self.groups.values()):
+            if group is not None:
+                pg.set_timeout(group.process_group, timeout_s)
+
+    def destroy(self) -> None:
+        """Leave the groups made by `build` (not the default group)."""
+        own = {g.ranks: g.process_group for g in self.groups.values()}
+        if self.world is not None:
+            own.pop(self.world.ranks, None)
+        for process_group in (*own.values(), *(g.process_group for g in self._alone.values())):
+            pg.destroy_group(process_group)
+        self.groups.clear()
+        self._alone.clear()
+
+
+def _place(device: torch.device | str | None, served: dict[str, str]) -> torch.device:
+    """The device of this process, checked against what the default group's backends serve."""
+    place = torch.device(device) if device is not None else default_device()
+    if device is None and served and place.type not in served:
+        place = torch.device("cpu")  # a gloo world on a machine with accelerators trains on the CPU
+    if served and place.type not in served:
+        raise ValueError(
+            f"device {place.type} is not served by the process group's backends {served}; use a device of "
+            f"type {', '.join(served)}, or init_process_group with a backend for {place.type}"
+        )
+    return place
+
+
+def all_coordinates(sizes: dict[str, int]) -> list[dict[str, int]]:
+    """Every coordinate of a grid of these sizes (a helper for plans and tests)."""
+    return [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]

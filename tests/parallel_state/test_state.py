@@ -1,0 +1,171 @@
+"""Groups, meshes and getters on real gloo ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.parallel_state import ParallelConfig, ParallelState
+from tests.states import state
+
+ROOT = Path(__file__).parents[2]
+
+
+def describe(tp, pp=1, cp=1):
+    ps = state(tp=tp, pp=pp, cp=cp)
+    at = {a: ps.coordinate[a] for a in ("pp", "dp", "cp", "tp")}
+    return at, {name: g.ranks for name, g in ps.groups.items()}, ps.group("cp")
+
+
+def test_groups_of_four_ranks(ranks):
+    got = ranks(describe, world=4, tp=2)
+    assert [tuple(at.values()) for at, _, _ in got] == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 0, 0), (0, 1, 0, 1)]
+    assert got[3][1] == {"tp": (2, 3), "dp": (1, 3), "dp-cp": (1, 3), "edp": (0, 1, 2, 3)}
+    assert all(cp is None for _, _, cp in got)
+
+
+def same_group_once():
+    ps = state(tp=2)
+    assert ps.group("dp").process_group is ps.group("dp-cp").process_group, "equal rank sets are one group"
+    assert ps.group("edp").process_group is dist.group.WORLD
+    assert len({id(g.process_group) for g in ps.groups.values()}) == 3
+    with pytest.raises(ValueError, match="unknown axis 'tensor'; known: tp, cp"):
+        ps.group("tensor")
+
+
+def test_groups_are_deduplicated(ranks):
+    ranks(same_group_once, world=4)
+
+
+def uneven_history():
+    dist.new_group([0, 1])  # ranks 0 and 1 now have one group more than the others
+    ps = ParallelState.build(ParallelConfig(tensor=2), device="cpu")
+    x = torch.ones(1)
+    parallel_state_all_reduce(x, ps)
+    ps.destroy()
+    return x.item()
+
+
+def test_groups_of_the_users_own_do_not_disturb_ours(ranks):
+    assert ranks(uneven_history, world=4) == [2.0] * 4
+
+
+def two_grids():
+    a, b = state(tp=2), state(tp=4)
+    x, y = torch.ones(3), torch.ones(3)
+    parallel_state_all_reduce(x, a)
+    parallel_state_all_reduce(y, b)
+    return x[0].item(), y[0].item()
+
+
+def parallel_state_all_reduce(x, ps):
+    from core.parallel_state.collectives import all_reduce
+
+    all_reduce(x, ps.group("tp"))
+
+
+def test_two_grids_live_side_by_side(ranks):
+    assert ranks(two_grids, world=4) == [(2.0, 4.0)] * 4
+
+
+def meshes():
+    from torch.distributed.fsdp import fully_shard
+
+    ps = state(tp=2)
+    assert ps.mesh.mesh_dim_names == ("dp", "tp")
+    assert ps.mesh["tp"].get_group() is ps.group("tp").process_group
+    assert ps.mesh_for("cp", "tp").shape == (1, 2)
+    assert ps.mesh_for("cp").size() == 1 and ps.group("cp") is None
+    model = fully_shard(torch.nn.Linear(8, 8, dtype=torch.float32), mesh=ps.mesh_for("dp"))
+    model(torch.ones(2, 8, dtype=torch.float32)).sum().backward()
+    return model.weight.grad.full_tensor().sum().item()
+
+
+def test_the_mesh_serves_fully_shard_on_our_groups(ranks):
+    assert ranks(meshes, world=4) == [pytest.approx(128.0)] * 4
+
+
+def getters():
+    ps = parallel_state.initialize_model_parallel(2, 1, device="cpu")
+    try:
+        with pytest.raises(ValueError, match="already initialized"):
+            parallel_state.initialize_model_parallel()
+        assert parallel_state.current_state() is ps and parallel_state.model_parallel_is_initialized()
+        x = torch.ones(1)
+        dist.all_reduce(x, group=parallel_state.get_tensor_model_parallel_group())
+        dist.all_reduce(x, group=parallel_state.get_context_parallel_group())  # one rank: not the world
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        assert parallel_state.is_pipeline_first_stage() and parallel_state.is_pipeline_last_stage()
+        assert parallel_state.get_pipeline_model_parallel_next_rank() == dist.get_rank()
+        return x.item(), sizes, place
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_megatron_getters(ranks):
+    got = ranks(getters, world=4)
+    assert got == [(2.0, (2, 2, 1), (r % 2, r // 2)) for r in range(4)]
+
+
+def uninitialized():
+    with pytest.raises(ValueError, match="2 processes but no parallel state"):
+        parallel_state.current_state()
+    with pytest.raises(ValueError, match="world size 2 is not a multiple of tensor"):
+        parallel_state.initialize_model_parallel(4)
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(ValueError, match=r"device meta is not served by .*cpu.*gloo"):
+        ParallelState.build(ParallelConfig(tensor=2), device="meta")
+
+
+def test_errors_come_before_any_group(ranks):
+    ranks(uninitialized, world=2)
+
+
+def test_a_single_process_creates_no_group():
+    assert not dist.is_initialized()
+    ps = parallel_state.initialize_model_parallel()
+    try:
+        assert ps.groups == {} and ps.world is None and ps.mesh is None and not dist.is_initialized()
+        assert parallel_state.get_tensor_model_parallel_world_size() == 1
+        assert parallel_state.get_data_parallel_group() is None
+    finally:
+        parallel_state.destroy_model_parallel()
+    with pytest.raises(ValueError, match="world size 1 is not a multiple of tensor"):
+        parallel_state.initialize_model_parallel(2)
+
+
+def test_launch_refuses_a_device_that_is_not_there():
+    if torch.accelerator.is_available():
+        kind = {"cuda": "xpu"}.get(torch.accelerator.current_accelerator().type, "cuda")
+    else:
+        kind = "cuda"
+    with (
+        pytest.raises(ValueError, match=f"device '{kind}' asked for, but this machine's accelerator is"),
+        parallel_state.launch(kind),
+    ):
+        pass
+
+
+def test_launch_joins_and_leaves_under_torchrun(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "from core import parallel_state\n"
+        "with parallel_state.launch('cpu') as device:\n"
+        "    ps = parallel_state.initialize_model_parallel(2)\n"
+        "    print(f'rank {ps.rank} tp {ps.index(\"tp\")} on {device}', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 tp 0 on cpu", "rank 1 tp 1 on cpu"]
