@@ -1,0 +1,19 @@
+"""Between forward and the gradient: deferred weight gradients, recomputation, gradient readiness."""
+
+from core.autograd.bag import StageContext, WeightGradBag
+from core.autograd.embedding import deferred_embedding
+from core.autograd.linear import Comm, deferred_linear
+from core.autograd.protocols import GradSync, NullGradSync
+from core.autograd.recompute import apply_recompute, recompute
+
+__all__ = [
+    "Comm",
+    "GradSync",
+    "NullGradSync",
+    "StageContext",
+    "WeightGradBag",
+    "apply_recompute",
+    "deferred_embedding",
+    "deferred_linear",
+    "recompute",
+]

@@ -1,0 +1,96 @@
+"""The bag that one microbatch's weight gradients wait in, and the context through which operations find it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Thunk(Protocol):
+    """One use of one parameter whose weight gradient is still to be computed."""
+
+    parameter: Parameter
+
+    def run(self) -> None:
+        """Compute the weight gradient and accumulate it into the parameter."""
+        ...
+
+
+class WeightGradBag:
+    """Thunks in the order in which backward made them. One per use: a weight used twice has two.
+
+    Nothing is keyed by parameter, so tied weights stay additive.
+    """
+
+    def __init__(self) -> None:
+        self._thunks: list[Thunk] = []
+
+    def __len__(self) -> int:
+        return len(self._thunks)
+
+    def put(self, thunk: Thunk) -> None:
+        """Add one; called by a deferring operation's backward."""
+        self._thunks.append(thunk)
+
+    def parameters(self) -> list[Parameter]:
+        """The parameter of every thunk in the bag, repeated per use; complete once I has ended."""
+        return [thunk.parameter for thunk in self._thunks]
+
+    def run_one(self) -> Parameter:
+        """W of the newest thunk: accumulate, let its tensors go, return its parameter."""
+        thunk = self._thunks.pop()
+        thunk.run()
+        return thunk.parameter
+
+    def run(self) -> None:
+        """W: empty the bag, last in first out, so that memory falls with every thunk."""
+        while self._thunks:
+            self.run_one()
+
+
+@dataclass(eq=False)
+class StageContext:
+    """What the operations of one model or stage share: written by the executor before each F, R and I.
+
+    bag: where weight gradients of the current microbatch are deferred to; None computes them at once.
+    seed, step, microbatch: what every random number is a function of. `microbatch` is the *global* index.
+    driven: an executor sets these; otherwise the model draws a seed for each forward from torch's generator.
+
+    Plain attributes, no thread-local: CUDA's backward runs in other threads. Operations remember the bag they
+    saw in their forward.
+    """
+
+    bag: WeightGradBag | None = None
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+    driven: bool = False
+
+    def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
+        """An executor takes over for one microbatch."""
+        self.seed, self.step, self.microbatch, self.bag, self.driven = seed, step, microbatch, bag, True
+
+    def release(self) -> None:
+        """The executor is done: plain use of the model again."""
+        self.bag, self.driven = None, False
+
+    def snapshot(self) -> tuple:
+        """The whole state, for a region that will be run again."""
+        return self.bag, self.seed, self.step, self.microbatch, self.driven
+
+    def restore(self, snapshot: tuple) -> None:
+        """Go back to a snapshot."""
+        self.bag, self.seed, self.step, self.microbatch, self.driven = snapshot
+
+
+def accumulate(parameter: Parameter, gradient: Tensor) -> None:
+    """Add a finished gradient into `main_grad` where there is one (never rebinding it), else into `.grad`."""
+    gradient = gradient.view(parameter.shape)
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad.add_(gradient)

@@ -1,0 +1,94 @@
+"""Rows of a table, possibly only part of it, whose weight gradient can wait in the microbatch's bag."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.autograd.bag import StageContext, accumulate
+from core.autograd.linear import NO_COMM, Comm
+
+
+def _local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
+    """Ids as rows of the part [first, first + rows); those outside become `rows`, one past the end."""
+    local = ids - first
+    return local.masked_fill_((local < 0) | (local >= rows), rows)
+
+
+def _add_rows(parameter: Parameter, local: Tensor, gy: Tensor) -> Tensor | None:
+    """Sum dy into the table's rows: into main_grad (None is returned), else a new dense gradient."""
+    rows = parameter.shape[0]
+    local, gy = local.reshape(-1), gy.reshape(-1, gy.shape[-1])
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        dense = torch.ops.aten.embedding_dense_backward(gy, local, rows + 1, rows, False)
+        return dense[:rows].to(parameter.dtype)
+    gy = gy.masked_fill((local == rows)[:, None], 0).to(main_grad.dtype)
+    main_grad.index_add_(0, local.clamp_max(rows - 1), gy)
+    return None
+
+
+class _EmbeddingThunk:
+    """dW of one use: holds only the ids and dy."""
+
+    __slots__ = ("_comm", "_gy", "_local", "parameter")
+
+    def __init__(self, parameter: Parameter, local: Tensor, gy: Tensor, comm: Comm) -> None:
+        self.parameter, self._local, self._gy, self._comm = parameter, local, gy, comm
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self._local, self._gy
+
+    @torch.no_grad()
+    def run(self) -> None:
+        gy = self._gy if self._comm.before_backward is None else self._comm.before_backward(self._gy)
+        gradient = _add_rows(self.parameter, self._local, gy)
+        if gradient is not None:
+            accumulate(self.parameter, gradient)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Parameter, first: int, whole: bool, stage: StageContext, comm: Comm
+    ) -> Tensor:
+        if whole:
+            local = ids
+            y = F.embedding(ids, weight)
+        else:
+            rows = weight.shape[0]
+            local = _local_ids(ids, first, rows)
+            y = F.embedding(local.clamp_max(rows - 1), weight)
+            y.masked_fill_((local == rows)[..., None], 0)
+        if comm.after_forward is not None:
+            y = comm.after_forward(y)
+        ctx.save_for_backward(local)
+        ctx.weight, ctx.comm, ctx.bag = weight, comm, stage.bag
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        (local,) = ctx.saved_tensors
+        if ctx.bag is not None:
+            ctx.bag.put(_EmbeddingThunk(ctx.weight, local, gy, ctx.comm))
+            return (None,) * 6
+        if ctx.comm.before_backward is not None:
+            gy = ctx.comm.before_backward(gy)
+        return None, _add_rows(ctx.weight, local, gy), None, None, None, None
+
+
+def deferred_embedding(
+    ids: Tensor,
+    weight: Parameter,
+    *,
+    first: int = 0,
+    whole: bool = True,
+    stage: StageContext,
+    comm: Comm = NO_COMM,
+) -> Tensor:
+    """ids [...] -> [..., h]: rows of `weight` [n, h]. Unless `whole`, the table is the part [first, first + n)
+    of a larger one, and ids outside it give zero rows (to be summed over the ranks by `comm`)."""
+    y: Tensor = _Embedding.apply(ids, weight, first, whole, stage, comm)
+    return y

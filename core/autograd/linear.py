@@ -1,0 +1,168 @@
+"""y = x W^T + b whose weight gradient can wait: computed at once, or put into the microbatch's bag.
+
+    forward   y  = x W^T + b
+    I         dx = dy W           db = sum over tokens of dy
+    W         dW = dy^T x
+
+Shapes: x [..., i], W [o..., i] (a weight may keep several output dims; they are flattened), y [..., o].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.autograd.bag import StageContext, accumulate
+
+
+class Pending(Protocol):
+    """A tensor under way."""
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Comm:
+    """The collectives around one matmul; None where there is none. Built by tensor parallelism.
+
+    before_forward: x as held -> x as multiplied (sequence parallel: all-gather), also repeated for dW.
+    after_forward: y as multiplied -> y as returned (row parallel: all-reduce or reduce-scatter).
+    before_backward: dy as received -> dy as multiplied (the conjugate of after_forward).
+    after_backward: starts dx as multiplied -> dx as returned (the conjugate of before_forward), beside dW.
+    """
+
+    before_forward: Callable[[Tensor], Tensor] | None = None
+    after_forward: Callable[[Tensor], Tensor] | None = None
+    before_backward: Callable[[Tensor], Tensor] | None = None
+    after_backward: Callable[[Tensor], Pending] | None = None
+
+
+NO_COMM = Comm()
+
+
+@cache
+def _multiplies_into_float32(device_type: str) -> bool:
+    """Whether this device has the mixed product (16-bit factors, float32 sum); tried once."""
+    try:
+        a = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
+        out = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+        return bool(out[0, 0] == 16)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
+
+
+def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | None:
+    """dy^T x, added straight into `main_grad` where there is one (then None is returned, else the gradient).
+
+    The sum is in main_grad's dtype without an intermediate where dtypes are equal, or where the device
+    multiplies 16-bit factors into float32; otherwise the product is rounded once and added.
+    """
+    x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return gy.t().mm(x).view(parameter.shape)
+    into = _matrix(main_grad)
+    if main_grad.dtype == x.dtype:
+        into.addmm_(gy.t(), x)
+    elif main_grad.dtype == torch.float32 and _multiplies_into_float32(x.device.type):
+        torch.addmm(into, gy.t(), x, out_dtype=torch.float32, out=into)
+    else:
+        into.add_(gy.t().mm(x))
+    return None
+
+
+class _LinearThunk:
+    """dW of one use: holds x and dy as they are between the ranks (sharded), and gathers them again."""
+
+    __slots__ = ("_comm", "_gy", "_x", "parameter")
+
+    def __init__(self, parameter: Parameter, x: Tensor, gy: Tensor, comm: Comm) -> None:
+        self.parameter, self._x, self._gy, self._comm = parameter, x, gy, comm
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self._x, self._gy
+
+    @torch.no_grad()
+    def run(self) -> None:
+        x, gy, comm = self._x, self._gy, self._comm
+        if comm.before_forward is not None:
+            x = comm.before_forward(x)
+        if comm.before_backward is not None:
+            gy = comm.before_backward(gy)
+        gradient = weight_gradient(self.parameter, x, gy)
+        if gradient is not None:
+            accumulate(self.parameter, gradient)
+
+
+class _Linear(torch.autograd.Function):
+    """The Parameter is kept on ctx, never in save_for_backward: a checkpoint's pack hook would detach it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
+    ) -> Tensor:
+        matrix = _matrix(weight)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            cast = torch.get_autocast_dtype(kind)
+            x, matrix = x.to(cast), matrix.to(cast)
+        whole = x if comm.before_forward is None else comm.before_forward(x)
+        if comm.after_forward is None:
+            y = F.linear(whole, matrix, None if bias is None else bias.view(-1).to(matrix.dtype))
+        else:
+            y = comm.after_forward(F.linear(whole, matrix))
+            if bias is not None:
+                y.add_(bias.view(-1))
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
+        sharded = gy
+        if comm.before_backward is not None:
+            gy = comm.before_backward(gy)
+        pending = dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = gy.matmul(_matrix(weight).to(gy.dtype))
+            if comm.after_backward is not None:
+                pending = comm.after_backward(dx)
+        if ctx.needs_input_grad[1]:
+            if bag is not None:
+                bag.put(_LinearThunk(weight, x, sharded, comm))
+            else:
+                dw = weight_gradient(weight, x if comm.before_forward is None else comm.before_forward(x), gy)
+        if ctx.needs_input_grad[2]:
+            db = gy.reshape(-1, gy.shape[-1]).sum(0).view(ctx.bias.shape)
+        return dx if pending is None else pending.wait(), dw, db, None, None
+
+
+def deferred_linear(
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None = None,
+    *,
+    stage: StageContext,
+    comm: Comm = NO_COMM,
+) -> Tensor:
+    """x [..., i] -> [..., o] with weight [o..., i] and bias [o...], and the collectives of `comm` around it.
+
+    With a bag in `stage` at the time of the forward, backward defers dW into it (autograd gets None);
+    without one dW goes into `weight.main_grad`, or to autograd where there is no main_grad.
+    """
+    y: Tensor = _Linear.apply(x, weight, bias, stage, comm)
+    return y

@@ -1,0 +1,68 @@
+"""What an executor says to whoever reduces gradients: facts of the schedule, no hooks needed."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import nn
+from torch.nn import Parameter
+
+
+class GradSync(Protocol):
+    """One gradient over many replicas. The executor calls these in the order of its schedule.
+
+    A parameter's gradient is complete when every (stage, microbatch) pair that holds it has delivered, and in
+    the last pair every thunk of its bag has run; whatever has not arrived by `stage_done` is flushed there.
+    """
+
+    def begin_step(self, pairs_per_param: Mapping[Parameter, int]) -> None:
+        """A step starts; how many (stage, microbatch) pairs hold each parameter."""
+        ...
+
+    def before_forward(self, stage: nn.Module) -> None:
+        """Before F or R of `stage`: its parameters must be whole."""
+        ...
+
+    def before_input_grad(self, stage: nn.Module) -> None:
+        """Before I of `stage`."""
+        ...
+
+    def after_input_grad(self, stage: nn.Module) -> None:
+        """After I of `stage`: W needs only inputs and output gradients, parameters may be freed."""
+        ...
+
+    def ready(self, param: Parameter) -> None:
+        """One pair has delivered its whole contribution to `param`."""
+        ...
+
+    def stage_done(self, stage: nn.Module) -> None:
+        """The last W of `stage` has run: flush what has not arrived."""
+        ...
+
+    def finish(self) -> None:
+        """The step's last action has run: when this returns every gradient is summed."""
+        ...
+
+
+class NullGradSync:
+    """One replica, nothing to sum; also the plain twin that tests compare against."""
+
+    def begin_step(self, pairs_per_param: Mapping[Parameter, int]) -> None:
+        """Nothing."""
+
+    def before_forward(self, stage: nn.Module) -> None:
+        """Nothing."""
+
+    def before_input_grad(self, stage: nn.Module) -> None:
+        """Nothing."""
+
+    def after_input_grad(self, stage: nn.Module) -> None:
+        """Nothing."""
+
+    def ready(self, param: Parameter) -> None:
+        """Nothing."""
+
+    def stage_done(self, stage: nn.Module) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
