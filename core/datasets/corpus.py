@@ -33,8 +33,12 @@ class SourceFiles:
         """A hash of every file's name, size and modification time: equal when nothing was touched."""
         digest = hashlib.sha256()
         for name in self.names:
-            stat = (self.root / name).stat()
-            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            try:
+                stat = (self.root / name).stat()
+                found = f"{stat.st_size}\0{stat.st_mtime_ns}"
+            except OSError:  # a dangling link, for one; `read_texts` will skip it
+                found = "missing"
+            digest.update(f"{name}\0{found}\n".encode())
         return digest.hexdigest()
 
 

@@ -62,16 +62,14 @@ def prepare_default_corpus(
     """
     directory = Path(directory)
     sources = standard_library() if sources is None else sources
+    sides = split_by_hash(sources.names, valid_fraction)
+    if not all(sides):
+        raise ValueError(
+            f"valid_fraction={valid_fraction} leaves {len(sides[0])} training and {len(sides[1])} "
+            "validation files; give more files or another fraction"
+        )
     key = _key(sources, vocab_size, valid_fraction)
-    figures = _reusable(directory, key)
-    if figures is None:
-        sides = split_by_hash(sources.names, valid_fraction)
-        if not all(sides):
-            raise ValueError(
-                f"valid_fraction={valid_fraction} leaves {len(sides[0])} training and {len(sides[1])} "
-                "validation files; give more files or another fraction"
-            )
-        figures = _build(directory, sources, sides, vocab_size, key)
+    figures = _reusable(directory, key) or _build(directory, sources, sides, vocab_size, key)
     return PreparedCorpus(
         **asdict(figures),
         tokenizer=directory / "tokenizer.json",

@@ -77,7 +77,7 @@ class TokenFile:
 
     def _check_lengths(self) -> None:
         """Both ends of every table must meet; the middle is checked where it is read, see `document`."""
-        found = (self._indices[0], self._indices[-1]) if self._indices.size else None
+        found = (int(self._indices[0]), int(self._indices[-1])) if self._indices.size else None
         if found != (0, self._lengths.size):
             raise ValueError(
                 f"{self._idx_path}: documents span sequences {found}, the file has 0 to "
