@@ -132,7 +132,8 @@ class TokenFile:
             )
         bounds = [self._start(sequence) for sequence in range(first, last + 1)]
         ends = [self._end(sequence) for sequence in range(first, last)]
-        if bounds[1:] != ends or bounds != sorted(bounds) or bounds[0] % self.dtype.itemsize:
+        inside = 0 <= bounds[0] and bounds[-1] <= self._tokens.nbytes
+        if not inside or bounds[1:] != ends or bounds != sorted(bounds) or bounds[0] % self.dtype.itemsize:
             raise ValueError(
                 f"{self._idx_path}: the sequences of document {number} begin at bytes {bounds}, "
                 f"their lengths end them at {ends}; {_REMEDY}"
@@ -143,7 +144,7 @@ class TokenFile:
         """The first byte of the sequence; the end of the file counts as one sequence more."""
         if sequence < self._lengths.size:
             return int(self._pointers[sequence])
-        return self.num_tokens * self.dtype.itemsize
+        return self._tokens.nbytes
 
 
 def _map(path: Path, dtype: np.dtype) -> Array:

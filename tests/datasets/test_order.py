@@ -71,6 +71,11 @@ def test_every_epoch_visits_each_sample_once(samples, batch, seed):
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
+def test_the_epochs_of_the_stream_have_orders_of_their_own():
+    epochs = {tuple(sample_ids(step, 30, 30, seed=4).tolist()) for step in range(6)}
+    assert len(epochs) == 6
+
+
 def test_the_stream_does_not_depend_on_the_batch_size():
     small = np.concatenate([sample_ids(step, 4, 10, seed=9) for step in range(12)])
     large = np.concatenate([sample_ids(step, 16, 10, seed=9) for step in range(3)])
