@@ -132,7 +132,7 @@ class TokenFile:
             )
         bounds = [self._start(sequence) for sequence in range(first, last + 1)]
         ends = [self._end(sequence) for sequence in range(first, last)]
-        inside = 0 <= bounds[0] and bounds[-1] <= self._tokens.nbytes
+        inside = bounds[0] >= 0 and bounds[-1] <= self._tokens.nbytes
         if not inside or bounds[1:] != ends or bounds != sorted(bounds) or bounds[0] % self.dtype.itemsize:
             raise ValueError(
                 f"{self._idx_path}: the sequences of document {number} begin at bytes {bounds}, "

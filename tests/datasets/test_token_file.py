@@ -135,11 +135,11 @@ def test_damage_inside_the_tables_is_found_where_it_is_read(tmp_path, offset):
         [file.document(i) for i in range(3)]
 
 
-@pytest.mark.parametrize("shift", [-2, 20])
-def test_pointers_outside_the_tokens_are_refused_even_if_they_agree(tmp_path, shift):
+@pytest.mark.parametrize("shift", [-2, 1, 20])
+def test_pointers_before_between_or_behind_the_tokens_are_refused(tmp_path, shift):
     write(tmp_path / "a", DOCUMENTS)
     index = bytearray((tmp_path / "a.idx").read_bytes())
-    index[46:62] = struct.pack("<2q", shift, shift + 6)  # document 0 lies before or behind the file
+    index[46:62] = struct.pack("<2q", shift, shift + 6)  # they agree with the lengths
     (tmp_path / "a.idx").write_bytes(index)
     with pytest.raises(ValueError, match=rf"document 0 begin at bytes \[{shift}, {shift + 6}\]"):
         TokenFile(tmp_path / "a").document(0)
