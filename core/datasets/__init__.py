@@ -1,0 +1,29 @@
+"""From text files to batches: corpus, tokenizer, token files, in an order that is a function of the step.
+
+Every public name is importable from here and loaded on first use, so that reading token files needs
+neither torch nor tokenizers.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "corpus": ("SourceFiles", "read_texts", "split_by_hash", "standard_library"),
+    "tokenizer": ("END_OF_TEXT", "Tokenizer", "train_tokenizer"),
+    "token_file": ("TokenFile", "TokenFileWriter"),
+    "order": ("permute", "sample_ids"),
+    "batches": ("IGNORED_LABEL", "GPTBatches"),
+    "prepare": ("PreparedCorpus", "prepare_default_corpus"),
+    "baselines": ("bits_per_byte", "gzip_bits_per_byte", "unigram_bits_per_byte"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {sorted(_HOME)}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

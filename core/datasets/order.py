@@ -1,0 +1,79 @@
+"""The order of the data as a pure function of (seed, step): no index is built, and one integer resumes it."""
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+
+def permute(index: npt.ArrayLike, n: int, *, seed: int, epoch: int = 0) -> Ids:
+    """Where each position of [0, n) goes in a random-looking permutation chosen by (seed, epoch).
+
+    index: integers of any shape  ->  int64 of the same shape. Distinct positions go to distinct places.
+    Costs O(index), nothing grows with n. Raises `ValueError` if n or an index is out of range.
+    """
+    positions = np.asarray(index, dtype=np.int64)
+    if not 0 < n <= 2**62:
+        raise ValueError(f"n={n} must lie between 1 and 2^62; give the number of samples")
+    if positions.size and not (positions.min() >= 0 and positions.max() < n):
+        raise ValueError(
+            f"positions {positions.min()} to {positions.max()} are not all inside 0 to {n - 1}; "
+            "take them modulo n and count the epochs"
+        )
+    # A Feistel network permutes 2^(2*half) numbers, up to 4n of them. Whoever lands outside [0, n) walks on
+    # along its cycle until inside: that is again a permutation of [0, n), after at most 4 steps on average.
+    half = max(2, ((n - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    values = _feistel(positions.reshape(-1).astype(np.uint64), half, keys)
+    while (outside := values >= n).any():
+        values[outside] = _feistel(values[outside], half, keys)
+    return values.astype(np.int64).reshape(positions.shape)
+
+
+def _round_keys(seed: int, epoch: int) -> _Words:
+    """Eight keys `[8]`, unrelated for neighbouring seeds and epochs."""
+    return np.frombuffer(hashlib.blake2b(f"{seed},{epoch}".encode(), digest_size=64).digest(), "<u8")
+
+
+def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
+    mask = np.uint64((1 << half) - 1)
+    bits = np.uint64(half)
+    left, right = values >> bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << bits) | right
+
+
+def _mix(x: _Words) -> _Words:
+    """The finaliser of splitmix64: every bit of x moves every bit of the result."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_ids(step: int, global_batch_size: int, num_samples: int, *, seed: int) -> Ids:
+    """The samples of global batch number `step`: int64 `[global_batch_size]`.
+
+    Samples are taken one after the other, step after step; every `num_samples` of them are one epoch, which
+    visits each sample once in an order of its own. A batch may reach into the next epochs.
+    Raises `ValueError` if step is negative or a size is not positive.
+    """
+    for name, value, least in (
+        ("step", step, 0),
+        ("global_batch_size", global_batch_size, 1),
+        ("num_samples", num_samples, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    start = step * global_batch_size
+    stop = start + global_batch_size
+    pieces = []
+    while start < stop:
+        epoch, first = divmod(start, num_samples)
+        count = min(stop - start, num_samples - first)
+        pieces.append(permute(np.arange(first, first + count), num_samples, seed=seed, epoch=epoch))
+        start += count
+    return np.concatenate(pieces)
