@@ -4,7 +4,6 @@ import gzip
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 
 def bits_per_byte(loss_sum_nats: float, num_bytes: int) -> float:
@@ -17,24 +16,19 @@ def bits_per_byte(loss_sum_nats: float, num_bytes: int) -> float:
     return loss_sum_nats / math.log(2) / num_bytes
 
 
-def unigram_bits_per_byte(tokens: npt.ArrayLike, num_bytes: int) -> float:
-    """What a model pays that knows how often each token occurs in this very text, and nothing else.
+def unigram_bits_per_byte(text: bytes) -> float:
+    """What a model pays that knows how often each byte occurs in this very text, and nothing else.
 
-    tokens: integers `[n]`, the validation stream that encodes `num_bytes` bytes. The entropy of its own
-    frequencies times n: no model that ignores the context can do better, so a model above this learned
-    nothing from context. Raises `ValueError` if there are no tokens or no bytes.
+    The entropy of the text's own byte frequencies. Raises `ValueError` if there is no text.
     """
-    counts = np.unique(np.asarray(tokens), return_counts=True)[1]
-    total = int(counts.sum())
-    if total == 0:
-        raise ValueError(f"0 tokens for {num_bytes} bytes; give the validation stream")
-    return bits_per_byte(-float((counts * np.log(counts / total)).sum()), num_bytes)
+    if not text:
+        raise ValueError("unigram_bits_per_byte: 0 bytes of text, at least 1 is needed; give the validation text")
+    counts = np.unique(np.frombuffer(text, np.uint8), return_counts=True)[1]
+    return bits_per_byte(-float((counts * np.log(counts / len(text))).sum()), len(text))
 
 
 def gzip_bits_per_byte(text: bytes) -> float:
     """The size of one `gzip -9` stream of `text`, in bits per byte of text; raises `ValueError` if empty."""
     if not text:
-        raise ValueError(
-            "gzip_bits_per_byte: 0 bytes of text, at least 1 is needed; give the validation text"
-        )
+        raise ValueError("gzip_bits_per_byte: 0 bytes of text, at least 1 is needed; give the validation text")
     return 8 * len(gzip.compress(text, compresslevel=9, mtime=0)) / len(text)

@@ -14,7 +14,7 @@ from core.datasets.corpus import SourceFiles, read_texts, split_by_hash, standar
 from core.datasets.token_file import TokenFile, TokenFileWriter
 from core.datasets.tokenizer import LIBRARY_VERSION, Tokenizer, train_tokenizer
 
-_FORMAT = 1
+_FORMAT = 2
 _TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch
 
 
@@ -121,9 +121,7 @@ def _build(
         valid_bytes=len(valid_text),
         skipped_files=train_skipped + valid_skipped,
         gzip_bits_per_byte=gzip_bits_per_byte(valid_text),
-        unigram_bits_per_byte=unigram_bits_per_byte(
-            valid_file.tokens(0, valid_file.num_tokens), len(valid_text)
-        ),
+        unigram_bits_per_byte=unigram_bits_per_byte(valid_text),
     )
     _commit(directory, key, figures)
     return figures

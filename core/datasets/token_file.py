@@ -41,9 +41,7 @@ class TokenFile:
         self._bin_path, self._idx_path = _paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} does not exist: a token file is a .bin and an .idx; {_REMEDY}"
-                )
+                raise FileNotFoundError(f"{path} does not exist: a token file is a .bin and an .idx; {_REMEDY}")
         self.dtype, num_sequences, num_indices = self._read_header()
         index = _map(self._idx_path, np.dtype("u1"))
         ends = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]).tolist()
@@ -86,9 +84,7 @@ class TokenFile:
         expected = self._end(self._lengths.size - 1) if self._lengths.size else 0
         size = self._bin_path.stat().st_size
         if size != expected:
-            raise ValueError(
-                f"{self._bin_path} has {size} bytes, {self._idx_path.name} says {expected}; {_REMEDY}"
-            )
+            raise ValueError(f"{self._bin_path} has {size} bytes, {self._idx_path.name} says {expected}; {_REMEDY}")
 
     def _end(self, sequence: int) -> int:
         """The byte after the sequence."""
@@ -121,9 +117,7 @@ class TokenFile:
         Raises `ValueError` if there is no such document, or if the index is damaged there.
         """
         if not 0 <= number < self.num_documents:
-            raise ValueError(
-                f"document {number} of {self._idx_path}, which has {self.num_documents}; ask for less"
-            )
+            raise ValueError(f"document {number} of {self._idx_path}, which has {self.num_documents}; ask for less")
         first, last = self._indices[number : number + 2].tolist()
         if not 0 <= first <= last <= self._lengths.size:
             raise ValueError(

@@ -88,9 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises `ValueError` if `vocab_size` is too small to hold every byte.
     """
     if vocab_size < _SMALLEST_VOCABULARY:
-        raise ValueError(
-            f"vocab_size={vocab_size} cannot hold every byte; use {_SMALLEST_VOCABULARY} or more"
-        )
+        raise ValueError(f"vocab_size={vocab_size} cannot hold every byte; use {_SMALLEST_VOCABULARY} or more")
     inner = hf.Tokenizer(hf.models.BPE())
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = hf.decoders.ByteLevel()

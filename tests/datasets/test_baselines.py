@@ -13,16 +13,16 @@ def test_one_bit_for_every_byte():
 
 
 def test_unigram_of_equally_frequent_bytes_is_eight_bits():
-    assert unigram_bits_per_byte(list(range(256)) * 3, 768) == pytest.approx(8, abs=1e-12)
+    assert unigram_bits_per_byte(bytes(range(256)) * 3) == pytest.approx(8, abs=1e-12)
 
 
-def test_unigram_of_two_tokens_by_hand():
+def test_unigram_of_two_bytes_by_hand():
     # 3 of one, 1 of the other: 3 log2(4/3) + log2(4) bits over 8 bytes of text
-    assert unigram_bits_per_byte([7, 7, 2, 7], 8) == pytest.approx((3 * math.log2(4 / 3) + 2) / 8, abs=1e-12)
+    assert unigram_bits_per_byte(b"aaba") == pytest.approx((3 * math.log2(4 / 3) + 2) / 4, abs=1e-12)
 
 
-def test_unigram_of_one_token_costs_nothing():
-    assert unigram_bits_per_byte([5] * 9, 9) == 0
+def test_unigram_of_one_byte_costs_nothing():
+    assert unigram_bits_per_byte(b"x" * 9) == 0
 
 
 def test_gzip_of_noise_and_of_repetition():
@@ -36,7 +36,7 @@ def test_gzip_of_noise_and_of_repetition():
     ("call", "message"),
     [
         (lambda: bits_per_byte(1.0, 0), "num_bytes=0 must be positive"),
-        (lambda: unigram_bits_per_byte([], 3), "0 tokens for 3 bytes"),
+        (lambda: unigram_bits_per_byte(b""), "0 bytes of text"),
         (lambda: gzip_bits_per_byte(b""), "0 bytes of text"),
     ],
 )

@@ -96,9 +96,7 @@ def test_validation_goes_in_order_and_fills_the_tail(tmp_path):
 
 def test_sequence_longer_than_the_data_is_refused(tmp_path):
     assert batches(tmp_path, count=9, sequence_length=8).num_samples == 1
-    with pytest.raises(
-        ValueError, match=r"sequence_length=9 needs 10 tokens .*the file has 9; use at most 8"
-    ):
+    with pytest.raises(ValueError, match=r"sequence_length=9 needs 10 tokens .*the file has 9; use at most 8"):
         batches(tmp_path, count=9, sequence_length=9)
 
 

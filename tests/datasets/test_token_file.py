@@ -122,9 +122,7 @@ def test_bin_of_another_length_is_refused(tmp_path, change):
         TokenFile(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    "offset", [34, 38, 46, 54, 78, 86]
-)  # lengths 0 and 1, pointers 0 and 1, indices 1, 2
+@pytest.mark.parametrize("offset", [34, 38, 46, 54, 78, 86])  # lengths 0 and 1, pointers 0 and 1, indices 1, 2
 def test_damage_inside_the_tables_is_found_where_it_is_read(tmp_path, offset):
     write(tmp_path / "a", DOCUMENTS)
     index = bytearray((tmp_path / "a.idx").read_bytes())
