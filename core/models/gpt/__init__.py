@@ -1,0 +1,6 @@
+"""GPT: the model, its named specs, Hugging Face's names."""
+
+from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, gpt2_spec, llama_spec
+from core.models.gpt.gpt_model import GPTModel
+
+__all__ = ["GPTModel", "get_gpt_layer_local_spec", "gpt2_spec", "llama_spec"]

@@ -1,0 +1,79 @@
+"""Tokens to the residual stream, and the residual stream to logits over the vocabulary."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from core.autograd import deferred_linear
+from core.parallel_state import Init
+from core.tensor_parallel import VocabParallelEmbedding
+from core.tensor_parallel.embedding import vocab_layout
+from core.transformer.dropout import residual_dropout
+from core.transformer.spec import Build, TransformerLayerSpec
+
+
+class GPTEmbedding(nn.Module):
+    """tokens [b, s] -> [s, b, h] ([s/tp, b, h] under sequence parallelism), positions added, dropped out.
+
+    With `spec` None only the table exists: the copy that a tied last stage multiplies by.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        spec: TransformerLayerSpec | None,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        tied_across_stages: bool,
+    ) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            build.config.hidden_size,
+            place=build.place,
+            init=Init(std=build.config.init_method_std),
+            partial=frozenset({"embedding"}) if tied_across_stages else frozenset(),
+        )
+        self.position_embeddings = spec.positions(build, max_sequence_length) if spec and spec.positions else None
+        self.dropout = residual_dropout(build, "embedding") if spec else None
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """See the class."""
+        x = self.word_embeddings(tokens.t().contiguous())
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(tokens.shape[1], position_ids)
+        return x if self.dropout is None else self.dropout(x)
+
+
+class OutputLayer(nn.Module):
+    """x [s, b, h] ([s/tp, b, h] under sequence parallelism) -> logits [s, b, v_padded/tp].
+
+    Its own weight [v_padded/tp, h], or (tied) the one it is handed. Backward: all-reduce of dx
+    (reduce-scatter).
+    """
+
+    def __init__(self, build: Build, vocab_size: int, *, tied: bool) -> None:
+        super().__init__()
+        place, config = build.place, build.config
+        layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
+        self.weight = None if tied else place.parameter(layout, Init(std=config.init_method_std))
+        self.stage, self.comm = place.stage, place.column_comm()
+
+    def forward(self, x: Tensor, weight: Parameter | None = None) -> Tensor:
+        """See the class."""
+        own = self.weight if weight is None else weight
+        assert own is not None
+        return deferred_linear(x, own, stage=self.stage, comm=self.comm)
+
+
+def mask_padding(logits: Tensor, vocab_size: int, rank: int, tp: int) -> Tensor:
+    """logits [..., v_padded/tp]: at tp 1 exactly the vocabulary's columns, else padding at the dtype's minimum."""
+    if tp == 1:
+        return logits[..., :vocab_size]
+    size = logits.shape[-1]
+    valid = max(0, min(size, vocab_size - rank * size))
+    if valid == size:
+        return logits
+    padding = torch.arange(size, device=logits.device) >= valid
+    return logits.masked_fill(padding, torch.finfo(logits.dtype).min)

@@ -1,0 +1,143 @@
+"""GPTModel: embedding, transformer layers, output layer; whole, or the part of it that one pipeline stage holds."""
+
+import torch
+from torch import Tensor, nn
+
+from core.autograd import StageContext
+from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
+from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of
+from core.parallel_state.collectives import broadcast
+from core.tensor_parallel import gather_from_tensor_region, vocab_parallel_cross_entropy
+from core.transformer.layer import TransformerBlock
+from core.transformer.rules import check_layout
+from core.transformer.spec import Build, TransformerLayerSpec
+from core.transformer.transformer_config import TransformerConfig
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model, split over the tensor ranks of a parallel state.
+
+    config: the model's facts. transformer_layer_spec: the parts of its layers.
+    vocab_size: true size; rows are padded in memory only. max_sequence_length: positions.
+    pre_process, post_process: whether this stage embeds tokens, and whether it ends in logits or loss;
+        default: as the pipeline rank says. layers: the global numbers of the stage's layers; default: an even
+        share. A stage is born with only its part.
+    share_embeddings_and_output_weights: one table for both (tied).
+    parallel: the layout of ranks; default: the current state (a single process needs none).
+    seed: of the initial weights, which are the same on every layout.
+
+    Raises ValueError: a config that does not fit the layout of ranks (all reasons at once).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: TransformerLayerSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        layers: range | None = None,
+        share_embeddings_and_output_weights: bool = False,
+        parallel_output: bool = True,
+        parallel: ParallelState | None = None,
+        seed: int = 1234,
+    ) -> None:
+        super().__init__()
+        self.parallel = ps = parallel if parallel is not None else current_state()
+        check_layout(config, ps.config)
+        self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
+        self.pre_process = ps.is_first_stage if pre_process is None else pre_process
+        self.post_process = ps.is_last_stage if post_process is None else post_process
+        self.tied, self.parallel_output = share_embeddings_and_output_weights, parallel_output
+        self.stage, spec = StageContext(), transformer_layer_spec
+        build = Build(config, ps, self.stage)
+        self.place = build.place
+        across = self.tied and not (self.pre_process and self.post_process)
+        if self.pre_process or (self.tied and self.post_process):
+            own = spec if self.pre_process else None
+            self.embedding = GPTEmbedding(build, own, vocab_size, max_sequence_length, tied_across_stages=across)
+        self.rotary = spec.rotary(build, max_sequence_length) if spec.rotary is not None else None
+        numbers = layers if layers is not None else stage_layers(config.num_layers, ps)
+        self.decoder = TransformerBlock(build, spec, numbers, final_norm=self.post_process)
+        self.output_layer = OutputLayer(build, vocab_size, tied=self.tied) if self.post_process else None
+        self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
+        initialize_parameters(
+            self, seed=seed, at=ps.coordinate, sizes=ps.sizes, draw_on_cpu=config.use_cpu_initialization
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Per-token loss [b, s] with labels (already shifted; -100 gives loss 0), else logits.
+
+        tokens: int64 [b, s]; on a stage that does not embed, the previous stage's output [s, b, h].
+        position_ids: [b, s], default 0 .. s-1. attention_mask: None is causal, else bool [b, 1, s, s], True =
+        masked out. Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
+        `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h].
+        Raises ValueError: more positions than `max_sequence_length`, a mask or labels of another shape.
+        """
+        s = self._check(tokens, attention_mask, labels)
+        if self._draws and self.training and not self.stage.driven:
+            self._draw_seed()
+        x = self.embedding(tokens, position_ids) if self.pre_process else tokens
+        rotary = self.rotary(s, position_ids) if self.rotary is not None else None
+        x = self.decoder(x, attention_mask, rotary)
+        if self.output_layer is None:
+            return x
+        logits = self.output_layer(x, self.embedding.word_embeddings.weight if self.tied else None)
+        if labels is not None:
+            target = labels.t().contiguous()
+            group = self.place.group
+            return vocab_parallel_cross_entropy(logits, target, group, vocab_size=self.vocab_size, inplace=True).t()
+        logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(0, 1)
+        return logits if self.parallel_output else self.gather_logits(logits)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
+        return gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
+
+    def num_parameters(self) -> int:
+        """True parameters of the part of the model that all tensor ranks of this stage hold together."""
+        return sum(layout_of(p).numel for p in self.parameters())
+
+    def _check(self, tokens: Tensor, attention_mask: Tensor | None, labels: Tensor | None) -> int:
+        """Shapes, in integers only; returns the sequence length."""
+        if self.pre_process:
+            b, s = tokens.shape
+        else:
+            s, b = tokens.shape[0] * (self.place.tp if self.place.splits_sequence else 1), tokens.shape[1]
+        if s > self.max_sequence_length:
+            raise ValueError(
+                f"sequence length {s} is more than max_sequence_length={self.max_sequence_length}; shorten the "
+                "sequences or build the model with more positions"
+            )
+        if self.place.splits_sequence and s % self.place.tp:
+            raise ValueError(
+                f"sequence length {s} does not divide over {self.place.tp} tensor-parallel ranks; pad it to "
+                f"{-(-s // self.place.tp) * self.place.tp}, or turn sequence_parallel off"
+            )
+        if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.shape[-2:] != (s, s)):
+            raise ValueError(
+                f"attention_mask must be bool [b, 1, {s}, {s}] with True = masked out, got {attention_mask.dtype} "
+                f"{tuple(attention_mask.shape)}; None is causal"
+            )
+        if labels is not None and tuple(labels.shape) != (b, s):
+            raise ValueError(f"labels must be [b, s] = {(b, s)}, got {tuple(labels.shape)}")
+        return s
+
+    def _draw_seed(self) -> None:
+        """Plain use with dropout: a seed from torch's own CPU generator, the same on all tensor ranks."""
+        seed = torch.randint(2**31, (1,)).to(self.parallel.device)
+        self.stage.seed = int(broadcast(seed, self.place.group).item())
+
+
+def stage_layers(num_layers: int, ps: ParallelState) -> range:
+    """The even share of layers of this rank's pipeline stage, as global numbers."""
+    stage, stages = ps.coordinate["pp"], ps.config.pipeline
+    return range(stage * num_layers // stages, (stage + 1) * num_layers // stages)

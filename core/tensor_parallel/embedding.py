@@ -1,0 +1,59 @@
+"""A vocabulary split over ranks, padded in memory only."""
+
+from torch import Tensor, nn
+
+from core.autograd import deferred_embedding
+from core.parallel_state import Init, Layout
+from core.tensor_parallel.placement import Placement
+
+
+def padded_vocab_rows(vocab_size: int, tp: int) -> int:
+    """Rows of a vocabulary in memory, all ranks together.
+
+    For tp of 1, 2, 4, 8 always the same number, 8 equal multiples of 16, so that the parts' edges agree and a
+    checkpoint's cells do too; for another tp the least multiple of 16 per rank.
+    """
+    if tp in (1, 2, 4, 8):
+        return 8 * _round_up(-(-vocab_size // 8))
+    return tp * _round_up(-(-vocab_size // tp))
+
+
+def _round_up(rows: int, multiple: int = 16) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def vocab_layout(vocab_size: int, hidden_size: int, tp: int, partial: frozenset[str] = frozenset()) -> Layout:
+    """Layout of a [v, h] table whose rows are split over tp."""
+    padding = {0: padded_vocab_rows(vocab_size, tp) - vocab_size}
+    return Layout((vocab_size, hidden_size), {"tp": 0}, partial, padding)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """ids -> rows of a [v, h] table, rank r holding rows r*v_padded/tp and on.
+
+    ids: [s, b] the same on every rank -> [s, b, h] on every rank ([s/tp, b, h] under sequence parallelism).
+    weight: [v_padded/tp, h]; padded rows are zero and never used.
+    Forward: all-reduce (reduce-scatter). Backward: all-gather of dy (sequence parallelism only).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        place: Placement | None = None,
+        init: Init = Init(std=0.02),
+        partial: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__()
+        place = place or Placement()
+        self.vocab_size = vocab_size
+        self.weight = place.parameter(vocab_layout(vocab_size, hidden_size, place.tp, partial), init)
+        self.first, self.whole = place.rank * self.weight.shape[0], place.group is None
+        self.stage, self.comm = place.stage, place.row_comm()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[s, b] -> [s, b, h] (see the class)."""
+        return deferred_embedding(
+            ids, self.weight, first=self.first, whole=self.whole, stage=self.stage, comm=self.comm
+        )

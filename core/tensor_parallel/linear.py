@@ -1,0 +1,88 @@
+"""Linear layers split over one process group.
+
+Shapes: s sequence, b microbatch, i input features, o output features, tp size of the group.
+"""
+
+from math import prod
+
+from torch import Tensor, nn
+
+from core.autograd import deferred_linear
+from core.parallel_state import Init, Layout
+from core.tensor_parallel.mappings import gather_from_tensor_region
+from core.tensor_parallel.placement import Placement
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the output features split: each rank has its own columns of y.
+
+    x: [s, b, i] the same on every rank ([s/tp, b, i] under sequence parallelism) -> y: [s, b, o/tp], or
+    [s, b, o] on every rank with `gather_output`.
+    weight: [o/tp, i]. `output_size` may be several dims, of which `split_dim` is split (gate and up:
+    (2, f) with dim 1); the weight keeps them, y has them flattened.
+    Forward: all-gather of x (sequence parallelism only). Backward: all-reduce (reduce-scatter) of dx,
+    beside the weight gradient's matmul.
+    Raises ValueError: the split dim does not divide over the group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int | tuple[int, ...],
+        *,
+        place: Placement | None = None,
+        bias: bool = True,
+        init: Init = Init(std=0.02),
+        split_dim: int = 0,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__()
+        place = place or Placement()
+        sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+        split = {"tp": split_dim}
+        self.weight = place.parameter(Layout((*sizes, input_size), split), init)
+        self.bias = place.parameter(Layout(sizes, split), Init()) if bias else None
+        self.stage, self.comm = place.stage, place.column_comm()
+        self.gather = place.group if gather_output else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, i] -> [s, b, o/tp] (see the class)."""
+        y = deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
+        return y if self.gather is None else gather_from_tensor_region(y, self.gather)
+
+    def extra_repr(self) -> str:
+        """Local sizes."""
+        return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x_r W_r^T, plus b once, with the input features split.
+
+    x: [s, b, i/tp], each rank its own columns -> y: [s, b, o] the same on every rank ([s/tp, b, o] under
+    sequence parallelism). weight: [o, i/tp]; the bias is whole on every rank, and so is its gradient.
+    Forward: all-reduce (reduce-scatter) of y. Backward: all-gather of dy (sequence parallelism only).
+    Raises ValueError: the input features do not divide over the group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        place: Placement | None = None,
+        bias: bool = True,
+        init: Init = Init(std=0.02),
+    ) -> None:
+        super().__init__()
+        place = place or Placement()
+        self.weight = place.parameter(Layout((output_size, input_size), {"tp": 1}), init)
+        self.bias = place.parameter(Layout((output_size,)), Init()) if bias else None
+        self.stage, self.comm = place.stage, place.row_comm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, i/tp] -> [s, b, o] (see the class)."""
+        return deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
+
+    def extra_repr(self) -> str:
+        """Local sizes."""
+        return f"in={self.weight.shape[-1]} here, out={self.weight.shape[0]}, bias={self.bias is not None}"

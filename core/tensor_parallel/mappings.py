@@ -1,0 +1,164 @@
+"""The conjugate pairs of tensor parallelism (Megatron-LM, arXiv 1909.08053; 2205.05198 for sequences).
+
+Each forward's collective is the other's backward. All of them are the identity for a group of None.
+The linear layers have these built in; the functions are for modules of a user's own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
+from core.tensor_parallel.placement import sequence_shard
+
+
+def _gather_last(x: Tensor, group: Group) -> Tensor:
+    return all_gather(x.movedim(-1, 0), group).movedim(0, -1)
+
+
+def _split_last(x: Tensor, group: Group) -> Tensor:
+    if x.shape[-1] % group.size:
+        raise ValueError(f"last dim of {tuple(x.shape)} does not divide over {group.size} tensor-parallel ranks")
+    return x.chunk(group.size, -1)[group.rank]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _split_last(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _gather_last(g, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather_last(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _split_last(g, ctx.group).contiguous(), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return sequence_shard(x, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return all_gather(g, ctx.group), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, to_tensor_region: bool) -> Tensor:
+        ctx.group, ctx.partial = group, to_tensor_region
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.partial:
+            return reduce_scatter(g, ctx.group), None, None
+        return sequence_shard(g, ctx.group).contiguous(), None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        sequence_shard(x, group)  # for its error, which names the remedy
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return all_gather(g, ctx.group), None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Parameter, group: Group) -> Tensor:
+        ctx.weight, ctx.group = weight, group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if getattr(ctx.weight, "main_grad", None) is not None:
+            return g, None  # summed once per step, by whoever owns main_grad
+        return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+def copy_to_tensor_region(x: Tensor, group: Group | None) -> Tensor:
+    """Identity forward; backward all-reduces over `group`. Shape unchanged."""
+    return x if group is None else _Copy.apply(x, group)
+
+
+def reduce_from_tensor_region(x: Tensor, group: Group | None) -> Tensor:
+    """All-reduce over `group` forward; identity backward. Shape unchanged."""
+    return x if group is None else _Reduce.apply(x, group)
+
+
+def scatter_to_tensor_region(x: Tensor, group: Group | None) -> Tensor:
+    """[..., h] the same on every rank -> [..., h/tp], this rank's columns; backward all-gathers."""
+    return x if group is None else _Scatter.apply(x, group)
+
+
+def gather_from_tensor_region(x: Tensor, group: Group | None) -> Tensor:
+    """[..., h/tp] -> [..., h] by all-gather; backward takes this rank's columns."""
+    return x if group is None else _Gather.apply(x, group)
+
+
+def scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
+    """[s, b, h] the same on every rank -> [s/tp, b, h]; backward all-gathers."""
+    return x if group is None else _ScatterSequence.apply(x, group)
+
+
+def gather_from_sequence_region(x: Tensor, group: Group | None, *, to_tensor_region: bool = True) -> Tensor:
+    """[s/tp, b, h] -> [s, b, h] by all-gather.
+
+    Backward reduce-scatters when a tensor region follows (each rank's gradient is a part of the sum), else
+    takes this rank's rows.
+    """
+    return x if group is None else _GatherSequence.apply(x, group, to_tensor_region)
+
+
+def reduce_scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
+    """[s, b, h], each rank a part of the sum -> [s/tp, b, h]; backward all-gathers."""
+    return x if group is None else _ReduceScatterSequence.apply(x, group)
+
+
+def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
+    """The parameter itself; its gradient, partial on each rank, is all-reduced over `group` in backward.
+
+    For replicated parameters applied to sequence shards, in plain use. With a `main_grad` the sum is left to
+    its owner, once per step (`Layout.partial` says that it is needed).
+    """
+    return weight if group is None else _SumGradient.apply(weight, group)

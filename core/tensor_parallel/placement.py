@@ -1,0 +1,102 @@
+"""Where the parts of one model live and over whom they are split: what every layer's constructor is told."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.autograd import Comm, StageContext
+from core.parallel_state import Init, Layout
+from core.parallel_state.collectives import (
+    Group,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from core.parallel_state.layout import set_layout
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The tensor-parallel group (None: one rank), how activations travel between layers, dtype and device.
+
+    Under `sequence_parallel` the tensors between the parallel regions are [s/tp, b, h] instead of [s, b, h].
+    `stage` is the context through which the layers' weight gradients may be deferred.
+    """
+
+    group: Group | None = None
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    stage: StageContext = field(default_factory=StageContext)
+
+    @property
+    def tp(self) -> int:
+        """Ranks of the group."""
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the group."""
+        return 0 if self.group is None else self.group.rank
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether activations between layers really are sequence shards."""
+        return self.sequence_parallel and self.group is not None
+
+    @property
+    def sequence_partial(self) -> frozenset[str]:
+        """`Layout.partial` of a replicated parameter applied to sequence shards: each rank saw 1/tp of the tokens."""
+        return frozenset({"tp"}) if self.sequence_parallel else frozenset()
+
+    def parameter(self, layout: Layout, init: Init) -> Parameter:
+        """This rank's part of a parameter, full of NaN until `initialize_parameters` fills it under its name.
+
+        Raises ValueError: the split dim does not divide over the group.
+        """
+        local = layout.local_shape({"tp": self.tp})
+        parameter = Parameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
+        set_layout(parameter, layout)
+        parameter.initial = init  # type: ignore[attr-defined]
+        return parameter
+
+    def column_comm(self) -> Comm:
+        """Collectives around a matmul whose output features are split: identity in, dx summed on the way back."""
+        if self.group is None:
+            return Comm()
+        if self.sequence_parallel:
+            return Comm(
+                before_forward=partial(all_gather, group=self.group),
+                after_backward=partial(start_reduce_scatter, group=self.group),
+            )
+        return Comm(after_backward=partial(start_all_reduce, group=self.group))
+
+    def row_comm(self) -> Comm:
+        """Collectives around a matmul whose input features are split: y summed on the way out."""
+        if self.group is None:
+            return Comm()
+        if self.sequence_parallel:
+            return Comm(
+                after_forward=partial(reduce_scatter, group=self.group),
+                before_backward=partial(all_gather, group=self.group),
+            )
+        return Comm(after_forward=partial(all_reduce, group=self.group))
+
+
+def sequence_shard(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of x [s, ...]: [s/tp, ...], a view.
+
+    Raises ValueError: s does not divide over the group.
+    """
+    if x.shape[0] % group.size:
+        raise ValueError(
+            f"sequence length {x.shape[0]} does not divide over {group.size} tensor-parallel ranks; pad it to "
+            f"{-(-x.shape[0] // group.size) * group.size}, or turn sequence_parallel off"
+        )
+    rows = x.shape[0] // group.size
+    return x[group.rank * rows : (group.rank + 1) * rows]

@@ -1,0 +1,54 @@
+"""The activations a configuration may name."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2, elementwise."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+}
+
+
+class _SiluGate(torch.autograd.Function):
+    """silu(gate) * up in four kernels each way; both halves' gradients land in one buffer, with no concatenation."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        gate, up = y.chunk(2, -1)
+        grad = torch.empty_like(y)
+        into_gate, into_up = grad.chunk(2, -1)
+        torch.mul(g, F.silu(gate), out=into_up)
+        torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=into_gate)
+        return grad
+
+
+def gated(y: Tensor, activation: Activation) -> Tensor:
+    """[..., 2 f] holding gate then up -> activation(gate) * up, [..., f]."""
+    if activation is F.silu:
+        out: Tensor = _SiluGate.apply(y)
+        return out
+    gate, up = y.chunk(2, -1)
+    return activation(gate) * up

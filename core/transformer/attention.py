@@ -1,0 +1,81 @@
+"""Self-attention with heads split over the tensor ranks: MHA, GQA and MQA in one fused projection.
+
+Letters: s sequence, b microbatch, h hidden, a heads, g query groups, q heads per group, d head size.
+"""
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from core.parallel_state import Init, seeded
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from core.transformer.dropout import Dropout
+from core.transformer.qkv import Tables, rotate, split_qkv
+from core.transformer.spec import Build, TransformerLayerSpec
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters, no collectives."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        self.grouped = config.groups != config.num_attention_heads
+        self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """q [b, a/tp, s, d], k and v [b, g/tp, s, d] -> [b, a/tp, s, d].
+
+        attention_mask: None is causal, else bool [b, 1, s, s], True = masked out.
+        """
+        mask, causal = (None, True) if attention_mask is None else (~attention_mask, False)
+        p = self.dropout.p if self.training else 0.0
+        if p == 0:
+            return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=self.grouped)
+        with seeded(q.device, self.dropout.seed()):
+            return F.scaled_dot_product_attention(q, k, v, mask, p, causal, enable_gqa=self.grouped)
+
+
+class SelfAttention(nn.Module):
+    """x [s, b, h] -> [s, b, h] ([s/tp, b, h] each way under sequence parallelism).
+
+    linear_qkv.weight [g/tp, q+2, d, h]: of each group its query heads, then key, then value, so that tensor
+    parallelism is a plain slice of groups. linear_proj.weight [h, a d/tp].
+    """
+
+    def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
+        super().__init__()
+        config, place = build.config, build.place
+        per_group = config.num_attention_heads // config.groups
+        self.groups, self.head_size = config.groups // place.tp, config.head_size
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (config.groups, per_group + 2, config.head_size),
+            place=place,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            init=Init(std=config.init_method_std),
+        )
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_size,
+            config.hidden_size,
+            place=place,
+            bias=config.add_bias_linear,
+            init=Init(std=config.output_std),
+        )
+        self.core_attention = spec.core_attention(build)
+        heads = config.qk_layernorm
+        self.q_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
+        self.k_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+        """See the class; `rotary` is (cos, sin), each [b or 1, 1, s, d/2]."""
+        y = self.linear_qkv(x)
+        if self.q_layernorm is None or self.k_layernorm is None:
+            q, k, v = split_qkv(y, self.groups, self.head_size, rotary)
+        else:
+            q, k, v = split_qkv(y, self.groups, self.head_size, None)
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            if rotary is not None:
+                q, k = rotate(q, rotary), rotate(k, rotary)
+        heads = self.core_attention(q, k, v, attention_mask)
+        return self.linear_proj(rearrange(heads, "b a s d -> s b (a d)"))

@@ -1,0 +1,41 @@
+"""Dropout whose mask is a function of (seed, step, global microbatch, layer, site), so that it can be run again."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.parallel_state import mix32, seeded
+from core.transformer.spec import Build
+
+
+class Dropout(nn.Module):
+    """Drops with probability `p` while training. `site` tells the places of one layer apart.
+
+    Where every tensor rank holds other elements (`sharded`: heads, sequence shards) each draws its own mask;
+    replicated tensors get the same one.
+    """
+
+    def __init__(self, build: Build, p: float, site: str, *, sharded: bool) -> None:
+        super().__init__()
+        self.p, self.stage = p, build.stage
+        self.key = (build.layer + 1, site, build.place.rank if sharded else 0)
+
+    def seed(self) -> int:
+        """The seed of this site in the current microbatch."""
+        stage = self.stage
+        return mix32(stage.seed, stage.step, stage.microbatch, *self.key)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] -> [...]."""
+        if not self.training or self.p == 0:
+            return x
+        with seeded(x.device, self.seed()):
+            return F.dropout(x, self.p)
+
+    def extra_repr(self) -> str:
+        """Probability."""
+        return f"p={self.p}"
+
+
+def residual_dropout(build: Build, site: str) -> Dropout:
+    """Dropout of what is added to the residual stream, which sequence parallelism shards."""
+    return Dropout(build, build.config.hidden_dropout, site, sharded=build.place.splits_sequence)

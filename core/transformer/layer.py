@@ -1,0 +1,51 @@
+"""One layer of a transformer, and a run of them."""
+
+from torch import Tensor, nn
+
+from core.transformer.dropout import residual_dropout
+from core.transformer.qkv import Tables
+from core.transformer.spec import Build, TransformerLayerSpec
+
+
+class TransformerLayer(nn.Module):
+    """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).  [s, b, h] -> [s, b, h], sharded alike."""
+
+    def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
+        super().__init__()
+        size = build.config.hidden_size
+        self.input_layernorm = spec.norm(build, size)
+        self.self_attention = spec.attention(build, spec)
+        self.pre_mlp_layernorm = spec.norm(build, size)
+        self.mlp = spec.mlp(build)
+        self.attention_dropout = residual_dropout(build, "after attention")
+        self.mlp_dropout = residual_dropout(build, "after mlp")
+        self.drops = build.config.hidden_dropout > 0
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        y = self.self_attention(self.input_layernorm(x), attention_mask, rotary)
+        x = x + (self.attention_dropout(y) if self.drops else y)
+        y = self.mlp(self.pre_mlp_layernorm(x))
+        return x + (self.mlp_dropout(y) if self.drops else y)
+
+
+class TransformerBlock(nn.Module):
+    """The layers `numbers` (global numbers: layer 7 is `layers.7` on every stage) and, at the end, a norm.
+
+    [s, b, h] -> [s, b, h], [s/tp, b, h] each way under sequence parallelism.
+    """
+
+    def __init__(self, build: Build, spec: TransformerLayerSpec, numbers: range, *, final_norm: bool) -> None:
+        super().__init__()
+
+        def at(number: int) -> Build:
+            return Build(build.config, build.parallel, build.stage, number)
+
+        self.layers = nn.ModuleDict({str(n): spec.layer(at(n), spec) for n in numbers})
+        self.final_layernorm = spec.norm(build, build.config.hidden_size) if final_norm else None
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        for layer in self.layers.values():
+            x = layer(x, attention_mask, rotary)
+        return x if self.final_layernorm is None else self.final_layernorm(x)

@@ -1,0 +1,57 @@
+"""Where a token stands: learned embeddings to add, or rotary tables for the attention."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.parallel_state import Init, Layout
+from core.tensor_parallel import sum_gradient
+from core.tensor_parallel.placement import sequence_shard
+from core.transformer.spec import Build
+
+
+class LearnedPositions(nn.Module):
+    """weight [max_sequence_length, h], whole on every rank; partial over tp under sequence parallelism."""
+
+    def __init__(self, build: Build, max_sequence_length: int) -> None:
+        super().__init__()
+        self.place = place = build.place
+        layout = Layout((max_sequence_length, build.config.hidden_size), partial=place.sequence_partial)
+        self.weight = place.parameter(layout, Init(std=build.config.init_method_std))
+        self.group = place.group if place.splits_sequence else None
+
+    def forward(self, s: int, position_ids: Tensor | None) -> Tensor:
+        """position_ids [b, s] (None: 0 .. s-1) -> [s, b or 1, h], this rank's rows under sequence parallelism."""
+        weight = self.weight
+        ids = torch.arange(s, device=weight.device)[:, None] if position_ids is None else position_ids.t()
+        if self.group is None:
+            return F.embedding(ids, weight)
+        return F.embedding(sequence_shard(ids, self.group), sum_gradient(weight, self.group))
+
+
+class Rotary(nn.Module):
+    """Tables of rotary position embedding (RoFormer, arXiv 2104.09864), halves convention (GPT-NeoX, Llama)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, build: Build, max_sequence_length: int) -> None:
+        super().__init__()
+        config = build.config
+        width = int(config.head_size * config.rotary_percent)
+        if width % 2 or width == 0:
+            raise ValueError(
+                f"rotary needs an even number of dims per head, got {width} of kv_channels={config.head_size}; "
+                "change kv_channels, num_attention_heads or rotary_percent"
+            )
+        power = torch.arange(0, width, 2, dtype=torch.float64) / width
+        angle = torch.outer(torch.arange(max_sequence_length, dtype=torch.float64), config.rotary_base**-power)
+        place = {"device": build.parallel.device, "dtype": config.params_dtype}
+        self.register_buffer("cos", angle.cos().to(**place), persistent=False)
+        self.register_buffer("sin", angle.sin().to(**place), persistent=False)
+
+    def forward(self, s: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [b or 1, 1, s, d/2]: ready to multiply [b, heads, s, d/2]."""
+        if position_ids is None:
+            return self.cos[None, None, :s], self.sin[None, None, :s]
+        return self.cos[position_ids][:, None], self.sin[position_ids][:, None]

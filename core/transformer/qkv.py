@@ -1,0 +1,103 @@
+"""From the fused projection to query, key and value heads, rotated on the way, with one buffer each way.
+
+Written by hand because autograd would allocate and add a zero-filled copy of the whole fused tensor for each
+slice. Letters: s sequence, b microbatch, g query groups here, r query heads per group, d head size.
+"""
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+Tables = tuple[Tensor, Tensor]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
+    """out = x turned by the tables (sign -1: turned back), over the first 2 * cos.shape[-1] dims of the head."""
+    half = cos.shape[-1]
+    x1, x2, o1, o2 = x[..., :half], x[..., half : 2 * half], out[..., :half], out[..., half : 2 * half]
+    torch.mul(x1, cos, out=o1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=o2).addcmul_(x1, sin, value=sign)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :].copy_(x[..., 2 * half :])
+
+
+class _SplitQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, ...]:
+        s, b, width = y.shape
+        r = width // (g * d) - 2
+        fused = y.view(s, b, g, r + 2, d).permute(1, 2, 3, 0, 4)  # [b, g, r+2, s, d]
+        q, k, v = fused[:, :, :r], fused[:, :, r], fused[:, :, r + 1]
+        new_q, new_k = y.new_empty(b, g, r, s, d), y.new_empty(b, g, s, d)
+        if cos is None or sin is None:
+            new_q.copy_(q)
+            new_k.copy_(k)
+        else:
+            _rotate(q, cos[:, None], sin[:, None], new_q, 1)
+            _rotate(k, cos, sin, new_k, 1)
+        ctx.save_for_backward(cos, sin)
+        ctx.shape = (s, b, g, r, d)
+        return new_q.view(b, g * r, s, d), new_k, v.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gq: Tensor, gk: Tensor, gv: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        s, b, g, r, d = ctx.shape
+        grad = gq.new_empty(s, b, g, r + 2, d)
+        fused = grad.permute(1, 2, 3, 0, 4)
+        gq = gq.reshape(b, g, r, s, d)
+        if cos is None:
+            fused[:, :, :r].copy_(gq)
+            fused[:, :, r].copy_(gk)
+        else:
+            _rotate(gq, cos[:, None], sin[:, None], fused[:, :, :r], -1)
+            _rotate(gk, cos, sin, fused[:, :, r], -1)
+        fused[:, :, r + 1].copy_(gv)
+        return grad.view(s, b, g * (r + 2) * d), None, None, None, None
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty_like(x)
+        _rotate(x, cos, sin, out, 1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out = torch.empty_like(g)
+        _rotate(g, cos, sin, out, -1)
+        return out, None, None
+
+
+def split_qkv(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+    """y [s, b, g (r+2) d] -> q [b, g r, s, d], k [b, g, s, d], v [b, g, s, d]; q and k rotated with `tables`."""
+    cos, sin = tables if tables is not None else (None, None)
+    q, k, v = _SplitQKV.apply(y, groups, head_size, cos, sin)
+    return q, k, v
+
+
+def split_qkv_plainly(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_qkv` in plain autograd: what the tests compare it with."""
+    fused = rearrange(y, "s b (g r d) -> b g r s d", g=groups, d=head_size)
+    q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    if tables is not None:
+        q, k = rotate_plainly(q, tables[0][:, None], tables[1][:, None]), rotate_plainly(k, *tables)
+    return rearrange(q, "b g r s d -> b (g r) s d"), k, v
+
+
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """Heads x [b, a, s, d] turned by (cos, sin) of [b or 1, 1, s, d/2]."""
+    out: Tensor = _RotateHeads.apply(x, *tables)
+    return out
+
+
+def rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in plain autograd."""
+    half = cos.shape[-1]
+    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), -1)

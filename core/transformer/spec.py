@@ -1,0 +1,68 @@
+"""What a layer is made of: a spec names a callable for each part, the config gives the sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import nn
+
+from core.autograd import StageContext
+from core.parallel_state import ParallelState
+from core.tensor_parallel import Placement
+from core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Build:
+    """Everything a part may need to build itself.
+
+    config: the model's facts. parallel: the ranks. stage: the context of this model's deferred operations.
+    layer: the global number of the layer that the part belongs to (-1 outside of layers).
+    """
+
+    config: TransformerConfig
+    parallel: ParallelState
+    stage: StageContext
+    layer: int = -1
+
+    @cached_property
+    def place(self) -> Placement:
+        """What the tensor-parallel layers are told."""
+        return Placement(
+            group=self.parallel.group("tp"),
+            sequence_parallel=self.parallel.config.sequence_parallel,
+            dtype=self.config.params_dtype,
+            device=self.parallel.device,
+            stage=self.stage,
+        )
+
+
+class NormPart(Protocol):
+    """Builds a normalisation over the last dim."""
+
+    def __call__(self, build: Build, size: int, *, over_heads: bool = False) -> nn.Module:
+        """`size`: the last dim. `over_heads`: applied to this rank's heads, not to the residual stream."""
+        ...
+
+
+Part = Callable[[Build], nn.Module]
+PositionPart = Callable[[Build, int], nn.Module]  # (build, max_sequence_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerLayerSpec:
+    """The parts of a layer. Swap one with `dataclasses.replace(spec, mlp=MyMLP)`; no registry, no strings.
+
+    layer(build, spec) -> the layer; norm, attention, core_attention and mlp build its parts.
+    positions builds a module that gives position embeddings to add ([s/tp or s, b, h]), rotary one that gives
+    tables for the attention; either may be None.
+    """
+
+    layer: Callable[[Build, "TransformerLayerSpec"], nn.Module]
+    norm: NormPart
+    attention: Callable[[Build, "TransformerLayerSpec"], nn.Module]
+    core_attention: Part
+    mlp: Part
+    positions: PositionPart | None = None
+    rotary: PositionPart | None = None

@@ -1,0 +1,120 @@
+"""What the model is; how it is split, trained or saved is said elsewhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+
+from core.parallel_state.config import divisors, raise_all
+from core.transformer.activations import ACTIVATIONS, Activation
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Facts of a model, under Megatron's names. Sizes in elements; None means the default named in its comment.
+
+    Raises ValueError with every rule that does not hold.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None = None  # num_attention_heads; 1 is multi-query attention
+    ffn_hidden_size: int | None = None  # 4 * hidden_size
+    kv_channels: int | None = None  # hidden_size / num_attention_heads: the size of one head
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    qk_layernorm: bool = False  # normalise each head of query and key
+    activation_func: str | Activation = "gelu"
+    gated_linear_unit: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False  # a bias on query, key and value even without add_bias_linear
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    init_method_std: float = 0.02
+    params_dtype: torch.dtype = torch.float32
+    pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
+    use_cpu_initialization: bool = True  # False: each device draws for itself (faster; values differ by device type)
+
+    def __post_init__(self) -> None:
+        def default(name: str, value: int) -> None:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+        default("num_query_groups", self.num_attention_heads)
+        default("ffn_hidden_size", 4 * self.hidden_size)
+        raise_all("TransformerConfig", self._rules())
+        default("kv_channels", self.hidden_size // self.num_attention_heads)
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+            yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
+        heads, groups, hidden = self.num_attention_heads, self.groups, self.hidden_size
+        yield (
+            self.kv_channels is not None or heads < 1 or hidden % heads == 0,
+            f"hidden_size={hidden} does not divide by num_attention_heads={heads}; use "
+            f"{_near(hidden, heads)}, or give kv_channels",
+        )
+        yield (
+            groups < 1 or heads % groups == 0,
+            f"num_attention_heads={heads} does not divide by num_query_groups={groups}; valid: "
+            f"{', '.join(map(str, divisors(max(heads, 1))))}",
+        )
+        yield (
+            self.normalization in NORMALIZATIONS,
+            f"unknown normalization {self.normalization!r}; known: {', '.join(NORMALIZATIONS)}",
+        )
+        yield (
+            callable(self.activation_func) or self.activation_func in ACTIVATIONS,
+            f"unknown activation_func {self.activation_func!r}; known: {', '.join(ACTIVATIONS)}, or a function",
+        )
+        for name in ("hidden_dropout", "attention_dropout"):
+            yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
+        yield 0 < self.rotary_percent <= 1, f"rotary_percent={self.rotary_percent} must lie in (0, 1]"
+        yield self.layernorm_epsilon > 0, f"layernorm_epsilon={self.layernorm_epsilon} must be positive"
+        yield self.init_method_std >= 0, f"init_method_std={self.init_method_std} must not be negative"
+        yield self.params_dtype.is_floating_point, f"params_dtype={self.params_dtype} must be a floating type"
+        yield (
+            self.pipeline_dtype in (None, self.params_dtype),
+            f"pipeline_dtype={self.pipeline_dtype} must be None or params_dtype={self.params_dtype}: stages "
+            "exchange activations in the parameters' dtype",
+        )
+
+    @property
+    def groups(self) -> int:
+        """Query groups: pairs of key and value heads."""
+        assert self.num_query_groups is not None
+        return self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        assert self.ffn_hidden_size is not None
+        return self.ffn_hidden_size
+
+    @property
+    def activation(self) -> Activation:
+        """The activation as a function."""
+        if callable(self.activation_func):
+            return self.activation_func
+        return ACTIVATIONS[self.activation_func]
+
+    @property
+    def output_std(self) -> float:
+        """Initial std of the layers that write to the residual stream: smaller with depth (GPT-2, section 2.3)."""
+        return self.init_method_std / sqrt(2 * self.num_layers)
+
+
+def _near(hidden: int, heads: int) -> str:
+    below = hidden // heads * heads
+    return f"{below} or {below + heads}" if below else str(heads)

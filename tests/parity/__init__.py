@@ -1,0 +1,1 @@
+"""Numbers are the same on every layout."""

@@ -1,0 +1,1 @@
+"""Tests of core/tensor_parallel."""
