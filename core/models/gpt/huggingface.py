@@ -67,7 +67,7 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
         add_qkv_bias=hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
         hidden_dropout=0.0,
         attention_dropout=hf.attention_dropout,
-        rotary_base=float(rope.get("rope_theta") or getattr(hf, "rope_theta", 10000.0)),
+        rotary_base=rope["rope_theta"] if "rope_theta" in rope else getattr(hf, "rope_theta", 10000.0),
         init_method_std=hf.initializer_range,
         params_dtype=params_dtype,
     )
