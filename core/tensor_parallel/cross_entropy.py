@@ -103,7 +103,9 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.smoothing:
             out[:, : ctx.valid] -= (g * kept * (ctx.smoothing / ctx.vocab))[:, None].to(out.dtype)
         hit = (mine * g * (ctx.smoothing - 1)).to(out.dtype)
-        out.scatter_add_(1, local, hit[:, None])
+        # one element a row: index_add_ on the flat buffer, because scatter_add_ copies the whole of it on CPU
+        flat_index = local[:, 0] + torch.arange(0, out.numel(), out.shape[1], device=out.device)
+        out.view(-1).index_add_(0, flat_index, hit)
         return out.view(*gradient.shape, out.shape[-1]), None, None, None, None, None
 
 

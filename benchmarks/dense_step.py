@@ -1,0 +1,116 @@
+"""One training step in one process: our GPTModel against Hugging Face's LlamaForCausalLM, both eager.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.dense_step [--quick] [--json FILE]
+
+Same weights, tokens, threads and fused AdamW on both sides; the losses must agree. bf16 is pure on both sides
+(parameters, gradients, states); a further row shows ours with float32 main parameters and main gradients,
+which the peer does not have.
+"""
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from benchmarks.harness import arguments, flops_per_token, fused_adamw, matmul_flops, report, take_turns
+from benchmarks.llama import Shape
+from core.models.gpt import GPTModel
+from core.models.gpt.huggingface import from_huggingface, load_huggingface
+from core.parallel_state import ParallelState
+
+
+def huggingface(shape, dtype):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.seq,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def our_model(theirs, dtype):
+    model = GPTModel(
+        **from_huggingface(theirs.config, params_dtype=dtype).arguments(), parallel=ParallelState.single("cpu")
+    )
+    load_huggingface(model, theirs.state_dict())
+    return model
+
+
+def stepper(loss_fn, optimizer):
+    def step():
+        loss = loss_fn()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def with_main_parameters(model, tokens, labels):
+    """Our step with float32 main parameters and main gradients."""
+    from core.data_parallel import PerParameterGradSync
+    from core.optimizer import AdamW, OptimizerConfig
+
+    ps = ParallelState.single("cpu")
+    sync = PerParameterGradSync(model, ps)
+    optimizer = AdamW(model, ps, OptimizerConfig(lr=3e-4, weight_decay=0.01, clip_grad=0.0), grad_sync=sync)
+
+    def step():
+        loss = model(tokens, labels=labels).sum()
+        loss.backward()
+        sync.finish()
+        optimizer.step(num_tokens=labels.numel())
+        optimizer.zero_grad()
+
+    return step
+
+
+def compare(shape, batch, dtype, pairs):
+    theirs = huggingface(shape, dtype)
+    ours = our_model(theirs, dtype)
+    data = torch.randint(shape.vocab, (batch, shape.seq + 1), generator=torch.Generator().manual_seed(1))
+    tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+    def their_loss():
+        return F.cross_entropy(theirs(tokens).logits.float().flatten(0, 1), labels.flatten())
+
+    def our_loss():
+        return ours(tokens, labels=labels).mean()
+
+    difference = abs(their_loss().item() - our_loss().item())
+    assert difference < (1e-5 if dtype == torch.float32 else 2e-2), f"the losses differ by {difference}"
+    a, b = stepper(our_loss, fused_adamw(ours)), stepper(their_loss, fused_adamw(theirs))
+    ratio = take_turns(a, b, pairs=pairs)
+    main = None
+    if dtype == torch.bfloat16:
+        main = take_turns(with_main_parameters(our_model(theirs, dtype), tokens, labels), b, pairs=max(5, pairs // 2))
+    fraction = flops_per_token(shape) * tokens.numel() / sorted(ratio.ours)[pairs // 2] / matmul_flops(dtype)
+    return ratio, main, fraction
+
+
+def main():
+    args = arguments(__doc__).parse_args()
+    torch.set_num_threads(1)
+    small = Shape(hidden=128, layers=2, heads=4, kv_heads=2, ffn=352, seq=64, vocab=1024)
+    shape, batch = (small, 2) if args.quick else (Shape(kv_heads=4), 4)
+    pairs, result = 5 if args.quick else 11, {}
+    print(f"{shape}, {batch * shape.seq} tokens, 1 thread, fused AdamW, eager")
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        ratio, main_parameters, fraction = compare(shape, batch, dtype, pairs)
+        print(ratio.row(f"{name}: ours against Hugging Face"))
+        if main_parameters:
+            print(main_parameters.row(f"{name}: ours with fp32 main parameters"))
+        print(f"{name}: ours runs at {fraction:.2f} of this machine's matmul rate")
+        result[f"speedup_vs_hf_{name}"] = ratio.median
+        result[f"matmul_fraction_{name}"] = fraction
+    report(result, args.json)
+
+
+if __name__ == "__main__":
+    main()

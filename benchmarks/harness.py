@@ -1,0 +1,97 @@
+"""Fair comparisons: A B A B in one process, warmed up, median of the ratios with their range, one JSON line."""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Ratio:
+    """Seconds of two sides that took turns, and how many times faster the first is."""
+
+    ours: list
+    peer: list
+
+    @property
+    def each(self):
+        return [p / o for o, p in zip(self.ours, self.peer, strict=True)]
+
+    @property
+    def median(self):
+        return statistics.median(self.each)
+
+    def row(self, name):
+        low, high = min(self.each), max(self.each)
+        ours, peer = statistics.median(self.ours) * 1e3, statistics.median(self.peer) * 1e3
+        return (
+            f"{name:44s} ours {ours:8.1f} ms   peer {peer:8.1f} ms   "
+            f"ratio {self.median:5.2f}  ({low:.2f} .. {high:.2f}, {len(self.each)} pairs)"
+        )
+
+
+def take_turns(ours, peer, *, pairs, warmup=3, before=lambda: None):
+    """Time `ours` and `peer` in pairs; each pair starts with the other side, so that drift hits both alike."""
+    for _ in range(warmup):
+        ours()
+        peer()
+    gc.collect()
+    gc.disable()
+    times = {ours: [], peer: []}
+    try:
+        for pair in range(pairs):
+            for side in (ours, peer) if pair % 2 == 0 else (peer, ours):
+                before()
+                begin = time.perf_counter()
+                side()
+                before()
+                times[side].append(time.perf_counter() - begin)
+    finally:
+        gc.enable()
+    return Ratio(times[ours], times[peer])
+
+
+def matmul_flops(dtype, n=1024, rounds=12):
+    """FLOP/s of a square matmul: what this machine can do at best in one process."""
+    a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - begin)
+    return 2 * n**3 / statistics.median(times[2:])
+
+
+def flops_per_token(shape):
+    """Forward and backward matmul FLOPs per token, causal attention counted as half."""
+    d = shape.hidden // shape.heads
+    projections = 2 * shape.hidden**2 + 2 * shape.hidden * d * shape.kv_heads + 3 * shape.hidden * shape.ffn
+    return 6 * (shape.layers * (projections + shape.seq * shape.hidden) + shape.hidden * shape.vocab)
+
+
+def fused_adamw(model, lr=3e-4):
+    """The same optimizer for every side. Fused AdamW refuses to mix DTensor and Tensor: one group per type."""
+    kinds = {}
+    for p in model.parameters():
+        kinds.setdefault(type(p.data), []).append(p)
+    return torch.optim.AdamW([{"params": group} for group in kinds.values()], lr=lr, fused=True)
+
+
+def arguments(doc):
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model and few pairs: seconds, for a smoke test")
+    parser.add_argument("--json", metavar="FILE", help="also write the ratios there")
+    return parser
+
+
+def report(result, path=None):
+    """The last line: one JSON object of the ratios."""
+    line = json.dumps({key: round(value, 4) for key, value in result.items()})
+    if path:
+        with open(path, "w") as f:
+            f.write(line + "\n")
+    print(line, flush=True)
