@@ -1,0 +1,91 @@
+"""What a run is told, in small frozen parts none of which holds another's fact. Plain values: a command line can
+be generated from them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from core.models.gpt import gpt2_spec, llama_spec
+from core.parallel_state.config import raise_all
+from core.transformer import TransformerConfig, TransformerLayerSpec
+
+STYLES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "normalization": "RMSNorm",
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+    },
+    "gpt2": {"activation_func": "gelu_tanh"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A model by its style and sizes; `transformer()` spells it out."""
+
+    style: Literal["llama", "gpt2"] = "llama"
+    num_layers: int = 4
+    hidden_size: int = 192
+    num_attention_heads: int = 6
+    num_query_groups: int | None = None
+    ffn_hidden_size: int | None = 512
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+    bf16: bool = False
+    seed: int = 1234
+
+    def transformer(self) -> TransformerConfig:
+        """The facts of the model. Raises ValueError with all that is wrong."""
+        return TransformerConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size,
+            hidden_dropout=self.dropout,
+            attention_dropout=self.dropout,
+            params_dtype=torch.bfloat16 if self.bf16 else torch.float32,
+            **STYLES[self.style],
+        )
+
+    def spec(self) -> TransformerLayerSpec:
+        """The parts of its layers."""
+        return llama_spec() if self.style == "llama" else gpt2_spec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens, in which pieces. `train` and `valid` are prefixes of .bin/.idx files; None prepares the default
+    corpus, the standard library's sources, in `directory`."""
+
+    directory: str = "runs/corpus"
+    train: str | None = None
+    valid: str | None = None
+    tokenizer: str | None = None
+    vocab_size: int = 4096
+    sequence_length: int = 128
+    seed: int = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long, in which batches, and what is told on the way. Raises ValueError with every rule that is broken."""
+
+    train_steps: int = 300
+    global_batch_size: int = 16
+    micro_batch_size: int = 8
+    log_interval: int = 10
+    eval_interval: int = 0  # 0: only at the end
+    seed: int = 1234
+    output: str = "runs/pretrain"
+
+    def __post_init__(self) -> None:
+        raise_all("TrainingConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
+            yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
+        yield self.eval_interval >= 0, f"eval_interval={self.eval_interval} must not be negative"

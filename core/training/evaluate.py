@@ -1,0 +1,34 @@
+"""The loss of a batch, and validation in bits per byte."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from core.datasets import IGNORED_LABEL, bits_per_byte
+from core.pipeline import LossFn, StepResult
+
+
+class Executor(Protocol):
+    """What the loop needs of an executor (`SingleStage`, later `Pipeline`)."""
+
+    def step(self, batch: Mapping[str, Tensor], loss_fn: LossFn, loss_scale: float = 1.0) -> StepResult:
+        """Forward and backward of one batch; global sums."""
+        ...
+
+    def evaluate(self, batch: Mapping[str, Tensor], loss_fn: LossFn) -> StepResult:
+        """Forward only; global sums."""
+        ...
+
+
+def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(sum of the per-token losses [b, s] that the model gave, number of tokens that count)."""
+    return output.sum(), (microbatch["labels"] != IGNORED_LABEL).sum()
+
+
+def evaluate_bits_per_byte(executor: Executor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> float:
+    """Summed loss over all batches, per byte of the text they came from. Collective: every rank calls it."""
+    total = 0.0
+    for batch in batches:
+        total += float(executor.evaluate(batch, next_token_loss).loss_sum)
+    return bits_per_byte(total, num_bytes)
