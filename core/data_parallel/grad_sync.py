@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.collectives import Group, all_reduce
+from core.parallel_state.layout import layout_of
+from core.parallel_state.state import ParallelState
 
 
 class PerParameterGradSync:
@@ -32,25 +33,30 @@ class PerParameterGradSync:
                 f"PerParameterGradSync: {taken[0]} and {len(taken) - 1} more of {len(self._names)} parameters "
                 "already have a main_grad; remove() the object that made it first"
             )
-        self._delivered: set[Parameter] = set()
+        self._delivered: set[Tensor] = set()
         self._unused: list[str] = []
         self._summed = False
         self._hooks = []
+        self._grads: dict[Tensor, Tensor] = {}
         for parameter in self._names:
             dtype = grad_dtype if grad_dtype is not None else _wide(parameter.dtype)
             # strides as the parameter's: fused optimizers walk both as one flat range
-            parameter.main_grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            self._grads[parameter] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            parameter.main_grad = self._grads[parameter]  # type: ignore[attr-defined]
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._collect))
 
     def _collect(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, Parameter)
         self._delivered.add(parameter)
         if parameter.grad is not None:  # None: the operation has added to main_grad itself
-            parameter.main_grad.add_(parameter.grad)
+            self._grads[parameter].add_(parameter.grad)
             parameter.grad = None
 
     def begin_step(self, pairs_per_param: Mapping[Parameter, int]) -> None:
-        """A step starts; the counts are not needed where nothing is overlapped."""
+        """A step starts; the counts are not needed where nothing is overlapped.
+
+        Raises ValueError: the last step's sums have not been zeroed.
+        """
+        self._refuse_summed()
         self._delivered.clear()
 
     def before_forward(self, stage: nn.Module) -> None:
@@ -76,11 +82,7 @@ class PerParameterGradSync:
         all over the data axes, then all over each group of partial sums in turn.
         Raises ValueError: called again without `zero_grad` between, which would sum what is summed.
         """
-        if self._summed:
-            raise ValueError(
-                "PerParameterGradSync: finish() was called 2 times after 1 zero_grad(); gradients that are "
-                "already summed would be summed again: call zero_grad() once per finish()"
-            )
+        self._refuse_summed()
         self._summed = True
         self._unused = [name for p, name in self._names.items() if p not in self._delivered]
         self._delivered.clear()
@@ -90,11 +92,19 @@ class PerParameterGradSync:
             group = self.ps.group(name)
             for parameter, names in groups.items():
                 if name in names:
-                    _sum(parameter.main_grad, group)
+                    _sum(self._grads[parameter], group)
+
+    def _refuse_summed(self) -> None:
+        if self._summed:
+            raise ValueError(
+                "PerParameterGradSync: a second step or finish() after 1 zero_grad() would sum again what is "
+                "already summed; call zero_grad() after each optimizer step (microbatches are how to accumulate)"
+            )
 
     def zero_grad(self) -> None:
         """Zero every `main_grad` in place; it is never None and never another tensor."""
-        torch._foreach_zero_([p.main_grad for p in self._names])
+        if self._grads:
+            torch._foreach_zero_(list(self._grads.values()))
         self._delivered.clear()
         self._summed = False
 
@@ -110,8 +120,8 @@ class PerParameterGradSync:
         for hook in self._hooks:
             hook.remove()
         for parameter in self._names:
-            del parameter.main_grad
-        self._hooks, self._names = [], {}
+            del parameter.main_grad  # type: ignore[attr-defined]
+        self._hooks, self._names, self._grads = [], {}, {}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.collectives import all_gather_objects
-from core.parallel_state.layout import true_part
+from core.parallel_state.layout import layout_of, true_part
+from core.parallel_state.state import ParallelState
 
 Key = tuple[str, Any, int]
 

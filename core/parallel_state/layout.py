@@ -83,7 +83,7 @@ class Layout:
         `at` holds the coordinates along which the parameter may repeat (dp, cp, tp or ep, edp, and for one
         that is tied over `embedding` that too; not pp: stages hold different parameters).
         """
-        repeats = ("edp",) if "ep" in self.split else ("dp", "cp", "tp")
+        repeats: tuple[str, ...] = ("edp",) if "ep" in self.split else ("dp", "cp", "tp")
         if "embedding" in self.partial:  # only then does the last stage repeat the first's
             repeats += ("embedding",)
         return all(at.get(axis, 0) == 0 for axis in repeats if axis not in self.split)
