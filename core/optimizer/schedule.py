@@ -57,7 +57,7 @@ class LearningRate:
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made; the first warm-up step is not 0."""
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+            return self.peak * ((step + 1) / self.warmup_steps)
         if self.kind == "constant":
             return self.peak
         assert self.total_steps is not None
