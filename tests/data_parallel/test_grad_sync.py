@@ -148,7 +148,9 @@ def test_one_owner_of_main_grad_at_a_time():
 
 def partial_and_split():
     ps = state(tp=2)
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(4, 3)) for name in ("split", "partial", "same", "turned")})
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(4, 3)) for name in ("split", "partial", "same", "turned")}
+    )
     set_layout(model["split"], Layout((8, 3), {"tp": 0}))
     set_layout(model["partial"], Layout((4, 3), partial={"tp"}))
     model["turned"] = nn.Parameter(torch.zeros(3, 4).t())  # rows of it are not contiguous

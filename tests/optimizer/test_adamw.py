@@ -198,7 +198,7 @@ def test_load_refuses_what_is_not_this_ranks():
     states = ours.states()
     with pytest.raises(ValueError, match="2 parameters given for 3; not on both sides: scale"):
         ours.load_states({n: states[n] for n in ("matrix", "wide.bias")}, 1)
-    with pytest.raises(ValueError, match="scale has .* but not exp_avg_sq"):
+    with pytest.raises(ValueError, match=r"scale has .* but not exp_avg_sq"):
         ours.load_states({**states, "scale": {k: states["scale"][k] for k in ("main", "exp_avg")}}, 1)
     with pytest.raises(ValueError, match=r"main of matrix is \(2, 3\), this rank holds \(4, 3\)"):
         ours.load_states({**states, "matrix": {**states["matrix"], "main": torch.zeros(2, 3)}}, 1)
