@@ -85,7 +85,6 @@ class PerParameterGradSync:
         self._refuse_summed()
         self._summed = True
         self._unused = [name for p, name in self._names.items() if p not in self._delivered]
-        self._delivered.clear()
         groups = {p: layout_of(p).gradient_groups for p in self._names}
         partial = sorted({name for names in groups.values() for name in names[1:]})
         for name in ("dp-cp", "edp", *partial):

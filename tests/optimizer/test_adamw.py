@@ -231,9 +231,9 @@ def test_a_narrow_main_grad_is_widened():
     torch.testing.assert_close(ours.states()["matrix"]["main"].tensor, twin.model.matrix.float().detach())
 
 
-def spread(tp, num_tokens, poison):
+def spread(tp, num_tokens, poison, cp=1):
     """`matrix` in rows over tp with two padded rows; every rank's states, two steps, one of them poisoned."""
-    ps = state(tp=tp)
+    ps = state(tp=tp, cp=cp)
     layout = Layout((4, 3), {"tp": 0}, padding={0: 4})
     model = Net()
     full = torch.cat([model.matrix.detach(), torch.zeros(4, 3)])
@@ -253,7 +253,7 @@ def spread(tp, num_tokens, poison):
             model.scale.main_grad.fill_(float("nan"))  # a copy that another rank owns
         if poison and step == 1 and ps.rank == 0:
             model.matrix.main_grad[0, 0] = float("inf")
-        stats = ours.step(num_tokens=num_tokens and num_tokens * ps.size("dp"))
+        stats = ours.step(num_tokens=num_tokens and num_tokens * ps.size("dp-cp"))
         norms.append(stats.grad_norm.item())
         assert stats.skipped.item() == (poison and step == 1)
         ours.zero_grad()
@@ -262,8 +262,8 @@ def spread(tp, num_tokens, poison):
 
 
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "inf on one rank"])
-@pytest.mark.parametrize(("world", "tp"), [(2, 1), (2, 2), (4, 2), (4, 4)])
-def test_every_layout_makes_the_same_step(ranks, world, tp, poison):
+@pytest.mark.parametrize(("world", "tp", "cp"), [(2, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1), (4, 1, 2)])
+def test_every_layout_makes_the_same_step(ranks, world, tp, cp, poison):
     """With equal replicas the mean over replicas and num_tokens agree; an infinite gradient stops all ranks."""
     twin = Twin()
     norms = []
@@ -272,7 +272,7 @@ def test_every_layout_makes_the_same_step(ranks, world, tp, poison):
             twin.count += 1
             continue
         norms.append(twin.step(gradients(step)))
-    for got, states, local in ranks(spread, world=world, tp=tp, num_tokens=None, poison=poison):
+    for got, states, local in ranks(spread, world=world, tp=tp, cp=cp, num_tokens=None, poison=poison):
         assert [n for n in got if n < float("inf")] == pytest.approx(norms, rel=1e-12)
         whole = dict(twin.model.named_parameters())
         for name, kinds in states.items():

@@ -53,12 +53,14 @@ def masked_loss(logits, part):
 
 
 def mine(batch, ps):
-    return {k: v.chunk(ps.size("dp"))[ps.index("dp")] for k, v in batch.items()}
+    """This rank's samples, and of those its part of the sequence (uneven: 3 positions over 2 ranks)."""
+    rows = {k: v.chunk(ps.size("dp"))[ps.index("dp")] for k, v in batch.items()}
+    return {k: v.tensor_split(ps.size("cp"), dim=1)[ps.index("cp")] for k, v in rows.items()}
 
 
-def steps(num_microbatches, dropout=0.0):
+def steps(num_microbatches, dropout=0.0, cp=1):
     """Three steps on this rank's part of the batch: results, first gradients, parameters at the end."""
-    ps = state()
+    ps = state(cp=cp)
     model = Net(dropout)
     sync = PerParameterGradSync(model, ps)
     executor = SingleStage(model, ps=ps, num_microbatches=num_microbatches, grad_sync=sync, seed=11)
@@ -92,10 +94,13 @@ def reference():
     return results, gradients, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("world", "num_microbatches"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)])
-def test_steps_equal_one_process_with_one_batch(ranks, world, num_microbatches):
+@pytest.mark.parametrize(
+    ("world", "cp", "num_microbatches"),
+    [(1, 1, 1), (1, 1, 4), (2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 1, 2), (2, 2, 2), (4, 2, 2)],
+)
+def test_steps_equal_one_process_with_one_batch(ranks, world, cp, num_microbatches):
     results, gradients, parameters = reference()
-    everyone = ranks(steps, world=world, num_microbatches=num_microbatches)
+    everyone = ranks(steps, world=world, cp=cp, num_microbatches=num_microbatches)
     for got_results, got_gradients, got_parameters in everyone:
         assert [x for r in got_results for x in r] == pytest.approx([x for r in results for x in r], rel=1e-12)
         for got, want in zip(got_gradients, gradients, strict=True):
