@@ -125,9 +125,7 @@ class AdamW:
         A norm that is not finite (also: 0 tokens) leaves parameters and states as they were on every rank.
         After the call `main_grad` holds no defined value until `zero_grad`.
         """
-        replicas = self.ps.size("dp-cp")
-        divisor = torch.as_tensor(replicas if num_tokens is None else num_tokens, device=self.ps.device)
-        divisor = divisor.detach().double() * loss_scale
+        divisor = self._number(self.ps.size("dp-cp") if num_tokens is None else num_tokens) * loss_scale
         norm = squared_grad_norm(self._parameters.values(), self.ps).sqrt() / divisor.abs()
         found_inf = ~torch.isfinite(norm)
         if self.config.clip_grad > 0:
@@ -137,6 +135,12 @@ class AdamW:
         self._skipped += found_inf
         self.step_count += 1
         return StepStats(norm, found_inf, found_inf)
+
+    def _number(self, value: float | Tensor) -> Tensor:
+        """A float64 tensor of shape [] on the device; numbers are filled in there, not copied."""
+        if isinstance(value, Tensor):
+            return value.detach().to(self.ps.device, torch.float64).reshape(())
+        return torch.full((), value, dtype=torch.float64, device=self.ps.device)
 
     def _step_inner(self, divisor: Tensor, found_inf: Tensor) -> None:
         inner, mains = self._inner, list(self._main.values())

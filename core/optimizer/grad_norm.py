@@ -24,7 +24,8 @@ def squared_grad_norm(parameters: Iterable[Parameter], ps: ParallelState) -> Ten
         layout = layout_of(parameter)
         if layout.owned_by(ps.coordinate):
             gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-            owned.append(true_part(gradient, layout, ps.coordinate, ps.sizes).detach())
+            part = true_part(gradient, layout, ps.coordinate, ps.sizes).detach()
+            owned.append(part.float() if part.dtype.itemsize < 4 else part)  # a 16-bit norm would be 16-bit exact
     total = _sum_of_squares([g for g in owned if g.numel()], ps.device).reshape(1)
     return all_reduce(total, ps.world)[0]
 

@@ -81,6 +81,12 @@ def test_float32_gradients_are_summed_exactly_enough():
     assert squared_grad_norm([p], ParallelState.single("cpu")).item() == pytest.approx(want, rel=1e-7)
 
 
+def test_16_bit_gradients_are_summed_in_float32():
+    p = nn.Parameter(torch.zeros(3000, dtype=torch.bfloat16))
+    p.main_grad = torch.full_like(p, 3.0, requires_grad=False)
+    assert squared_grad_norm([p], ParallelState.single("cpu")).item() == pytest.approx(27_000, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "accelerator"])
 def test_both_ways_of_summing(kind):
     device = torch.device("cpu") if kind == "cpu" else torch.device("meta")  # any other kind takes the other way
