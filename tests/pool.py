@@ -93,7 +93,8 @@ class Pool:
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # torch.optim imports torch._dynamo at its first use: once here instead of once per worker
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self._store.port, theirs), daemon=True)

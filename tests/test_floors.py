@@ -19,7 +19,13 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted((ROOT / "core").rglob("*.py"))
 COLLECTIVES = ROOT / "core" / "parallel_state" / "collectives"
 # pure packages and modules: importable, and usable, on a machine without torch
-WITHOUT_TORCH = ["core", "core.parallel_state", "core.parallel_state.config", "core.parallel_state.grid"]
+WITHOUT_TORCH = [
+    "core",
+    "core.parallel_state",
+    "core.parallel_state.config",
+    "core.parallel_state.grid",
+    "core.pipeline",
+]
 
 
 def imports(path):

@@ -80,11 +80,12 @@ class Layout:
     def owned_by(self, at: Mapping[str, int]) -> bool:
         """True on exactly one rank per distinct piece: who counts it in norms and writes it to disk.
 
-        `at` holds the coordinates along which the parameter may repeat (dp, cp, tp or ep, edp, and
-        `embedding` where a stage repeats another's parameter; not pp: stages hold different parameters).
+        `at` holds the coordinates along which the parameter may repeat (dp, cp, tp or ep, edp, and for one
+        that is tied over `embedding` that too; not pp: stages hold different parameters).
         """
-        expert = "ep" in self.split
-        repeats = ("edp", "embedding") if expert else ("dp", "cp", "tp", "embedding")
+        repeats: tuple[str, ...] = ("edp",) if "ep" in self.split else ("dp", "cp", "tp")
+        if "embedding" in self.partial:  # only then does the last stage repeat the first's
+            repeats += ("embedding",)
         return all(at.get(axis, 0) == 0 for axis in repeats if axis not in self.split)
 
     @property

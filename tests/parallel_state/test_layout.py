@@ -45,6 +45,12 @@ def test_local_shape_holds_the_box(layout):
         assert all(s.stop - s.start <= n for s, n in zip(layout.box(at, SIZES), local, strict=True))
 
 
+def test_the_last_stage_owns_what_it_does_not_repeat():
+    last = {"pp": 1, "dp": 0, "cp": 0, "tp": 0, "ep": 0, "edp": 0, "embedding": 1}
+    assert Layout((4,)).owned_by(last) and Layout((4, 2), {"ep": 0}).owned_by(last)
+    assert not Layout((4,), partial={"embedding"}).owned_by(last)
+
+
 def test_layouts_are_values():
     a, b = Layout((4, 2), {"tp": 0}, padding={0: 0}), Layout([4, 2], {"tp": 0})
     assert a == b and hash(a) == hash(b) and len({a, b}) == 1

@@ -1,0 +1,68 @@
+"""The learning rate as a pure function of the number of updates made before."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core.parallel_state.config import raise_all
+
+KINDS = ("constant", "linear", "cosine", "wsd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """A linear warm-up to `peak`, then a way down to `minimum`, where it stays.
+
+    kind: "constant" stays at the peak; "linear" and "cosine" go down from the end of the warm-up to step
+        `total_steps`; "wsd" (warm up, stay, decay) stays at the peak and goes down linearly in the last
+        `decay_steps` before `total_steps`.
+
+    Raises ValueError: an unknown kind, a minimum above the peak, steps that do not fit into each other.
+    """
+
+    peak: float
+    minimum: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    kind: str = "constant"
+    decay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        raise_all("LearningRate", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield self.kind in KINDS, f"kind={self.kind!r} is unknown; known: {', '.join(KINDS)}"
+        yield (
+            0 <= self.minimum <= self.peak,
+            f"minimum={self.minimum} must be between 0 and peak={self.peak}",
+        )
+        yield self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must be at least 0"
+        if self.kind == "constant" or self.kind not in KINDS:
+            return
+        total = self.total_steps
+        yield total is not None, f"kind={self.kind!r} ends: give total_steps"
+        if total is None:
+            return
+        yield (
+            total > self.warmup_steps,
+            f"total_steps={total} must be more than warmup_steps={self.warmup_steps}",
+        )
+        if self.kind == "wsd":
+            yield (
+                self.decay_steps is not None and 1 <= self.decay_steps <= total - self.warmup_steps,
+                f"decay_steps={self.decay_steps} of 'wsd' must be from 1 to total_steps({total}) - "
+                f"warmup_steps({self.warmup_steps}) = {total - self.warmup_steps}",
+            )
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made; the first warm-up step is not 0."""
+        if step < self.warmup_steps:
+            return self.peak * ((step + 1) / self.warmup_steps)
+        if self.kind == "constant":
+            return self.peak
+        assert self.total_steps is not None
+        decay = self.decay_steps if self.kind == "wsd" else self.total_steps - self.warmup_steps
+        assert decay is not None
+        left = min(1.0, max(0.0, (self.total_steps - step) / decay))
+        share = (1 - math.cos(math.pi * left)) / 2 if self.kind == "cosine" else left
+        return self.minimum + (self.peak - self.minimum) * share

@@ -1,0 +1,22 @@
+"""One step over one or many stages; loaded at first use, so that pure schedules need no torch."""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "LossFn": "step",
+    "StepResult": "step",
+    "call_stage": "step",
+    "split_microbatches": "step",
+    "SingleStage": "single_stage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,159 @@
+"""The executor of a model that is whole on every rank: microbatches one after the other."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from core.autograd import GradSync, NullGradSync, StageContext
+from core.parallel_state.collectives import all_reduce
+from core.parallel_state.random import seeded
+from core.parallel_state.state import ParallelState
+from core.pipeline.step import (
+    Batch,
+    LossFn,
+    StepResult,
+    call_stage,
+    forward_arguments,
+    split_microbatches,
+    stage_seed,
+)
+
+
+class SingleStage:
+    """One step = `num_microbatches` times forward and backward, then the gradients' sum over the replicas.
+
+    The batch given to a rank is its own part of the global one; microbatch m of data rank r has the global
+    index r * num_microbatches + m, of which every random number is a function.
+
+    grad_sync: collects and sums the gradients; by default nobody does, and they stay in `.grad`.
+    stage: the context that the model's operations hold; by default `model.stage`. A model without one draws
+        from torch's generator, which is seeded for each microbatch and put back.
+    step_index: of the next `step`; set it to resume.
+    Raises ValueError: more than one pipeline rank, fewer than one microbatch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ps: ParallelState,
+        num_microbatches: int = 1,
+        grad_sync: GradSync | None = None,
+        seed: int = 0,
+        stage: StageContext | None = None,
+    ) -> None:
+        if ps.size("pp") > 1:
+            raise ValueError(f"SingleStage runs 1 pipeline stage, this grid has {ps.size('pp')}; use pipeline=1")
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+        own = stage if stage is not None else getattr(model, "stage", None)
+        self.model, self.ps, self.num_microbatches, self.seed = model, ps, num_microbatches, seed
+        self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
+        self.step_index = 0
+        self._foreign = not isinstance(own, StageContext)
+        self.stage = own if isinstance(own, StageContext) else StageContext()
+        self._arguments = forward_arguments(model)
+
+    def step(self, batch: Batch, loss_fn: LossFn, loss_scale: float = 1.0) -> StepResult:
+        """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
+
+        batch: tensors [b, ...], cut along dim 0. loss_fn(output, microbatch) -> (loss_sum, num_tokens), sums
+        over the microbatch; nothing divides here, `optimizer.step(num_tokens=...)` does.
+        One all-reduce over dp-cp for the result, beside those of `grad_sync`.
+        Raises ValueError: a batch that does not divide, a loss that is not one number or has no gradient.
+        """
+        sync, model = self.grad_sync, self.model
+        parts = split_microbatches(batch, self.num_microbatches)
+        sums = []
+        sync.begin_step({p: len(parts) for p in model.parameters() if p.requires_grad})
+        try:
+            for m, part in enumerate(parts):
+                sync.before_forward(model)
+                with self._begin(m):
+                    output = call_stage(model, part, self._arguments)
+                loss_sum, num_tokens = loss_fn(output, part)
+                del output  # before backward: the graph holds what it needs
+                sync.before_input_grad(model)
+                _backward(loss_sum, num_tokens, loss_scale)
+                sync.after_input_grad(model)
+                sums.append(self._pair(loss_sum, num_tokens))
+        finally:
+            self.stage.release()
+        sync.stage_done(model)
+        sync.finish()
+        self.step_index += 1
+        return self._result(sums)
+
+    def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        """The global sums without gradients, in eval mode. One all-reduce over dp-cp."""
+        return self._result(self._each(batch, lambda output, part: self._pair(*loss_fn(output, part))))
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0.
+
+        Any nesting of tensors; what is not a tensor is taken from the first microbatch. No collective but
+        the model's own.
+        """
+        outputs = self._each(batch, lambda output, part: output)
+        return pytree.tree_map(lambda *x: torch.cat(x) if isinstance(x[0], Tensor) else x[0], *outputs)
+
+    def _each(self, batch: Batch, use: Callable[[Any, Any], Any]) -> list[Any]:
+        """`use(output, microbatch)` of every microbatch, forward only."""
+        used = []
+        with _evaluating(self.model):
+            try:
+                for m, part in enumerate(split_microbatches(batch, self.num_microbatches)):
+                    self.grad_sync.before_forward(self.model)
+                    with self._begin(m):
+                        output = call_stage(self.model, part, self._arguments)
+                    used.append(use(output, part))
+            finally:
+                self.stage.release()
+        return used
+
+    def _begin(self, m: int) -> AbstractContextManager[None]:
+        """Tell the model's operations where they are; a foreign model's generator is seeded meanwhile."""
+        microbatch = self.ps.index("dp") * self.num_microbatches + m
+        self.stage.begin(seed=self.seed, step=self.step_index, microbatch=microbatch)
+        if not self._foreign:
+            return nullcontext()
+        return seeded(self.ps.device, stage_seed(self.seed, self.step_index, microbatch))
+
+    def _pair(self, loss_sum: Tensor, num_tokens: Tensor | float) -> Tensor:
+        both = [
+            torch.as_tensor(x, device=self.ps.device).detach().double().reshape(()) for x in (loss_sum, num_tokens)
+        ]
+        return torch.stack(both)
+
+    def _result(self, sums: list[Tensor]) -> StepResult:
+        total = all_reduce(torch.stack(sums).sum(0), self.ps.group("dp-cp"))
+        return StepResult(total[0], total[1])
+
+
+def _backward(loss_sum: Tensor, num_tokens: Tensor | float, loss_scale: float) -> None:
+    if loss_sum.numel() != 1:
+        raise ValueError(f"loss_fn returned a loss of shape {tuple(loss_sum.shape)}, not 1 number; sum it")
+    if loss_sum.requires_grad:
+        loss_sum.backward(torch.full_like(loss_sum, loss_scale))
+    elif float(num_tokens):  # a constant is fine where everything is masked
+        raise ValueError(
+            f"loss_fn returned a loss over {float(num_tokens):g} tokens that depends on 0 trainable parameters; do "
+            "not detach it, and call step outside of no_grad"
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients; then every module is in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

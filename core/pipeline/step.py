@@ -1,0 +1,95 @@
+"""What every executor of a step shares: batches, microbatches, how a module is called, the result."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from core.parallel_state.random import mix32
+
+Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]  # tensors are [b, ...]; everything else is passed on as it is
+LossFn = Callable[[Any, Any], tuple[Tensor, Tensor | float]]  # (output, microbatch) -> (loss_sum, num_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """Global sums over all data replicas and microbatches: float64 tensors of shape [], equal on every rank.
+
+    `float(...)` waits for the device; `optimizer.step(num_tokens=result.num_tokens)` does not.
+    """
+
+    loss_sum: Tensor
+    num_tokens: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of a valid token (NaN without any)."""
+        return self.loss_sum / self.num_tokens
+
+
+def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0) -> int:
+    """The seed of a module that draws from torch's own generator; `microbatch` is the global index."""
+    return mix32(seed, "stage", stage, step, microbatch)
+
+
+def forward_arguments(module: nn.Module) -> tuple[str, ...]:
+    """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = tuple(p.name for p in parameters if p.kind in named)
+    inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+    return forward_arguments(inner) if not names and isinstance(inner, nn.Module) else names
+
+
+def call_stage(module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] | None = None) -> Any:
+    """Call `module` on a microbatch: a tensor or tuple positionally, a mapping by the names forward takes.
+
+    Entries that forward does not take (a loss mask, say) are left for the loss. `arguments` spares looking
+    at the signature again.
+    Raises ValueError: a mapping of which forward takes nothing.
+    """
+    if isinstance(microbatch, Mapping):
+        arguments = forward_arguments(module) if arguments is None else arguments
+        taken = {name: microbatch[name] for name in arguments if name in microbatch}
+        if not taken:
+            raise ValueError(
+                f"{type(module).__name__}.forward takes {len(arguments)} names ({', '.join(arguments)}), none of the "
+                f"batch's {len(microbatch)} ({', '.join(map(str, microbatch))}); rename the batch's entries"
+            )
+        return module(**taken)
+    return module(*microbatch) if isinstance(microbatch, tuple) else module(microbatch)
+
+
+def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
+    """Cut every tensor [b, ...] of a batch along dim 0 into views [b/n, ...]; same structure n times.
+
+    Whatever is not a tensor, or has no dim, is in every microbatch.
+    Raises ValueError: b does not divide, or differs between tensors.
+    """
+    entries = (
+        batch if isinstance(batch, Mapping) else dict(enumerate(batch if isinstance(batch, tuple) else (batch,)))
+    )
+    sizes = {key: value.shape[0] for key, value in entries.items() if _is_cut(value)}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one")
+    size = next(iter(sizes.values()), 0)
+    if num_microbatches < 1 or size % num_microbatches or not size:
+        fits = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"a batch of {size} samples does not divide into num_microbatches={num_microbatches}; use one of {fits}, "
+            f"or a multiple of {max(1, num_microbatches)} samples"
+        )
+    rows = size // num_microbatches
+    cut = [
+        {key: value.narrow(0, m * rows, rows) if _is_cut(value) else value for key, value in entries.items()}
+        for m in range(num_microbatches)
+    ]
+    if isinstance(batch, Mapping):
+        return cut
+    return [tuple(part.values()) if isinstance(batch, tuple) else part[0] for part in cut]
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

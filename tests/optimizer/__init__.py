@@ -1,0 +1,1 @@
+"""One step over spread and repeated parameters."""
