@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 STAMP := $(VENV)/.stamp
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
 NPROC ?= 4
+LAYOUT ?= --parallel.tensor 2 --parallel.sequence-parallel
 TORCHRUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .PHONY: setup test test-all lint format pretrain pretrain-long benchmarks
@@ -36,10 +37,10 @@ format: $(STAMP)
 	$(VENV)/bin/ruff format .
 
 pretrain: $(STAMP)
-	$(TORCHRUN) examples/pretrain_gpt.py
+	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT)
 
 pretrain-long: $(STAMP)
-	$(TORCHRUN) examples/pretrain_gpt.py --long
+	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.train-steps 1500 --optimizer.lr-decay-steps 1500
 
 benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.dense_step

@@ -28,7 +28,12 @@ class Console:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         except ImportError:  # lines alone will do
             return self
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TimeRemainingColumn(),
+        )
         progress = Progress(*columns, transient=True)
         if progress.console.is_terminal:
             progress.start()

@@ -31,6 +31,15 @@ class Corpus:
         """Of the validation text."""
         return self.valid_bytes / self.valid.num_tokens
 
+    def validation(self, data: DataConfig, training: TrainingConfig) -> GPTBatches:
+        """The validation text, to be read in order once."""
+        return GPTBatches(
+            token_file=self.valid,
+            sequence_length=data.sequence_length,
+            global_batch_size=training.global_batch_size,
+            seed=data.seed,
+        )
+
     def batches(self, data: DataConfig, training: TrainingConfig) -> GPTBatches:
         """Training batches; raises ValueError when a sequence is longer than the data."""
         return GPTBatches(

@@ -18,10 +18,10 @@ class Optimizer(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of the last step."""
+        """Of the next step."""
         ...
 
-    def step(self, num_tokens: int | Tensor | None = None) -> StepStats:
+    def step(self, num_tokens: float | Tensor | None = None) -> StepStats:
         """One update from the gradients, divided by the global number of tokens."""
         ...
 
@@ -37,6 +37,14 @@ class FirstStep:
     loss: float
     grad_norm: float
 
+    def against(self, other: "FirstStep") -> str:
+        """One line that compares this with the same step computed by one process."""
+        difference = max(abs(self.loss - other.loss), abs(self.grad_norm - other.grad_norm))
+        return (
+            f"first step here and in one process: loss {self.loss:.6f} and {other.loss:.6f}, gradient norm "
+            f"{self.grad_norm:.6f} and {other.grad_norm:.6f}, max |difference| {difference:.1e}"
+        )
+
 
 def train(
     executor: Executor,
@@ -48,27 +56,32 @@ def train(
     log: MetricsLog,
     say: Callable[[str], None] = print,
     every_step: Callable[[int, float], None] | None = None,
-    first: int = 0,
-) -> FirstStep | None:
-    """Run steps `first` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
+    validate: Callable[[], float] | None = None,
+    start: int = 0,
+) -> FirstStep:
+    """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
-    Logs every `log_interval` steps and at both ends. `every_step(step, loss)` is for a progress bar or an
-    evaluation. Returns what step 0 saw (None when resuming). Raises RuntimeError: a loss that is not finite.
+    Logs every `log_interval` steps and at both ends; `every_step(step, loss)` moves a progress bar;
+    `validate()` gives bits per byte every `eval_interval` steps. Returns what the first step saw.
+    Raises RuntimeError: a loss that is not a number.
     """
     seen = None
-    last, since, tokens = time.perf_counter(), first, 0
-    for step in range(first, config.train_steps):
+    last, since, tokens = time.perf_counter(), start, 0
+    for step in range(start, config.train_steps):
         optimizer.zero_grad()
+        rate = optimizer.learning_rate
         result = executor.step(batch_of(step), next_token_loss)
         stats = optimizer.step(num_tokens=result.num_tokens)
         tokens += int(result.num_tokens)
-        logged = step == first or (step + 1) % config.log_interval == 0 or step + 1 == config.train_steps
+        logged = step == start or (step + 1) % config.log_interval == 0 or step + 1 == config.train_steps
         if not logged and every_step is None:
             continue
         loss = float(result.loss_sum) / max(1, int(result.num_tokens))
         if loss != loss:
-            raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate or look at the data")
-        if step == 0:
+            raise RuntimeError(
+                f"the loss of step {step} is not a number; lower the learning rate or look at the data"
+            )
+        if seen is None:
             seen = FirstStep(loss, float(stats.grad_norm))
         if logged:
             now = time.perf_counter()
@@ -77,7 +90,7 @@ def train(
                 step=step + 1,
                 loss=loss,
                 grad_norm=float(stats.grad_norm),
-                learning_rate=optimizer.learning_rate,
+                learning_rate=rate,
                 tokens_per_s=tokens / seconds,
                 tflops_per_s=tokens * flops_per_token / seconds / 1e12,
                 step_ms=1e3 * seconds / steps,
@@ -88,4 +101,9 @@ def train(
             last, since, tokens = now, step + 1, 0
         if every_step is not None:
             every_step(step + 1, loss)
+        if validate is not None and config.eval_interval and (step + 1) % config.eval_interval == 0:
+            begin = time.perf_counter()
+            say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
+            last += time.perf_counter() - begin
+    assert seen is not None
     return seen

@@ -24,7 +24,9 @@ def write_report(
     steps = [r.step for r in records]
     scale = 1 / (0.6931471805599453 * bytes_per_token)
     top.plot(steps, [r.loss * scale for r in records], label="training", color="tab:blue")
-    for (name, value), color in zip(baselines.items(), ("tab:red", "tab:green", "tab:orange", "tab:purple"), strict=False):
+    for (name, value), color in zip(
+        baselines.items(), ("tab:red", "tab:green", "tab:orange", "tab:purple"), strict=False
+    ):
         top.axhline(value, label=f"{name} {value:.3f}", color=color, linestyle="--", linewidth=1)
     top.set_ylabel("bits per byte")
     top.legend()

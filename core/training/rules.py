@@ -26,7 +26,7 @@ def run_rules(
     s, tp = data.sequence_length, parallel.tensor
     yield (
         not parallel.sequence_parallel or s % tp == 0,
-        f"sequence_length={s} does not divide over tensor={tp}, which sequence_parallel needs; use {-(-s // tp) * tp}",
+        f"sequence_length={s} does not divide over tensor={tp}, as sequence_parallel needs; use {-(-s // tp) * tp}",
     )
     yield (
         (data.train is None) == (data.valid is None) == (data.tokenizer is None),
