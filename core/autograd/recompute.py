@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
@@ -163,8 +162,9 @@ class _Recompute(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("recompute: no second derivatives through a region (create_graph=True)")
         region: _Region = ctx.region
         needs = ctx.needs_input_grad[1:]
         if all(gradient is None for gradient in gradients):
@@ -211,7 +211,8 @@ def recompute(
     No input needs to require a gradient. Random numbers, the stage's microbatch and bag, and autocast are as
     in the first run. A region called inside another one is part of it: nothing runs a third time.
 
-    Raises RuntimeError: the region writes into its input; in backward, it used a Parameter that nobody named.
+    Raises RuntimeError: the region writes into its input; in backward, it used a Parameter that nobody
+    named, or create_graph=True.
     """
     if parameters is None:
         owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
