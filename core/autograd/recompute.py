@@ -4,8 +4,7 @@ No unpack hooks: the region is one autograd Function whose inputs are its tensor
 gradients, `torch.autograd.grad`, post-accumulate hooks and DDP see an ordinary node.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,17 +34,6 @@ def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None])
         torch.get_device_module(device).set_rng_state(state[1], device)
 
 
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast remembers a parameter's 16-bit copy; one made without grad mode would cut that parameter off."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 class _Autocast:
     """Whether a kind of device casts, and to what."""
 
@@ -58,7 +46,7 @@ class _Autocast:
     def again(self, call: Callable[[], list]) -> list:
         if not self.known or not (self.enabled or torch.is_autocast_enabled(self.kind)):
             return call()
-        with torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False):
+        with torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled):
             return call()
 
 
@@ -98,8 +86,7 @@ class _Region:
     def call_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first run, without grad mode; returns the tensors among the outputs and remembers the others."""
         versions = [t._version for t in tensors]
-        with _no_autocast_cache():
-            outputs = self.call(tensors)
+        outputs = self.call(tensors)
         if versions != [t._version for t in tensors]:
             raise RuntimeError("recompute: the region writes into its input, so it cannot run again; clone it first")
         self.out_places = [_is(out) for out in outputs]

@@ -233,6 +233,19 @@ def test_without_grad_mode_it_is_a_plain_call():
         torch.manual_seed(9)
         assert torch.equal(ours, region(x))
         assert not ours.requires_grad
+        with mode():
+            assert recompute(lambda x: x.mul_(2), torch.ones(1)) == 2  # nothing runs again, so anything goes
+
+
+def test_a_result_cut_from_the_graph():
+    """A region's floating results all look differentiable; what comes in for a detached one goes nowhere."""
+    x = leaf()
+    y, statistic = recompute(lambda x: (x * 2, x.detach().square()), x)
+    (y + statistic).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+    x.grad = None
+    recompute(lambda x: x.detach() * 2, x).sum().backward()
+    assert x.grad is None
 
 
 def test_gradients_as_a_value():

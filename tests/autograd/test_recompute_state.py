@@ -88,7 +88,7 @@ def test_a_failure_puts_everything_back(failing):
     runs = []
 
     def fn(x):
-        runs.append(torch.is_autocast_cache_enabled())
+        runs.append(1)
         if len(runs) == (1 if failing == "first" else 2):
             stage.microbatch = -1
             torch.rand(3)
@@ -100,7 +100,6 @@ def test_a_failure_puts_everything_back(failing):
     if failing == "first":
         with pytest.raises(KeyError, match="broken"):
             recompute(fn, x, stage=stage, parameters=[w])
-        assert torch.is_autocast_cache_enabled()
         return
     y = recompute(fn, x, stage=stage, parameters=[w])
     stage.begin(seed=4, step=5, microbatch=6)
@@ -134,8 +133,8 @@ def autocast_step(call, inside, shared):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_is_as_in_the_first_run(inside, shared):
-    """Also with backward under autocast, or a weight shared with the outside, where autocast's cache of 16-bit
-    copies made without grad mode would silently cut parameters off."""
+    """Also with backward under autocast, or a weight shared with the outside: older torch cut such parameters off,
+    by remembering 16-bit copies made without grad mode."""
     plain, expected = autocast_step(lambda model, x: model(x), inside, shared)
     ours, grads = autocast_step(recompute, inside, shared)
     assert ours.dtype == plain.dtype == torch.bfloat16
@@ -143,7 +142,6 @@ def test_autocast_is_as_in_the_first_run(inside, shared):
     for a, b in zip(grads, expected, strict=True):
         # plain sums both uses of a shared weight in 16 bits, a region each in 16 and their sum in 32
         torch.testing.assert_close(a, b, rtol=0.02 * shared, atol=0.05 * shared)
-    assert torch.is_autocast_cache_enabled()
 
 
 def test_no_autocast_in_a_region_from_outside_of_it():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from core.autograd import StageContext, WeightGradBag, deferred_linear
+from core.autograd.bag import accumulate
 from tests.autograd.tiny import THUNKS, bags, batch, close, forward, parameter, reference, twins
 
 DEFERRED = {"table", "features", "wide", "narrow", "square", "bare"}
@@ -120,6 +121,67 @@ def test_tensors_are_released_one_by_one():
     assert not any(ref() is not None for refs in alive for ref in refs)
 
 
+class Recorder:
+    """A thunk that says when it ran, under which mode, and who was still alive."""
+
+    def __init__(self, parameter, log):
+        self.parameter, self.log = parameter, log
+
+    def run(self):
+        self.log.append((self.parameter, torch.is_grad_enabled()))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_any_thunk_runs_newest_first_and_without_grad_mode(at_once):
+    bag, log = WeightGradBag(), []
+    for name in "abc":
+        bag.put(Recorder(name, log))
+    alive = [weakref.ref(thunk) for thunk in bag._thunks]
+    assert bag.parameters() == ["a", "b", "c"]
+    if at_once:
+        bag.run()
+    else:
+        assert [bag.run_one() for _ in range(3)] == ["c", "b", "a"]
+    assert log == [("c", False), ("b", False), ("a", False)]
+    assert not any(ref() for ref in alive)
+    bag.run()  # empty
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", [None, torch.float32])
+def test_accumulate(kind):
+    """For operations whose gradient comes finished: into main_grad in place, or into .grad in the right dtype."""
+    w = parameter(2, 3)
+    if kind is not None:
+        w.main_grad = torch.ones(2, 3, dtype=kind)
+    home = getattr(w, "main_grad", None)
+    gradient = torch.randn(6, dtype=torch.float32)
+    for count in (1, 2):
+        accumulate(w, gradient)
+        if kind is None:
+            close(w.grad, (count * gradient).view(2, 3).double())
+        else:
+            assert w.main_grad is home
+            close(home, (1 + count * gradient).view(2, 3), 1e-6)
+            assert w.grad is None
+
+
+def test_an_operation_keeps_its_input_only_through_autograd():
+    """A pack hook (offloading) must be able to move it away: nothing but what autograd saves may hold it."""
+    stage, bag = StageContext(), WeightGradBag()
+    stage.begin(seed=0, step=0, microbatch=0, bag=bag)
+    x, w = torch.randn(5, 4, requires_grad=True), parameter(3, 4)
+    h = x.tanh()
+    alive = weakref.ref(h)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        y = deferred_linear(h.sin(), w, stage=stage) + deferred_linear(h, w, stage=stage)
+    del h
+    assert alive() is None
+    y.sum().backward()
+    bag.run()
+    close(w.grad, (x.tanh() + x.tanh().sin()).detach().sum(0).expand(3, 4))
+
+
 def test_held_inputs_do_not_keep_the_graph():
     """Between I and W only the inputs and output gradients of linears live, not the stage's own input."""
     stage, bag = StageContext(), WeightGradBag()
@@ -168,6 +230,7 @@ def test_snapshot_release_and_begin():
     assert stage.driven
     before = stage.snapshot()
     stage.begin(seed=4, step=5, microbatch=6)
+    stage.driven = False
     assert (stage.bag, stage.seed, stage.step, stage.microbatch) == (None, 4, 5, 6)
     stage.restore(before)
     assert (stage.bag, stage.seed, stage.step, stage.microbatch, stage.driven) == (bag, 1, 2, 3, True)
