@@ -4,7 +4,7 @@ No unpack hooks: the region is one autograd Function whose inputs are its tensor
 gradients, `torch.autograd.grad`, post-accumulate hooks and DDP see an ordinary node.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -50,6 +50,12 @@ class _Autocast:
             return call()
 
 
+class Checked:
+    """Whether the parameters named for a region were found complete. Walking a graph takes time: once is enough."""
+
+    done = False
+
+
 class _Region:
     """Everything that a second run must find as the first did, but for its tensors: autograd saves those."""
 
@@ -62,6 +68,7 @@ class _Region:
         self.constants = [None if _is(leaf) else leaf for leaf in leaves]
         self.tensors: list[Tensor] = list({id(leaf): leaf for leaf in leaves if _is(leaf)}.values())
         self.count = len(self.tensors)
+        self.checked = Checked()
         self.out_spec: Any = None
         self.out_places: list[bool] = []
         self.out_constants: list = []
@@ -166,20 +173,28 @@ class _Recompute(torch.autograd.Function):
         found: list = [None] * sum(asked)
         if wanted and found:
             ends, starts = [o for o, _ in wanted], [t for t, ask in zip(sources, asked, strict=True) if ask]
-            _check_listed(ends, sources)
+            if not region.checked.done:
+                _check_listed(ends, sources)
+                region.checked.done = True
             found = list(torch.autograd.grad(ends, starts, [g for _, g in wanted], allow_unused=True))
         rest = iter(found)
         return None, *(next(rest) if ask else None for ask in asked)
 
 
 def run_region(
-    fn: Callable, args: tuple, kwargs: dict, stage: StageContext | None, parameters: Sequence[Tensor]
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    stage: StageContext | None,
+    parameters: Sequence[Tensor],
+    checked: Checked,
 ) -> Any:
     """`recompute`, with the arguments apart, so that none of theirs is taken for ours."""
     if not torch.is_grad_enabled() or _running_again.get():
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs, stage)
     region.remember(parameters)
+    region.checked = checked
     tensors, region.tensors = region.tensors, []
     return region.results(_Recompute.apply(region, *tensors, *parameters))
 
@@ -188,7 +203,7 @@ def recompute(
     fn: Callable,
     *args: Any,
     stage: StageContext | None = None,
-    parameters: Sequence[Tensor] | None = None,
+    parameters: Iterable[Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
     """`fn(*args, **kwargs)` that keeps only its inputs and runs again, once, inside backward.
@@ -203,5 +218,5 @@ def recompute(
     """
     if parameters is None:
         owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-        parameters = list(owner.parameters()) if isinstance(owner, nn.Module) else ()
-    return run_region(fn, args, kwargs, stage, parameters)
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else ()
+    return run_region(fn, args, kwargs, stage, list(parameters), Checked())

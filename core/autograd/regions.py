@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from core.autograd.bag import StageContext
-from core.autograd.recompute import run_region
+from core.autograd.recompute import Checked, run_region
 
 Want = str | type[nn.Module]
 Policy = str | Sequence[Want]
@@ -17,7 +17,7 @@ class _RecomputedForward:
     """Stands in for a module's `forward`. An object and not a closure: a copy of the model must run its own."""
 
     def __init__(self, module: nn.Module, stage: StageContext | None) -> None:
-        self.module, self.stage = module, stage
+        self.module, self.stage, self.checked = module, stage, Checked()
         self.own = module.__dict__.get("forward")  # somebody else's stand-in, to go back to
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,8 @@ class _RecomputedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # asked for at every call: parameters are unfrozen, replaced, sharded after the model is built
-        return run_region(self.plain, args, kwargs, self.stage, list(self.module.parameters()))
+        parameters = list(self.module.parameters())
+        return run_region(self.plain, args, kwargs, self.stage, parameters, self.checked)
 
     def remove(self) -> None:
         if self.own is not None:

@@ -213,6 +213,9 @@ def test_no_input_needs_a_gradient():
     bound = Region(StageContext())
     recompute(bound.forward, torch.randn(*TOKENS, 5)).sum().backward()
     assert all(p.grad is not None for p in bound.parameters())
+    named = Region(StageContext())
+    recompute(lambda x: named(x), torch.randn(*TOKENS, 5), parameters=named.parameters()).sum().backward()
+    assert all(p.grad is not None for p in named.parameters())
 
 
 def test_nothing_needs_a_gradient():

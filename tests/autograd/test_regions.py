@@ -283,3 +283,23 @@ def test_deferral_inside_a_region_fills_the_right_bag_once():
     assert all(layer.weight.grad is None for layer in holder)
     for mine, layer in zip(ours, holder, strict=True):
         torch.testing.assert_close(mine, layer.weight.main_grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_of_another_module_is_an_error():
+    """A head that borrows the embedding's weight behind its module's back would get no gradient for it."""
+
+    class Borrowing(nn.Module):
+        def __init__(self, lender):
+            super().__init__()
+            self.own, self.lender = nn.Linear(4, 4), [lender]
+
+        def forward(self, x):
+            return self.own(x) @ self.lender[0].weight
+
+    model = nn.ModuleList([Borrowing(nn.Linear(4, 4))])
+    handle = apply_recompute(model, "layer")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter of shape \[4, 4\]"):
+            model[0](torch.randn(2, 4)).sum().backward()
+    handle.remove()
+    model[0](torch.randn(2, 4)).sum().backward()
