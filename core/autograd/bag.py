@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -13,7 +14,7 @@ class Thunk(Protocol):
     parameter: Parameter
 
     def run(self) -> None:
-        """Compute the weight gradient and accumulate it into the parameter."""
+        """Compute the weight gradient and accumulate it into the parameter; called without grad mode."""
         ...
 
 
@@ -40,13 +41,15 @@ class WeightGradBag:
     def run_one(self) -> Parameter:
         """W of the newest thunk: accumulate, let its tensors go, return its parameter."""
         thunk = self._thunks.pop()
-        thunk.run()
+        with torch.no_grad():
+            thunk.run()
         return thunk.parameter
 
     def run(self) -> None:
         """W: empty the bag, last in first out, so that memory falls with every thunk."""
-        while self._thunks:
-            self.run_one()
+        with torch.no_grad():
+            while self._thunks:
+                self._thunks.pop().run()
 
 
 @dataclass(eq=False)

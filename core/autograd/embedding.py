@@ -17,34 +17,35 @@ def _local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
     return local.masked_fill_((local < 0) | (local >= rows), rows)
 
 
-def _add_rows(parameter: Parameter, local: Tensor, gy: Tensor) -> Tensor | None:
+def _add_rows(parameter: Parameter, local: Tensor, gy: Tensor, whole: bool) -> Tensor | None:
     """Sum dy into the table's rows: into main_grad (None is returned), else a new dense gradient."""
     rows = parameter.shape[0]
     local, gy = local.reshape(-1), gy.reshape(-1, gy.shape[-1])
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
-        dense = torch.ops.aten.embedding_dense_backward(gy, local, rows + 1, rows, False)
-        return dense[:rows].to(parameter.dtype)
-    gy = gy.masked_fill((local == rows)[:, None], 0).to(main_grad.dtype)
-    main_grad.index_add_(0, local.clamp_max(rows - 1), gy)
+        if whole:
+            return torch.ops.aten.embedding_dense_backward(gy, local, rows, -1, False)
+        return torch.ops.aten.embedding_dense_backward(gy, local, rows + 1, rows, False)[:rows]
+    if not whole:
+        gy, local = gy.masked_fill((local == rows)[:, None], 0), local.clamp_max(rows - 1)
+    main_grad.index_add_(0, local, gy.to(main_grad.dtype))
     return None
 
 
 class _EmbeddingThunk:
     """dW of one use: holds only the ids and dy."""
 
-    __slots__ = ("_comm", "_gy", "_local", "parameter")
+    __slots__ = ("_comm", "_gy", "_local", "_whole", "parameter")
 
-    def __init__(self, parameter: Parameter, local: Tensor, gy: Tensor, comm: Comm) -> None:
-        self.parameter, self._local, self._gy, self._comm = parameter, local, gy, comm
+    def __init__(self, parameter: Parameter, local: Tensor, gy: Tensor, whole: bool, comm: Comm) -> None:
+        self.parameter, self._local, self._gy, self._whole, self._comm = parameter, local, gy, whole, comm
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self._local, self._gy
 
-    @torch.no_grad()
     def run(self) -> None:
         gy = self._gy if self._comm.before_backward is None else self._comm.before_backward(self._gy)
-        gradient = _add_rows(self.parameter, self._local, gy)
+        gradient = _add_rows(self.parameter, self._local, gy, self._whole)
         if gradient is not None:
             accumulate(self.parameter, gradient)
 
@@ -65,18 +66,18 @@ class _Embedding(torch.autograd.Function):
         if comm.after_forward is not None:
             y = comm.after_forward(y)
         ctx.save_for_backward(local)
-        ctx.weight, ctx.comm, ctx.bag = weight, comm, stage.bag
+        ctx.weight, ctx.whole, ctx.comm, ctx.bag = weight, whole, comm, stage.bag
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (local,) = ctx.saved_tensors
-        if ctx.bag is not None:
-            ctx.bag.put(_EmbeddingThunk(ctx.weight, local, gy, ctx.comm))
+        if ctx.bag is not None and ctx.weight.is_leaf:
+            ctx.bag.put(_EmbeddingThunk(ctx.weight, local, gy, ctx.whole, ctx.comm))
             return (None,) * 6
         if ctx.comm.before_backward is not None:
             gy = ctx.comm.before_backward(gy)
-        return None, _add_rows(ctx.weight, local, gy), None, None, None, None
+        return None, _add_rows(ctx.weight, local, gy, ctx.whole), None, None, None, None
 
 
 def deferred_embedding(

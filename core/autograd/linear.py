@@ -32,9 +32,11 @@ class Pending(Protocol):
 class Comm:
     """The collectives around one matmul; None where there is none. Built by tensor parallelism.
 
-    before_forward: x as held -> x as multiplied (sequence parallel: all-gather), also repeated for dW.
-    after_forward: y as multiplied -> y as returned (row parallel: all-reduce or reduce-scatter).
-    before_backward: dy as received -> dy as multiplied (the conjugate of after_forward).
+    before_forward: x as held -> x as multiplied (sequence parallel: all-gather); called again for dW.
+    after_forward: y as multiplied -> y as returned (row parallel: all-reduce or reduce-scatter). What it
+        returns must be its own: the bias is added in place, after it.
+    before_backward: dy as received -> dy as multiplied (the conjugate of after_forward), for dx and db;
+        called again for a deferred dW.
     after_backward: starts dx as multiplied -> dx as returned (the conjugate of before_forward), beside dW.
     """
 
@@ -94,7 +96,6 @@ class _LinearThunk:
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self._x, self._gy
 
-    @torch.no_grad()
     def run(self) -> None:
         x, gy, comm = self._x, self._gy, self._comm
         if comm.before_forward is not None:
@@ -114,24 +115,26 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
     ) -> Tensor:
         matrix = _matrix(weight)
+        vector = bias if bias is None or bias.dim() == 1 else bias.view(-1)
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        # autocast knows no meta device, and leaves float64 alone
+        if not x.is_meta and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             cast = torch.get_autocast_dtype(kind)
-            x, matrix = x.to(cast), matrix.to(cast)
+            x, matrix, vector = x.to(cast), matrix.to(cast), None if vector is None else vector.to(cast)
         whole = x if comm.before_forward is None else comm.before_forward(x)
         if comm.after_forward is None:
-            y = F.linear(whole, matrix, None if bias is None else bias.view(-1).to(matrix.dtype))
+            y = F.linear(whole, matrix, vector)
         else:
             y = comm.after_forward(F.linear(whole, matrix))
-            if bias is not None:
-                y.add_(bias.view(-1))
-        ctx.save_for_backward(x)
+            if vector is not None:
+                y.add_(vector)
+        if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept
+            ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
         weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
         sharded = gy
         if comm.before_backward is not None:
@@ -142,8 +145,9 @@ class _Linear(torch.autograd.Function):
             if comm.after_backward is not None:
                 pending = comm.after_backward(dx)
         if ctx.needs_input_grad[1]:
-            if bag is not None:
-                bag.put(_LinearThunk(weight, x, sharded, comm))
+            (x,) = ctx.saved_tensors
+            if bag is not None and weight.is_leaf:  # a computed weight (a parametrization) has its own graph
+                bag.put(_LinearThunk(weight, x.detach(), sharded, comm))  # x itself would keep the graph's inputs
             else:
                 dw = weight_gradient(weight, x if comm.before_forward is None else comm.before_forward(x), gy)
         if ctx.needs_input_grad[2]:

@@ -4,9 +4,8 @@ No unpack hooks: the region is one autograd Function whose inputs are its tensor
 gradients, `torch.autograd.grad`, post-accumulate hooks and DDP see an ordinary node.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,11 +14,17 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
 
-Policy = str | Sequence[str | type[nn.Module]]
+# Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
+# then keeps its activations, else it would run a third time.
+_running_again: ContextVar[bool] = ContextVar("running_again", default=False)
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    own = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
     return torch.get_rng_state(), own
 
 
@@ -29,162 +34,189 @@ def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None])
         torch.get_device_module(device).set_rng_state(state[1], device)
 
 
-class _Region:
-    """Everything that a second run must find as the first did."""
+class _Autocast:
+    """Whether a kind of device casts, and to what."""
 
-    def __init__(self, fn: Callable, spec: Any, leaves: list, stage: StageContext | None) -> None:
-        self.fn, self.spec, self.stage = fn, spec, stage
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        self.device = first.device if first is not None else torch.device("cpu")
-        self.snapshot = stage.snapshot() if stage is not None else None
-        self.random = _random_state(self.device)
-        kind = self.device.type
-        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+    def __init__(self, device: torch.device) -> None:
+        self.kind = device.type
+        self.known = torch.amp.is_autocast_available(self.kind)
+        self.enabled = self.known and torch.is_autocast_enabled(self.kind)
+        self.dtype = torch.get_autocast_dtype(self.kind) if self.known else None
+
+    def again(self, call: Callable[[], list]) -> list:
+        if not self.known or not (self.enabled or torch.is_autocast_enabled(self.kind)):
+            return call()
+        with torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled):
+            return call()
+
+
+class Checked:
+    """Whether the parameters named for a region were found complete. Walking a graph takes time: once is enough."""
+
+    done = False
+
+
+class _Region:
+    """Everything that a second run must find as the first did, but for its tensors: autograd saves those."""
+
+    def __init__(self, fn: Callable, args: tuple, kwargs: dict, stage: StageContext | None) -> None:
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.fn, self.stage = fn, stage
+        # a tensor passed twice stays one tensor in the second run (attention asks `query is key`)
+        place: dict[int, int] = {}
+        self.places = [place.setdefault(id(leaf), len(place)) if _is(leaf) else None for leaf in leaves]
+        self.constants = [None if _is(leaf) else leaf for leaf in leaves]
+        self.tensors: list[Tensor] = list({id(leaf): leaf for leaf in leaves if _is(leaf)}.values())
+        self.count = len(self.tensors)
+        self.checked = Checked()
         self.out_spec: Any = None
+        self.out_places: list[bool] = []
         self.out_constants: list = []
+
+    def remember(self, parameters: Sequence[Tensor]) -> None:
+        """The state of the world before the first run."""
+        tensors = (*self.tensors, *parameters)
+        cpu = torch.device("cpu")
+        self.device = next((t.device for t in tensors if t.device.type != "cpu"), cpu)
+        self.snapshot = self.stage.snapshot() if self.stage is not None else None
+        self.random = _random_state(self.device)
+        self.autocast = _Autocast(self.device)
 
     def call(self, tensors: Sequence[Tensor]) -> list:
         """Run on these tensors; returns the flat outputs."""
-        rest = iter(tensors)
-        pairs = zip(self.is_tensor, self.constants, strict=True)
-        leaves = [next(rest) if is_tensor else constant for is_tensor, constant in pairs]
+        pairs = zip(self.places, self.constants, strict=True)
+        leaves = [constant if place is None else tensors[place] for place, constant in pairs]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         outputs, self.out_spec = pytree.tree_flatten(self.fn(*args, **kwargs))
         return outputs
 
-    def call_again(self, tensors: Sequence[Tensor]) -> list:
+    def call_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The first run, without grad mode; returns the tensors among the outputs and remembers the others."""
+        versions = [t._version for t in tensors]
+        outputs = self.call(tensors)
+        if versions != [t._version for t in tensors]:
+            raise RuntimeError("recompute: the region writes into its input, so it cannot run again; clone it first")
+        self.out_places = [_is(out) for out in outputs]
+        self.out_constants = [None if _is(out) else out for out in outputs]
+        return [out for out in outputs if _is(out)]
+
+    def call_again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The second run: same bag, same random numbers, same autocast; the present is put back after it."""
-        now, now_stage = _random_state(self.device), self.stage.snapshot() if self.stage else None
-        kind, dtype, enabled = self.autocast
-        again: AbstractContextManager = torch.autocast(kind, dtype=dtype, enabled=enabled)
+        now, now_stage = _random_state(self.device), self.stage.snapshot() if self.stage is not None else None
         _set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
+        token = _running_again.set(True)
         try:
-            with torch.enable_grad(), again:
-                return self.call(tensors)
+            with torch.enable_grad():
+                return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
         finally:
+            _running_again.reset(token)
             _set_random_state(self.device, now)
             if self.stage is not None:
                 self.stage.restore(now_stage)  # type: ignore[arg-type]
 
+    def results(self, made: Sequence[Tensor]) -> Any:
+        """The outputs in the form in which `fn` returned them."""
+        rest = iter(made)
+        pairs = zip(self.out_places, self.out_constants, strict=True)
+        leaves = [next(rest) if is_tensor else constant for is_tensor, constant in pairs]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+def _check_listed(outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """A parameter that the region read without naming it would silently get no gradient."""
+    named = {id(t) for t in sources}
+    seen = {t.grad_fn for t in sources}  # beyond a computed source its own graph takes over
+    todo = [out.grad_fn for out in outputs]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in named:
+            raise RuntimeError(
+                f"recompute: the region uses a parameter of shape {list(leaf.shape)} that is neither an argument nor "
+                "in `parameters`, so it would get no gradient; name it there"
+            )
+        todo.extend(following for following, _ in node.next_functions)
+
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: _Region, count: int, *tensors: Tensor) -> Any:
-        inputs, ctx.parameters = tensors[:count], tensors[count:]
-        outputs = region.call(inputs)
-        region.out_constants = [None if isinstance(out, Tensor) else out for out in outputs]
-        ctx.region = region
+    def forward(ctx: Any, region: _Region, *tensors: Tensor) -> Any:
+        inputs = tensors[: region.count]
+        # An output may be an input, a parameter or somebody's buffer: as an alias, those keep their own history.
+        made = tuple(out.detach() for out in region.call_first(inputs))
+        ctx.region, ctx.parameters = region, tensors[region.count :]
+        ctx.set_materialize_grads(False)  # an unused output gives no gradient, not zeros
         ctx.save_for_backward(*inputs)
-        # an input handed through unchanged must not become an output of this node that shares its identity
-        made = tuple(out.view_as(out) if any(out is x for x in inputs) else out for out in outputs if _is(out))
-        ctx.mark_non_differentiable(*(out for out in made if not out.is_floating_point()))
+        ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("recompute: no second derivatives through a region (create_graph=True)")
         region: _Region = ctx.region
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
-        outputs = [out for out in region.call_again(inputs) if _is(out)]
+        needs = ctx.needs_input_grad[1:]
+        if all(gradient is None for gradient in gradients):
+            return None, *(None for _ in needs)
+        # a pack hook (offloading, an outer checkpoint) may have saved a copy that asks for nothing
+        saved = zip(ctx.saved_tensors, needs, strict=False)
+        inputs = [t.detach().requires_grad_(need) for t, need in saved]
+        outputs = region.call_again(inputs)
         wanted = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        sources = [t for t in (*inputs, *ctx.parameters) if t.requires_grad]
-        found: list = [None] * len(sources)
-        if wanted and sources:
-            found = list(
-                torch.autograd.grad([o for o, _ in wanted], sources, [g for _, g in wanted], allow_unused=True)
-            )
+        sources = (*inputs, *ctx.parameters)
+        asked = [need and t.requires_grad for t, need in zip(sources, needs, strict=True)]
+        found: list = [None] * sum(asked)
+        if wanted and found:
+            ends, starts = [o for o, _ in wanted], [t for t, ask in zip(sources, asked, strict=True) if ask]
+            if not region.checked.done:
+                _check_listed(ends, sources)
+                region.checked.done = True
+            found = list(torch.autograd.grad(ends, starts, [g for _, g in wanted], allow_unused=True))
         rest = iter(found)
-        return None, None, *(next(rest) if t.requires_grad else None for t in (*inputs, *ctx.parameters))
+        return None, *(next(rest) if ask else None for ask in asked)
 
 
-def _is(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def run_region(
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    stage: StageContext | None,
+    parameters: Sequence[Tensor],
+    checked: Checked,
+) -> Any:
+    """`recompute`, with the arguments apart, so that none of theirs is taken for ours."""
+    if not torch.is_grad_enabled() or _running_again.get():
+        return fn(*args, **kwargs)
+    region = _Region(fn, args, kwargs, stage)
+    region.remember(parameters)
+    region.checked = checked
+    tensors, region.tensors = region.tensors, []
+    return region.results(_Recompute.apply(region, *tensors, *parameters))
 
 
 def recompute(
     fn: Callable,
     *args: Any,
     stage: StageContext | None = None,
-    parameters: Sequence[Tensor] = (),
+    parameters: Iterable[Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
     """`fn(*args, **kwargs)` that keeps only its inputs and runs again, once, inside backward.
 
     Arguments and results are any nesting of tensors and constants. `parameters` names every tensor that `fn`
-    reads from elsewhere and that needs a gradient (a module's parameters). No input needs to require a
-    gradient. Random numbers, the stage's microbatch and bag, and autocast are as in the first run.
+    reads from elsewhere and that needs a gradient; by default those of the module that `fn` is or belongs to.
+    No input needs to require a gradient. Random numbers, the stage's microbatch and bag, and autocast are as
+    in the first run. A region called inside another one is part of it: nothing runs a third time.
+
+    Raises RuntimeError: the region writes into its input; in backward, it used a Parameter that nobody
+    named, or create_graph=True.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    region = _Region(fn, spec, leaves, stage)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    made = iter(_Recompute.apply(region, len(tensors), *tensors, *parameters))
-    rebuilt = [next(made) if constant is None else constant for constant in region.out_constants]
-    return pytree.tree_unflatten(rebuilt, region.out_spec)
-
-
-class RecomputeHandle:
-    """The regions of a module that a policy wrapped; `remove()` gives them their own forward back."""
-
-    def __init__(self, names: list[str], modules: list[nn.Module]) -> None:
-        self.names, self._modules = names, modules
-
-    def remove(self) -> None:
-        """Undo: activations are kept again."""
-        for module in self._modules:
-            del module.forward
-        self._modules = []
-
-
-def _matches(name: str, module: nn.Module, parent: nn.Module | None, policy: Policy) -> bool:
-    if policy == "layer":
-        return isinstance(parent, (nn.ModuleList, nn.ModuleDict))
-    if policy == "selective":
-        return name.rpartition(".")[2] == "core_attention"
-    last = name.rpartition(".")[2]
-    return any(
-        isinstance(module, want) if isinstance(want, type) else want in (name, last) or fnmatch(name, want)
-        for want in policy
-    )
-
-
-def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | None = None) -> RecomputeHandle:
-    """Recompute regions of any module, in place, parameter names unchanged.
-
-    policy: "none"; "layer" (every element of a ModuleList or ModuleDict); "selective" (every
-    `core_attention`); or names (full, last part, or a pattern such as "*.mlp") and module classes.
-    A region inside a region is not wrapped again: everything runs at most twice.
-    Raises ValueError: an unknown policy, or a name or class that matches nothing.
-    """
-    if policy == "none":
-        return RecomputeHandle([], [])
-    if isinstance(policy, str) and policy not in ("layer", "selective"):
-        raise ValueError(f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names")
-    names: list[str] = []
-    modules: list[nn.Module] = []
-    parents = {f"{n}.{c}" if n else c: m for n, m in module.named_modules() for c, _ in m.named_children()}
-    for name, child in module.named_modules():
-        inside = any(name == outer or name.startswith(f"{outer}.") for outer in names)
-        if name and not inside and _matches(name, child, parents.get(name), policy):
-            names.append(name)
-            modules.append(child)
-    if not names:
-        known = sorted({name.rpartition(".")[2] for name, _ in module.named_modules() if name})
-        raise ValueError(f"recompute={policy!r} matches no module; names here: {', '.join(known)}")
-    for child in modules:
-        child.forward = _recomputing(child, stage)
-    return RecomputeHandle(names, modules)
-
-
-def _recomputing(module: nn.Module, stage: StageContext | None) -> Callable:
-    plain = module.forward
-    parameters = [p for p in module.parameters() if p.requires_grad]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
-        return recompute(plain, *args, stage=stage, parameters=parameters, **kwargs)
-
-    return forward
+    if parameters is None:
+        owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else ()
+    return run_region(fn, args, kwargs, stage, list(parameters), Checked())

@@ -1,0 +1,105 @@
+"""Which submodules of a model are recomputed: a policy, applied in place and taken back."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+
+from core.autograd.bag import StageContext
+from core.autograd.recompute import Checked, run_region
+
+Want = str | type[nn.Module]
+Policy = str | Sequence[Want]
+
+
+class _RecomputedForward:
+    """Stands in for a module's `forward`. An object and not a closure: a copy of the model must run its own."""
+
+    def __init__(self, module: nn.Module, stage: StageContext | None) -> None:
+        self.module, self.stage, self.checked = module, stage, Checked()
+        self.own = module.__dict__.get("forward")  # somebody else's stand-in, to go back to
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # asked for at every call: parameters are unfrozen, replaced, sharded after the model is built
+        parameters = list(self.module.parameters())
+        return run_region(self.plain, args, kwargs, self.stage, parameters, self.checked)
+
+    def remove(self) -> None:
+        if self.own is not None:
+            self.module.forward = self.own
+        else:
+            del self.module.forward
+
+
+class RecomputeHandle:
+    """The regions of a module that a policy wrapped; `remove()` gives them their own forward back."""
+
+    def __init__(self, names: list[str], forwards: list[_RecomputedForward]) -> None:
+        self.names, self._forwards = names, forwards
+
+    def remove(self) -> None:
+        """Undo: activations are kept again."""
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
+
+
+def _matches(name: str, module: nn.Module, parent: nn.Module | None, want: Want) -> bool:
+    last = name.rpartition(".")[2]
+    if isinstance(want, type):
+        return isinstance(module, want)
+    return want in (name, last) or fnmatch(name, want)
+
+
+def _is_layer(name: str, module: nn.Module, parent: nn.Module | None, want: Want) -> bool:
+    return isinstance(parent, (nn.ModuleList, nn.ModuleDict))
+
+
+def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
+    """By name, outer before inner; not the containers without a forward (ModuleList), which nobody calls."""
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if name and (type(child).forward is not nn.Module.forward or "forward" in child.__dict__)
+    }
+
+
+def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | None = None) -> RecomputeHandle:
+    """Recompute regions of any module, in place, parameter names unchanged.
+
+    policy: "none"; "layer" (every element of a ModuleList or ModuleDict); "selective" (every
+    `core_attention`); or names (full, last part, or a pattern such as "*.mlp") and module classes.
+    A region inside a region is not wrapped again: everything runs at most twice.
+    Raises ValueError: an unknown policy, a name or class that matches nothing, or a model with a policy already.
+    """
+    if policy == "none":
+        return RecomputeHandle([], [])
+    if isinstance(policy, str) and policy not in ("layer", "selective"):
+        raise ValueError(f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names")
+    rule = _is_layer if policy == "layer" else _matches
+    wants: Sequence[Want] = [policy] if policy == "layer" else ["core_attention"] if policy == "selective" else policy
+    children = _callable_submodules(module)
+    parents = {f"{n}.{c}" if n else c: m for n, m in module.named_modules() for c, _ in m.named_children()}
+    before = [n for n, child in children.items() if isinstance(child.__dict__.get("forward"), _RecomputedForward)]
+    if before:
+        raise ValueError(f"{', '.join(before)}: recomputed already; call remove() on that policy's handle first")
+    matching = [{n for n, child in children.items() if rule(n, child, parents.get(n), want)} for want in wants]
+    for want, matched in zip(wants, matching, strict=True):
+        if not matched:
+            known = ", ".join(sorted({n.rpartition(".")[2] for n in children}))
+            raise ValueError(f"recompute: {want!r} matches no module; names here: {known}")
+    names: list[str] = []
+    for name in children:
+        inside = any(name.startswith(f"{outer}.") for outer in names)
+        if not inside and any(name in matched for matched in matching):
+            names.append(name)
+    forwards = [_RecomputedForward(children[name], stage) for name in names]
+    for forward in forwards:
+        forward.module.forward = forward
+    return RecomputeHandle(names, forwards)

@@ -1,0 +1,1 @@
+"""Deferred weight gradients and recomputation, against plain modules."""
