@@ -38,12 +38,14 @@ class Comm:
     before_backward: dy as received -> dy as multiplied (the conjugate of after_forward), for dx and db;
         called again for a deferred dW.
     after_backward: starts dx as multiplied -> dx as returned (the conjugate of before_forward), beside dW.
+    start_again: starts before_forward for a dW computed at once, beside dx.
     """
 
     before_forward: Callable[[Tensor], Tensor] | None = None
     after_forward: Callable[[Tensor], Tensor] | None = None
     before_backward: Callable[[Tensor], Tensor] | None = None
     after_backward: Callable[[Tensor], Pending] | None = None
+    start_again: Callable[[Tensor], Pending] | None = None
 
 
 NO_COMM = Comm()
@@ -136,18 +138,25 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
-        sharded = gy
+        sharded, again = gy, None
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
         pending = dx = dw = db = None
+        # a computed weight (a parametrization) has its own graph and does not wait
+        waits = bag is not None and weight.is_leaf
+        if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
+            if not waits and comm.start_again is not None:
+                again = comm.start_again(x)
         if ctx.needs_input_grad[0]:
             dx = gy.matmul(_matrix(weight).to(gy.dtype))
             if comm.after_backward is not None:
                 pending = comm.after_backward(dx)
         if ctx.needs_input_grad[1]:
-            (x,) = ctx.saved_tensors
-            if bag is not None and weight.is_leaf:  # a computed weight (a parametrization) has its own graph
+            if waits:
                 bag.put(_LinearThunk(weight, x.detach(), sharded, comm))  # x itself would keep the graph's inputs
+            elif again is not None:
+                dw = weight_gradient(weight, again.wait(), gy)
             else:
                 dw = weight_gradient(weight, x if comm.before_forward is None else comm.before_forward(x), gy)
         if ctx.needs_input_grad[2]:

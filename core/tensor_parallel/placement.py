@@ -14,6 +14,7 @@ from core.parallel_state.collectives import (
     all_gather,
     all_reduce,
     reduce_scatter,
+    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
@@ -73,6 +74,7 @@ class Placement:
             return Comm(
                 before_forward=partial(all_gather, group=self.group),
                 after_backward=partial(start_reduce_scatter, group=self.group),
+                start_again=partial(start_all_gather, group=self.group),
             )
         return Comm(after_backward=partial(start_all_reduce, group=self.group))
 

@@ -36,4 +36,4 @@ def first_step_alone(
     )
     result = executor.step(batches.batch(0), next_token_loss)
     stats = optimizer.step(num_tokens=result.num_tokens)
-    return FirstStep(float(result.loss_sum) / int(result.num_tokens), float(stats.grad_norm))
+    return FirstStep(float(result.loss), float(stats.grad_norm))

@@ -46,6 +46,33 @@ class FirstStep:
         )
 
 
+class _Window:
+    """The steps since the last record: their tokens (on the device, so that counting waits for nothing) and time."""
+
+    def __init__(self, start: int, flops_per_token: int) -> None:
+        self.flops_per_token = flops_per_token
+        self._open(start)
+
+    def _open(self, step: int) -> None:
+        self.begin, self.first, self.tokens = time.perf_counter(), step, 0.0
+
+    def close(self, steps_done: int, loss: float, grad_norm: float, rate: float) -> StepRecord:
+        """The record of the steps so far; the next window begins."""
+        tokens, seconds = float(self.tokens), time.perf_counter() - self.begin
+        record = StepRecord(
+            step=steps_done,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            tokens_per_s=tokens / seconds,
+            tflops_per_s=tokens * self.flops_per_token / seconds / 1e12,
+            step_ms=1e3 * seconds / (steps_done - self.first),
+            tokens=int(tokens),
+        )
+        self._open(steps_done)
+        return record
+
+
 def train(
     executor: Executor,
     optimizer: Optimizer,
@@ -63,47 +90,29 @@ def train(
 
     Logs every `log_interval` steps and at both ends; `every_step(step, loss)` moves a progress bar;
     `validate()` gives bits per byte every `eval_interval` steps. Returns what the first step saw.
-    Raises RuntimeError: a loss that is not a number.
+    Raises RuntimeError: a loss that is not a number, at the next step that is logged.
     """
-    seen = None
-    last, since, tokens = time.perf_counter(), start, 0
+    seen, window = None, _Window(start, flops_per_token)
     for step in range(start, config.train_steps):
+        done, rate = step + 1, optimizer.learning_rate
         optimizer.zero_grad()
-        rate = optimizer.learning_rate
         result = executor.step(batch_of(step), next_token_loss)
         stats = optimizer.step(num_tokens=result.num_tokens)
-        tokens += int(result.num_tokens)
-        logged = step == start or (step + 1) % config.log_interval == 0 or step + 1 == config.train_steps
-        if not logged and every_step is None:
-            continue
-        loss = float(result.loss_sum) / max(1, int(result.num_tokens))
-        if loss != loss:
-            raise RuntimeError(
-                f"the loss of step {step} is not a number; lower the learning rate or look at the data"
-            )
-        if seen is None:
-            seen = FirstStep(loss, float(stats.grad_norm))
-        if logged:
-            now = time.perf_counter()
-            seconds, steps = now - last, step + 1 - since
-            record = StepRecord(
-                step=step + 1,
-                loss=loss,
-                grad_norm=float(stats.grad_norm),
-                learning_rate=rate,
-                tokens_per_s=tokens / seconds,
-                tflops_per_s=tokens * flops_per_token / seconds / 1e12,
-                step_ms=1e3 * seconds / steps,
-                tokens=int(result.num_tokens),
-            )
+        window.tokens += result.num_tokens
+        if step == start or done % config.log_interval == 0 or done == config.train_steps:
+            loss, norm = float(result.loss), float(stats.grad_norm)
+            if loss != loss:
+                raise RuntimeError(f"the loss of step {done} is not a number: try a lower lr, or look at the data")
+            seen = seen or FirstStep(loss, norm)
+            record = window.close(done, loss, norm, rate)
             log.add(record)
             say(record.line(config.train_steps))
-            last, since, tokens = now, step + 1, 0
         if every_step is not None:
-            every_step(step + 1, loss)
-        if validate is not None and config.eval_interval and (step + 1) % config.eval_interval == 0:
+            every_step(done, float(result.loss))
+        if validate is not None and config.eval_interval and done % config.eval_interval == 0:
             begin = time.perf_counter()
-            say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
-            last += time.perf_counter() - begin
-    assert seen is not None
+            say(f"step {done:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
+            window.begin += time.perf_counter() - begin
+    if seen is None:
+        raise ValueError(f"nothing to train: start={start} is not below train_steps={config.train_steps}")
     return seen

@@ -87,6 +87,30 @@ def test_no_wire_for_a_gradient_that_nobody_needs():
     assert log == ["before_forward", "after_forward", "before_backward", "after_backward", "wait"]
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_input_is_gathered_beside_dx_when_dw_does_not_wait(deferred):
+    log, stage, bag = [], StageContext(), WeightGradBag()
+    stage.begin(seed=0, step=0, microbatch=0, bag=bag if deferred else None)
+    plain = fake(log)
+
+    def start(x):
+        log.append("start_again")
+        return Pending(log, gather(x))
+
+    comm = Comm(before_forward=plain.before_forward, after_backward=plain.after_backward, start_again=start)
+    x, w = torch.randn(ROWS, 4, requires_grad=True), parameter(3, 4)
+    y = deferred_linear(x, w, stage=stage, comm=comm)
+    log.clear()
+    gy = torch.randn_like(y)
+    y.backward(gy)
+    if deferred:
+        assert log == ["after_backward", "wait"]
+        bag.run()
+    else:
+        assert log == ["start_again", "after_backward", "wait", "wait"]
+    close(w.grad, gy.t() @ gather(x.detach()))
+
+
 def test_hooks_see_no_graph():
     """A collective must never be recorded: grad mode is off in F, in I and in W."""
     seen = []

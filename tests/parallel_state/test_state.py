@@ -168,4 +168,4 @@ def test_launch_joins_and_leaves_under_torchrun(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 tp 0 on cpu", "rank 1 tp 1 on cpu"]
+    assert all(f"rank {r} tp {r} on cpu" in done.stdout for r in (0, 1)), done.stdout
