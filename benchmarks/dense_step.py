@@ -7,6 +7,8 @@ Same weights, tokens, threads and fused AdamW on both sides; the losses must agr
 which the peer does not have.
 """
 
+import statistics
+
 import torch
 import torch.nn.functional as F
 import transformers
@@ -90,7 +92,7 @@ def compare(shape, batch, dtype, pairs):
     main = None
     if dtype == torch.bfloat16:
         main = take_turns(with_main_parameters(our_model(theirs, dtype), tokens, labels), b, pairs=max(5, pairs // 2))
-    fraction = flops_per_token(shape) * tokens.numel() / sorted(ratio.ours)[pairs // 2] / matmul_flops(dtype)
+    fraction = flops_per_token(shape) * tokens.numel() / statistics.median(ratio.ours) / matmul_flops(dtype)
     return ratio, main, fraction
 
 

@@ -55,7 +55,7 @@ def take_turns(ours, peer, *, pairs, warmup=3, before=lambda: None):
     return Ratio(times[ours], times[peer])
 
 
-def matmul_flops(dtype, n=1024, rounds=12):
+def matmul_flops(dtype, n=1024, rounds=60):
     """FLOP/s of a square matmul: what this machine can do at best in one process."""
     a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
     times = []
@@ -63,7 +63,7 @@ def matmul_flops(dtype, n=1024, rounds=12):
         begin = time.perf_counter()
         torch.mm(a, b)
         times.append(time.perf_counter() - begin)
-    return 2 * n**3 / statistics.median(times[2:])
+    return 2 * n**3 / statistics.median(times[5:])
 
 
 def flops_per_token(shape):

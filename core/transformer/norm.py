@@ -11,6 +11,11 @@ from core.tensor_parallel import sum_gradient
 from core.transformer.spec import Build
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: one conversion is cheaper than operations on mixed dtypes."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 class _RMSNorm(torch.autograd.Function):
     """torch decomposes rms_norm on CPU into a dozen autograd nodes; this keeps x and one number per row.
 
@@ -19,22 +24,21 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        square = torch.linalg.vecdot(wide, wide, dim=-1).unsqueeze(-1)
+        wide = _wide(x)
+        square = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
         inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(x.dtype) * weight
+        return (wide * inverse).mul_(_wide(weight)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        size = x.shape[-1]
-        n = x * inverse  # float32 where x is 16 bits wide
-        gn = g * n
-        dw = gn.reshape(-1, size).sum(0).to(weight.dtype)
-        mean = (gn @ weight.to(gn.dtype)).div_(size).unsqueeze(-1)
-        dx = torch.addcmul(g * weight, n, mean, value=-1).mul_(inverse)
-        return dx.to(x.dtype), dw, None
+        size, wide = x.shape[-1], _wide(g)
+        n, wg = _wide(x) * inverse, wide * _wide(weight)
+        mean = torch.linalg.vecdot(wg, n).div_(size).unsqueeze(-1)
+        dx = wg.addcmul_(n, mean, value=-1).mul_(inverse).to(x.dtype)
+        dw = n.mul_(wide).reshape(-1, size).sum(0).to(weight.dtype)
+        return dx, dw, None
 
 
 class _Norm(nn.Module):
