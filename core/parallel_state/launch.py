@@ -9,31 +9,45 @@ import torch
 from core.parallel_state.collectives import groups as pg
 
 
+def local_device(kind: str | None = None) -> torch.device:
+    """This process's device: an accelerator (cuda, npu, xpu, ...) if there is one, else the CPU; or one of `kind`.
+
+    The accelerator's index is the one that the process has chosen, or else torchrun's LOCAL_RANK, which is
+    then made the current one.
+    Raises ValueError: an accelerator that this machine lacks, a local rank beyond its devices.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    wanted = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != wanted.type:
+        have = accelerator.type if accelerator is not None else "none"
+        raise ValueError(f"device {kind!r} asked for, but this machine's accelerator is: {have}; use device='cpu'")
+    index = wanted.index if wanted.index is not None else torch.accelerator.current_device_index()
+    if wanted.index is None and index == 0:  # nobody chose
+        index = int(os.environ.get("LOCAL_RANK", 0))
+    if index >= torch.accelerator.device_count():
+        raise ValueError(
+            f"local rank {index} needs {index + 1} devices, this machine has {torch.accelerator.device_count()}; "
+            "start fewer processes, or use device='cpu'"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(wanted.type, index)
+
+
 @contextmanager
 def launch(
     device: str | None = None, *, backend: str | None = None, timeout_s: float = 600.0
 ) -> Iterator[torch.device]:
     """Join torchrun's world (WORLD_SIZE and RANK set) or run as one process; leave it at the end, error or not.
 
-    Yields the device of this process: `device` ("cpu", an accelerator type), else the accelerator of
-    LOCAL_RANK, else the CPU. The backend is gloo for CPU tensors and the accelerator's own beside it.
-    Raises ValueError: an accelerator that this machine lacks, more local ranks than devices.
+    Yields `local_device(device)`. The backend is gloo for CPU tensors and the accelerator's own beside it.
+    Raises ValueError: a device that is not there.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = device or (accelerator.type if accelerator is not None else "cpu")
-    if kind != "cpu" and (accelerator is None or accelerator.type != torch.device(kind).type):
-        have = accelerator.type if accelerator is not None else "none"
-        raise ValueError(f"device {kind!r} asked for, but this machine's accelerator is: {have}; use device='cpu'")
-    place = torch.device(kind)
-    if kind != "cpu":
-        local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.accelerator.device_count()
-        if local >= count:
-            raise ValueError(f"local rank {local} needs {local + 1} devices, this machine has {count}")
-        place = torch.device(place.type, local)
-        torch.accelerator.set_device_index(local)
+    place = local_device(device)
     distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if distributed:
-        pg.init_world(backend or ("gloo" if kind == "cpu" else None), timeout_s)
+        pg.init_world(backend or ("gloo" if place.type == "cpu" else None), timeout_s)
     try:
         yield place
     finally:

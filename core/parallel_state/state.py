@@ -11,20 +11,12 @@ from core.parallel_state.collectives import groups as pg
 from core.parallel_state.collectives.groups import Group, Traffic
 from core.parallel_state.config import ParallelConfig
 from core.parallel_state.grid import GROUPS, Grid
+from core.parallel_state.launch import local_device
 
 if TYPE_CHECKING:
     from core.parallel_state.collectives.groups import DeviceMesh
 
 DEFAULT_TIMEOUT_S = 600.0
-
-
-def default_device() -> torch.device:
-    """This process's accelerator (cuda, npu, xpu, ...) if there is one, else the CPU."""
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +40,7 @@ class ParallelState:
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> "ParallelState":
         """One process, every axis of size 1, no group."""
-        place = torch.device(device) if device is not None else default_device()
+        place = torch.device(device) if device is not None else local_device()
         return cls(ParallelConfig().for_world(1), device=place)
 
     @classmethod
@@ -186,8 +178,8 @@ class ParallelState:
 
 def _place(device: torch.device | str | None, served: dict[str, str]) -> torch.device:
     """The device of this process, checked against what the default group's backends serve."""
-    place = torch.device(device) if device is not None else default_device()
-    if device is None and served and place.type not in served:
+    place = torch.device(device) if device is not None else local_device()
+    if device is None and served.get(place.type) in (None, "gloo") and served:
         place = torch.device("cpu")  # a gloo world on a machine with accelerators trains on the CPU
     if served and place.type not in served:
         raise ValueError(
