@@ -10,8 +10,8 @@ import torch
 from core.parallel_state.collectives import groups as pg
 from core.parallel_state.collectives.groups import Group, Traffic
 from core.parallel_state.config import ParallelConfig
+from core.parallel_state.environment import local_device
 from core.parallel_state.grid import GROUPS, Grid
-from core.parallel_state.launch import local_device
 
 if TYPE_CHECKING:
     from core.parallel_state.collectives.groups import DeviceMesh
