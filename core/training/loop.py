@@ -63,8 +63,10 @@ def train(
 
     Logs every `log_interval` steps and at both ends; `every_step(step, loss)` moves a progress bar;
     `validate()` gives bits per byte every `eval_interval` steps. Returns what the first step saw.
-    Raises RuntimeError: a loss that is not a number.
+    Raises RuntimeError: a loss that is not a number. ValueError: no step left to run.
     """
+    if start >= config.train_steps:
+        raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
     seen = None
     last, since, tokens = time.perf_counter(), start, 0
     for step in range(start, config.train_steps):
@@ -74,7 +76,9 @@ def train(
         stats = optimizer.step(num_tokens=result.num_tokens)
         tokens += int(result.num_tokens)
         logged = step == start or (step + 1) % config.log_interval == 0 or step + 1 == config.train_steps
-        if not logged and every_step is None:
+        # decided by the configuration alone: ranks differ in who shows a bar, and validation is collective
+        validated = validate is not None and config.eval_interval > 0 and (step + 1) % config.eval_interval == 0
+        if not (logged or validated or every_step is not None):
             continue
         loss = float(result.loss_sum) / max(1, int(result.num_tokens))
         if loss != loss:
@@ -101,9 +105,9 @@ def train(
             last, since, tokens = now, step + 1, 0
         if every_step is not None:
             every_step(step + 1, loss)
-        if validate is not None and config.eval_interval and (step + 1) % config.eval_interval == 0:
+        if validate is not None and validated:
             begin = time.perf_counter()
             say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
             last += time.perf_counter() - begin
-    assert seen is not None
+    assert seen is not None  # the first step is always logged
     return seen
