@@ -16,7 +16,7 @@ _HOME = {
     "ParallelState": "state",
     "mix32": "random",
     "seeded": "random",
-    "launch": "launch",
+    "launch": "torchrun",
     "initialize_model_parallel": "current",
     "current_state": "current",
     "model_parallel_is_initialized": "current",

@@ -27,6 +27,14 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def check_device(kind: str) -> None:
+    """Raise ValueError unless this machine has a device of this type (the meta device is everywhere)."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    have = accelerator.type if accelerator is not None else "none"
+    if kind not in ("cpu", "meta", have):
+        raise ValueError(f"device {kind!r} asked for, but this machine's accelerator is: {have}; use device='cpu'")
+
+
 @dataclass(frozen=True, eq=False)
 class ParallelState:
     """Frozen. `group(axis)` is None for an axis of one rank, and every collective takes None for 'nothing to do'.
@@ -47,9 +55,8 @@ class ParallelState:
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> "ParallelState":
-        """One process, every axis of size 1, no group."""
-        place = torch.device(device) if device is not None else default_device()
-        return cls(ParallelConfig().for_world(1), device=place)
+        """One process, every axis of size 1, no group. Raises ValueError: a device that this machine lacks."""
+        return cls(ParallelConfig().for_world(1), device=_place(device, {}))
 
     @classmethod
     def build(
@@ -185,7 +192,9 @@ class ParallelState:
 
 
 def _place(device: torch.device | str | None, served: dict[str, str]) -> torch.device:
-    """The device of this process, checked against what the default group's backends serve."""
+    """The device of this process, checked against the machine and what the default group's backends serve."""
+    if device is not None:
+        check_device(str(device).partition(":")[0])
     place = torch.device(device) if device is not None else default_device()
     if device is None and served and place.type not in served:
         place = torch.device("cpu")  # a gloo world on a machine with accelerators trains on the CPU

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from core.parallel_state.collectives import groups as pg
+from core.parallel_state.state import check_device, default_device
 
 
 @contextmanager
@@ -19,11 +20,8 @@ def launch(
     LOCAL_RANK, else the CPU. The backend is gloo for CPU tensors and the accelerator's own beside it.
     Raises ValueError: an accelerator that this machine lacks, more local ranks than devices.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = device or (accelerator.type if accelerator is not None else "cpu")
-    if kind != "cpu" and (accelerator is None or accelerator.type != torch.device(kind).type):
-        have = accelerator.type if accelerator is not None else "none"
-        raise ValueError(f"device {kind!r} asked for, but this machine's accelerator is: {have}; use device='cpu'")
+    kind = device or default_device().type
+    check_device(kind.partition(":")[0])
     place = torch.device(kind)
     if kind != "cpu":
         local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.accelerator.device_count()
