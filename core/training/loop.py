@@ -46,6 +46,33 @@ class FirstStep:
         )
 
 
+class _Meter:
+    """Time and tokens since the last record; the sum of tokens stays on the device until it is read."""
+
+    def __init__(self, start: int) -> None:
+        self._last, self._since = time.perf_counter(), start
+        self._tokens: Tensor | float = 0.0
+
+    def add(self, num_tokens: Tensor) -> None:
+        """One more step."""
+        self._tokens = self._tokens + num_tokens
+
+    def read(self, step: int) -> tuple[float, float]:
+        """(tokens per second, seconds per step) up to and with `step`; starts anew."""
+        tokens, now = float(self._tokens), time.perf_counter()
+        seconds, steps = now - self._last, step + 1 - self._since
+        self._last, self._since, self._tokens = now, step + 1, 0.0
+        return tokens / seconds, seconds / steps
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was no training."""
+        self._last += seconds
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and (step + 1) % interval == 0
+
+
 def train(
     executor: Executor,
     optimizer: Optimizer,
@@ -67,47 +94,43 @@ def train(
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
-    seen = None
-    last, since, tokens = time.perf_counter(), start, 0
+    seen, meter = None, _Meter(start)
     for step in range(start, config.train_steps):
         optimizer.zero_grad()
         rate = optimizer.learning_rate
         result = executor.step(batch_of(step), next_token_loss)
         stats = optimizer.step(num_tokens=result.num_tokens)
-        tokens += int(result.num_tokens)
-        logged = step == start or (step + 1) % config.log_interval == 0 or step + 1 == config.train_steps
+        meter.add(result.num_tokens)
+        logged = step in (start, config.train_steps - 1) or _due(step, config.log_interval)
         # decided by the configuration alone: ranks differ in who shows a bar, and validation is collective
-        validated = validate is not None and config.eval_interval > 0 and (step + 1) % config.eval_interval == 0
+        validated = validate is not None and _due(step, config.eval_interval)
         if not (logged or validated or every_step is not None):
-            continue
+            continue  # nothing here waits for the device
         loss = float(result.loss_sum) / max(1, int(result.num_tokens))
         if loss != loss:
             raise RuntimeError(
-                f"the loss of step {step} is not a number; lower the learning rate or look at the data"
+                f"the loss of step {step} is not a number; lower the learning rate or look at the text"
             )
-        if seen is None:
-            seen = FirstStep(loss, float(stats.grad_norm))
+        seen = seen or FirstStep(loss, float(stats.grad_norm))
         if logged:
-            now = time.perf_counter()
-            seconds, steps = now - last, step + 1 - since
+            tokens_per_s, seconds = meter.read(step)
             record = StepRecord(
                 step=step + 1,
                 loss=loss,
                 grad_norm=float(stats.grad_norm),
                 learning_rate=rate,
-                tokens_per_s=tokens / seconds,
-                tflops_per_s=tokens * flops_per_token / seconds / 1e12,
-                step_ms=1e3 * seconds / steps,
+                tokens_per_s=tokens_per_s,
+                tflops_per_s=tokens_per_s * flops_per_token / 1e12,
+                step_ms=1e3 * seconds,
                 tokens=int(result.num_tokens),
             )
             log.add(record)
             say(record.line(config.train_steps))
-            last, since, tokens = now, step + 1, 0
         if every_step is not None:
             every_step(step + 1, loss)
         if validate is not None and validated:
             begin = time.perf_counter()
             say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
-            last += time.perf_counter() - begin
+            meter.leave_out(time.perf_counter() - begin)
     assert seen is not None  # the first step is always logged
     return seen

@@ -166,10 +166,11 @@ def test_launch_joins_and_leaves_under_torchrun(tmp_path):
         "from core import parallel_state\n"
         "with parallel_state.launch('cpu') as device:\n"
         "    ps = parallel_state.initialize_model_parallel(2)\n"
-        "    print(f'rank {ps.rank} tp {ps.index(\"tp\")} on {device}', flush=True)\n"
+        # one write a line: two ranks' lines may otherwise end up in one another
+        "    print(f'rank {ps.rank} tp {ps.index(\"tp\")} on {device}\\n', end='', flush=True)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 tp 0 on cpu", "rank 1 tp 1 on cpu"]
+    assert sorted(done.stdout.splitlines()) == ["rank 0 tp 0 on cpu", "rank 1 tp 1 on cpu"]
