@@ -108,9 +108,7 @@ def train(
             continue  # nothing here waits for the device
         loss = float(result.loss_sum) / max(1, int(result.num_tokens))
         if loss != loss:
-            raise RuntimeError(
-                f"the loss of step {step} is not a number; lower the learning rate or look at the text"
-            )
+            raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate or check the text")
         seen = seen or FirstStep(loss, float(stats.grad_norm))
         if logged:
             tokens_per_s, seconds = meter.read(step)
