@@ -1,5 +1,7 @@
 """examples/pretrain_gpt.py as a user runs it: alone, under torchrun, and with mistakes."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -61,18 +63,29 @@ def check_output(text, directory, *, ranks, table):
     return [r["loss"] for r in records], float(bits[3])
 
 
+ONE = "pp 0  dp 0  cp 0  tp 0..0: ranks 0"
+
+
 @pytest.fixture(scope="module")
 def alone(own, tmp_path_factory):
-    """What one process says and writes."""
-    directory = tmp_path_factory.mktemp("alone")
-    done = run([], [*TINY, *own, "--training.output=out"], directory)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    return check_output(done.stdout, directory, ranks=1, table="pp 0  dp 0  cp 0  tp 0..0: ranks 0")
+    """What one process says and writes; this one, which spares it the imports."""
+    directory, said = tmp_path_factory.mktemp("alone"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", [SCRIPT, *TINY, *own, f"--training.output={directory / 'out'}"])
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return check_output(said.getvalue(), directory, ranks=1, table=ONE)
 
 
 def test_one_process_without_torchrun(alone):
     losses, _ = alone
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] and not torch.distributed.is_initialized()
+
+
+@pytest.mark.full
+def test_a_process_of_its_own_says_nothing_else(own, alone, tmp_path):
+    done = run([], [*TINY, *own, "--training.output=out"], tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert check_output(done.stdout, tmp_path, ranks=1, table=ONE) == alone
 
 
 def torchrun(ranks):
@@ -149,6 +162,7 @@ def test_a_value_that_no_run_could_have_is_told_by_the_command_line(flags, messa
     assert message in said.err + said.out and "Traceback" not in said.err + said.out
 
 
+@pytest.mark.full
 def test_a_mistake_ends_the_process_without_a_traceback(own, tmp_path):
     done = run([], [*TINY, *own, "--parallel.tensor=3", "--model.hidden-size=33"], tmp_path)
     assert done.returncode == 1 and done.stdout == ""

@@ -205,7 +205,13 @@ def run_here(made, tp, sp):
     return first, other, [r.loss for r in job.log.records], job.bits(), first.against(other)
 
 
-@pytest.mark.parametrize("world, tp, sp", [(2, 2, True), (2, 1, False), (4, 2, True)])
+@pytest.mark.parametrize(
+    "world, tp, sp",
+    [
+        (4, 2, True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(2, 2, True), (2, 1, False), (4, 4, False)]),
+    ],
+)
 def test_every_layout_tells_the_same_first_step(ranks, made, world, tp, sp):
     job = alone(made, train_steps=3, log_interval=1)
     want = job.run()

@@ -1,19 +1,15 @@
 """What does not fit together is told before any process exists, all at once, with both numbers and the remedy."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import torch
 
 from core.datasets import TokenFileWriter
 from core.parallel_state import ParallelConfig
 from core.training import DataConfig, ModelConfig, TrainingConfig, check_run
 
-ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(num_layers=4, hidden_size=48, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=96)
 FITS = {"model": MODEL, "parallel": ParallelConfig(), "data": DataConfig(), "training": TrainingConfig()}
 
@@ -183,18 +179,12 @@ def test_each_config_tells_all_that_is_wrong_with_it(make, messages):
         assert message in str(error.value)
 
 
-def test_the_rules_need_no_process_group():
-    """In a process of its own, where `torch.distributed` may not be touched."""
-    code = (
-        "import sys; from core.parallel_state import ParallelConfig\n"
-        "from core.training import *\n"
-        "import torch.distributed as dist\n"
-        "def refuse(*a, **k): raise AssertionError('the process group was asked')\n"
-        "for name in ('init_process_group', 'new_group', 'get_rank', 'get_world_size', 'is_initialized'):\n"
-        "    setattr(dist, name, refuse)\n"
-        "run = ModelConfig(), ParallelConfig(tensor=2), DataConfig(), TrainingConfig()\n"
-        "print(check_run(*run, world_size=4).data)\n"
-    )
-    env = os.environ | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "4", "RANK": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+def test_the_rules_ask_no_process_group(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the process group was asked")
+
+    for name in ("init_process_group", "new_group", "get_rank", "get_world_size", "is_initialized"):
+        monkeypatch.setattr(torch.distributed, name, refuse)
+    assert check_run(**FITS | {"parallel": ParallelConfig(tensor=2)}, world_size=4).data == 2
+    with pytest.raises(ValueError, match="world size 4"):
+        check_run(**FITS | {"parallel": ParallelConfig(tensor=3)}, world_size=4)
