@@ -62,7 +62,7 @@ def pretrain(run: Run, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     console = Console(ps.rank, run.training.train_steps)
     corpus = open_corpus(run.data, ps)
-    batches = corpus.batches(run.data, run.training)
+    batches, valid = corpus.batches(run.data, run.training), corpus.validation(run.data, run.training)
     config, vocab, s = run.model.transformer(), corpus.tokenizer.vocab_size, run.data.sequence_length
     tied, rank, size = run.model.tie_embeddings, ps.index("dp"), ps.size("dp")
     model = GPTModel(
@@ -80,7 +80,7 @@ def pretrain(run: Run, ps: ParallelState) -> None:
         return {name: tensor.to(ps.device) for name, tensor in batch.items()}
 
     def validate() -> float:
-        rows = corpus.validation(run.data, run.training).sequential(run.training.global_batch_size, rank, size)
+        rows = valid.sequential(run.training.global_batch_size, rank, size)
         return evaluate_bits_per_byte(executor, map(here, rows), corpus.valid_bytes)
 
     with console:
@@ -96,7 +96,7 @@ def pretrain(run: Run, ps: ParallelState) -> None:
             validate=validate,
         )
     bits = validate()
-    prompt = corpus.tokenizer.encode("def main():\n")
+    prompt = corpus.tokenizer.encode("def main():\n")[: max(1, s // 2)]
     sample = corpus.tokenizer.decode(generate(model, prompt, new_tokens=100, temperature=0.7))
     if ps.rank != 0:
         return
@@ -116,5 +116,5 @@ if __name__ == "__main__":
         )
         with parallel_state.launch(run.device) as device:
             pretrain(run, ParallelState.build(parallel, device=device))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

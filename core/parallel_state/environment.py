@@ -17,12 +17,12 @@ def local_device(kind: str | None = None) -> torch.device:
     Raises ValueError: an accelerator that this machine lacks, a local rank beyond its devices.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    wanted = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
-    if wanted.type == "cpu":
-        return torch.device("cpu")
-    if accelerator is None or accelerator.type != wanted.type:
-        have = accelerator.type if accelerator is not None else "none"
+    have = accelerator.type if accelerator is not None else "none"
+    if kind is not None and kind.partition(":")[0] not in ("cpu", "meta", have):
         raise ValueError(f"device {kind!r} asked for, but this machine's accelerator is: {have}; use device='cpu'")
+    wanted = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
+    if wanted.type in ("cpu", "meta"):
+        return torch.device(wanted.type)
     index = wanted.index if wanted.index is not None else torch.accelerator.current_device_index()
     if wanted.index is None and index == 0:  # nobody chose
         index = int(os.environ.get("LOCAL_RANK", 0))

@@ -39,9 +39,8 @@ class ParallelState:
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> "ParallelState":
-        """One process, every axis of size 1, no group."""
-        place = torch.device(device) if device is not None else local_device()
-        return cls(ParallelConfig().for_world(1), device=place)
+        """One process, every axis of size 1, no group. Raises ValueError: a device that this machine lacks."""
+        return cls(ParallelConfig().for_world(1), device=_place(device, {}))
 
     @classmethod
     def build(
@@ -177,8 +176,8 @@ class ParallelState:
 
 
 def _place(device: torch.device | str | None, served: dict[str, str]) -> torch.device:
-    """The device of this process, checked against what the default group's backends serve."""
-    place = torch.device(device) if device is not None else local_device()
+    """The device of this process, checked against the machine and what the default group's backends serve."""
+    place = local_device(None if device is None else str(device))
     if device is None and served.get(place.type) in (None, "gloo") and served:
         place = torch.device("cpu")  # a gloo world on a machine with accelerators trains on the CPU
     if served and place.type not in served:

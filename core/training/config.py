@@ -24,7 +24,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model by its style and sizes; `transformer()` spells it out."""
+    """A model by its style and sizes; `transformer()` spells it out. Raises ValueError: an unknown style."""
 
     style: Literal["llama", "gpt2"] = "llama"
     num_layers: int = 4
@@ -36,6 +36,10 @@ class ModelConfig:
     tie_embeddings: bool = True
     bf16: bool = False
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        known = ", ".join(STYLES)
+        raise_all("ModelConfig", [(self.style in STYLES, f"unknown style {self.style!r}; known: {known}")])
 
     def transformer(self) -> TransformerConfig:
         """The facts of the model. Raises ValueError with all that is wrong."""
@@ -59,7 +63,7 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which tokens, in which pieces. `train` and `valid` are prefixes of .bin/.idx files; None prepares the default
-    corpus, the standard library's sources, in `directory`."""
+    corpus, the standard library's sources, in `directory`. Raises ValueError with every rule that is broken."""
 
     directory: str = "runs/corpus"
     train: str | None = None
@@ -68,6 +72,19 @@ class DataConfig:
     vocab_size: int = 4096
     sequence_length: int = 128
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        raise_all("DataConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        given = [name for name in ("train", "valid", "tokenizer") if getattr(self, name) is not None]
+        yield (
+            len(given) in (0, 3),
+            f"{len(given)} of train, valid and tokenizer given ({', '.join(given)}); give all 3, or none of them for "
+            "the default corpus",
+        )
+        yield self.sequence_length >= 1, f"sequence_length={self.sequence_length} must be at least 1"
+        yield self.vocab_size >= 257, f"vocab_size={self.vocab_size} cannot hold every byte; use 257 or more"
 
 
 @dataclass(frozen=True, kw_only=True)

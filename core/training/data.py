@@ -14,6 +14,8 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import barrier
 from core.training.config import DataConfig, TrainingConfig
 
+_LOOKED_AT = 1 << 22  # tokens of a file that are held against the tokenizer: all would be slow for a large one
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -56,16 +58,7 @@ def open_corpus(data: DataConfig, parallel: ParallelState) -> Corpus:
     Raises ValueError: a damaged or foreign file (by the file's name), a tokenizer that does not fit.
     """
     if data.train is not None and data.valid is not None and data.tokenizer is not None:
-        tokenizer, valid = Tokenizer.load(data.tokenizer), TokenFile(data.valid)
-        text = tokenizer.decode(valid.tokens(0, valid.num_tokens).tolist()).encode()
-        return Corpus(
-            tokenizer=tokenizer,
-            train=TokenFile(data.train),
-            valid=valid,
-            valid_bytes=len(text),
-            unigram=unigram_bits_per_byte(text),
-            gzip=gzip_bits_per_byte(text),
-        )
+        return _own_corpus(data.train, data.valid, data.tokenizer)
     if parallel.rank == 0:
         prepare_default_corpus(data.directory, vocab_size=data.vocab_size)
     barrier(parallel.world)
@@ -77,4 +70,27 @@ def open_corpus(data: DataConfig, parallel: ParallelState) -> Corpus:
         valid_bytes=made.valid_bytes,
         unigram=made.unigram_bits_per_byte,
         gzip=made.gzip_bits_per_byte,
+    )
+
+
+def _own_corpus(train: str, valid: str, tokenizer_file: str) -> Corpus:
+    tokenizer = Tokenizer.load(tokenizer_file)
+    files = TokenFile(train), TokenFile(valid)
+    for prefix, file in zip((train, valid), files, strict=True):
+        largest = int(file.tokens(0, min(file.num_tokens, _LOOKED_AT)).max(initial=0))
+        if largest >= tokenizer.vocab_size:
+            raise ValueError(
+                f"{prefix}.bin holds token {largest}, {tokenizer_file} has {tokenizer.vocab_size} tokens; give the "
+                "tokenizer that made the file"
+            )
+    ids = files[1].tokens(0, files[1].num_tokens)
+    # as for the default corpus: bytes of text, without the token that closes a document
+    text = tokenizer.decode(ids[ids != tokenizer.end_of_text].tolist()).encode()
+    return Corpus(
+        tokenizer=tokenizer,
+        train=files[0],
+        valid=files[1],
+        valid_bytes=len(text),
+        unigram=unigram_bits_per_byte(text),
+        gzip=gzip_bits_per_byte(text),
     )

@@ -12,22 +12,26 @@ def generate(
 ) -> list[int]:
     """`prompt` and `new_tokens` more, the likeliest each (temperature 0) or drawn; stops at the last position.
 
-    Collective over the tensor ranks: every one of them calls it and gets the same tokens.
+    Collective over the tensor ranks: every one of them calls it and gets the same tokens. Under sequence
+    parallelism the positions that can be used are a multiple of the tensor ranks.
     Raises ValueError: an empty prompt, or one longer than the model's positions.
     """
-    if not 0 < len(prompt) <= model.max_sequence_length:
-        raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes 1 to {model.max_sequence_length}")
-    device, tp = model.parallel.device, model.place.tp
+    device, multiple = model.parallel.device, model.place.tp if model.place.splits_sequence else 1
+    longest = model.max_sequence_length // multiple * multiple
+    if not 0 < len(prompt) <= longest:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes 1 to {longest}; shorten it")
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must be at least 0 (0 takes the likeliest token)")
     generator = torch.Generator().manual_seed(seed)
     tokens, was_training = list(prompt), model.training
     model.eval()
-    for _ in range(min(new_tokens, model.max_sequence_length - len(prompt))):
-        n = len(tokens)
-        width = min(-(-n // tp) * tp, model.max_sequence_length)  # what follows is not attended to
-        padded = torch.tensor([tokens + [0] * (width - n)], device=device)
-        logits = model.gather_logits(model(padded)) if model.parallel_output else model(padded)
-        tokens.append(_pick(logits[0, n - 1], temperature, generator))
-    model.train(was_training)
+    try:
+        for n in range(len(prompt), min(len(prompt) + new_tokens, longest)):
+            padded = torch.tensor([tokens + [0] * (-n % multiple)], device=device)  # padding is not attended to
+            logits = model.gather_logits(model(padded)) if model.parallel_output else model(padded)
+            tokens.append(_pick(logits[0, n - 1], temperature, generator))
+    finally:
+        model.train(was_training)
     return tokens
 
 

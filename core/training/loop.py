@@ -46,31 +46,31 @@ class FirstStep:
         )
 
 
-class _Window:
-    """The steps since the last record: their tokens (on the device, so that counting waits for nothing) and time."""
+class _Meter:
+    """Time and tokens since the last record; the sum of tokens stays on the device until it is read."""
 
-    def __init__(self, start: int, flops_per_token: int) -> None:
-        self.flops_per_token = flops_per_token
-        self._open(start)
+    def __init__(self, start: int) -> None:
+        self._last, self._since = time.perf_counter(), start
+        self._tokens: Tensor | float = 0.0
 
-    def _open(self, step: int) -> None:
-        self.begin, self.first, self.tokens = time.perf_counter(), step, 0.0
+    def add(self, num_tokens: Tensor) -> None:
+        """One more step."""
+        self._tokens = self._tokens + num_tokens
 
-    def close(self, steps_done: int, loss: float, grad_norm: float, rate: float) -> StepRecord:
-        """The record of the steps so far; the next window begins."""
-        tokens, seconds = float(self.tokens), time.perf_counter() - self.begin
-        record = StepRecord(
-            step=steps_done,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=rate,
-            tokens_per_s=tokens / seconds,
-            tflops_per_s=tokens * self.flops_per_token / seconds / 1e12,
-            step_ms=1e3 * seconds / (steps_done - self.first),
-            tokens=int(tokens),
-        )
-        self._open(steps_done)
-        return record
+    def read(self, step: int) -> tuple[float, float]:
+        """(tokens per second, seconds per step) up to and with `step`; starts anew."""
+        tokens, now = float(self._tokens), time.perf_counter()
+        seconds, steps = now - self._last, step + 1 - self._since
+        self._last, self._since, self._tokens = now, step + 1, 0.0
+        return tokens / seconds, seconds / steps
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was no training."""
+        self._last += seconds
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and (step + 1) % interval == 0
 
 
 def train(
@@ -90,29 +90,45 @@ def train(
 
     Logs every `log_interval` steps and at both ends; `every_step(step, loss)` moves a progress bar;
     `validate()` gives bits per byte every `eval_interval` steps. Returns what the first step saw.
-    Raises RuntimeError: a loss that is not a number, at the next step that is logged.
+    Raises RuntimeError: a loss that is not a number. ValueError: no step left to run.
     """
-    seen, window = None, _Window(start, flops_per_token)
+    if start >= config.train_steps:
+        raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
+    seen, meter = None, _Meter(start)
     for step in range(start, config.train_steps):
-        done, rate = step + 1, optimizer.learning_rate
         optimizer.zero_grad()
+        rate = optimizer.learning_rate
         result = executor.step(batch_of(step), next_token_loss)
         stats = optimizer.step(num_tokens=result.num_tokens)
-        window.tokens += result.num_tokens
-        if step == start or done % config.log_interval == 0 or done == config.train_steps:
-            loss, norm = float(result.loss), float(stats.grad_norm)
-            if loss != loss:
-                raise RuntimeError(f"the loss of step {done} is not a number: try a lower lr, or look at the data")
-            seen = seen or FirstStep(loss, norm)
-            record = window.close(done, loss, norm, rate)
+        meter.add(result.num_tokens)
+        logged = step in (start, config.train_steps - 1) or _due(step, config.log_interval)
+        # decided by the configuration alone: ranks differ in who shows a bar, and validation is collective
+        validated = validate is not None and _due(step, config.eval_interval)
+        if not (logged or validated or every_step is not None):
+            continue  # nothing here waits for the device
+        loss = float(result.loss_sum) / max(1, int(result.num_tokens))
+        if loss != loss:
+            raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate or check the text")
+        seen = seen or FirstStep(loss, float(stats.grad_norm))
+        if logged:
+            tokens_per_s, seconds = meter.read(step)
+            record = StepRecord(
+                step=step + 1,
+                loss=loss,
+                grad_norm=float(stats.grad_norm),
+                learning_rate=rate,
+                tokens_per_s=tokens_per_s,
+                tflops_per_s=tokens_per_s * flops_per_token / 1e12,
+                step_ms=1e3 * seconds,
+                tokens=int(result.num_tokens),
+            )
             log.add(record)
             say(record.line(config.train_steps))
         if every_step is not None:
-            every_step(done, float(result.loss))
-        if validate is not None and config.eval_interval and done % config.eval_interval == 0:
+            every_step(step + 1, loss)
+        if validate is not None and validated:
             begin = time.perf_counter()
-            say(f"step {done:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
-            window.begin += time.perf_counter() - begin
-    if seen is None:
-        raise ValueError(f"nothing to train: start={start} is not below train_steps={config.train_steps}")
+            say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
+            meter.leave_out(time.perf_counter() - begin)
+    assert seen is not None  # the first step is always logged
     return seen

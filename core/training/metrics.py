@@ -17,7 +17,7 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One logged step: loss in nats per token; rates and tokens since the last record, of all ranks together."""
+    """One logged step: its loss (nats per token) and tokens of all ranks; rates since the last record."""
 
     step: int
     loss: float

@@ -1,37 +1,38 @@
-"""Rules between the parts of a run: pure, told all at once, before any process group exists."""
+"""Rules between the parts of a run, told all at once, before any process group exists."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from core.datasets import TokenFile
 from core.parallel_state import ParallelConfig
 from core.parallel_state.config import divisors, raise_all
 from core.training.config import DataConfig, ModelConfig, TrainingConfig
 from core.transformer.rules import layout_rules
 
+Rules = Iterator[tuple[bool, str]]
 
-def run_rules(
-    model: ModelConfig, parallel: ParallelConfig, data: DataConfig, training: TrainingConfig
-) -> Iterator[tuple[bool, str]]:
-    """(holds, message) of every rule; `parallel` knows its data size."""
-    yield from layout_rules(model.transformer(), parallel)
-    assert parallel.data is not None
-    step = training.micro_batch_size * parallel.data
-    batch = training.global_batch_size
-    valid = [d for d in divisors(batch) if batch % (d * parallel.data) == 0]
-    yield (
-        batch % step == 0,
-        f"global_batch_size={batch} is not a multiple of micro_batch_size={training.micro_batch_size} x "
-        f"data({parallel.data}) = {step}; use {-(-batch // step) * step}, or a micro_batch_size of "
-        f"{', '.join(map(str, valid)) or 'none: the batch does not divide over the data axis'}",
-    )
+
+def run_rules(model: ModelConfig, parallel: ParallelConfig, data: DataConfig, training: TrainingConfig) -> Rules:
+    """(holds, message) of every rule; those about the batch need the data size of `parallel`."""
+    try:
+        config = model.transformer()
+    except ValueError as error:
+        yield False, str(error)
+    else:
+        yield from layout_rules(config, parallel)
+        yield (
+            model.style != "llama" or config.head_size % 2 == 0,
+            f"style=llama rotates pairs of dims, hidden_size={model.hidden_size} / num_attention_heads="
+            f"{model.num_attention_heads} is {config.head_size}; use an even number of dims per head",
+        )
+    if parallel.data is not None:
+        yield _batch_rule(training, parallel.data)
     s, tp = data.sequence_length, parallel.tensor
     yield (
         not parallel.sequence_parallel or s % tp == 0,
         f"sequence_length={s} does not divide over tensor={tp}, as sequence_parallel needs; use {-(-s // tp) * tp}",
     )
-    yield (
-        (data.train is None) == (data.valid is None) == (data.tokenizer is None),
-        "give train, valid and tokenizer together, or none of them for the default corpus",
-    )
+    yield from _file_rules(data)
     yield (
         parallel.pipeline == 1 and parallel.context == 1 and parallel.expert == 1,
         f"pipeline={parallel.pipeline}, context={parallel.context}, expert={parallel.expert}: this loop trains over "
@@ -39,10 +40,46 @@ def run_rules(
     )
 
 
+def _batch_rule(training: TrainingConfig, ranks: int) -> tuple[bool, str]:
+    batch, micro = training.global_batch_size, training.micro_batch_size
+    step = micro * ranks
+    valid = [d for d in divisors(batch) if batch % (d * ranks) == 0]
+    return (
+        batch % step == 0,
+        f"global_batch_size={batch} is not a multiple of micro_batch_size={micro} x data({ranks}) = {step}; use "
+        f"{-(-batch // step) * step}, or a micro_batch_size of "
+        f"{', '.join(map(str, valid)) or 'none: the batch does not divide over the data axis'}",
+    )
+
+
+def _file_rules(data: DataConfig) -> Rules:
+    """What the headers of the user's own files say; opening one costs the same at any size."""
+    s = data.sequence_length
+    for name, prefix in (("train", data.train), ("valid", data.valid)):
+        if prefix is None:
+            continue
+        try:
+            tokens = TokenFile(prefix).num_tokens
+        except (ValueError, OSError) as error:
+            yield False, str(error)
+        else:
+            yield (
+                s < tokens,
+                f"sequence_length={s} needs {s + 1} tokens (one more to predict), {name}={prefix} has {tokens}; use "
+                f"at most {tokens - 1}, or more text",
+            )
+    if data.tokenizer is not None:
+        yield Path(data.tokenizer).is_file(), f"tokenizer={data.tokenizer} is not a file; give a tokenizer.json"
+
+
 def check_run(
     model: ModelConfig, parallel: ParallelConfig, data: DataConfig, training: TrainingConfig, *, world_size: int
 ) -> ParallelConfig:
     """The layout with its data size, or one ValueError with everything that does not fit together."""
-    parallel = parallel.for_world(world_size)
-    raise_all("this run", run_rules(model, parallel, data, training))
+    rules: list[tuple[bool, str]] = []
+    try:
+        parallel = parallel.for_world(world_size)
+    except ValueError as error:
+        rules.append((False, str(error)))
+    raise_all("this run", [*rules, *run_rules(model, parallel, data, training)])
     return parallel

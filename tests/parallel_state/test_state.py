@@ -144,16 +144,20 @@ def test_a_single_process_creates_no_group():
         parallel_state.initialize_model_parallel(2)
 
 
-def test_launch_refuses_a_device_that_is_not_there():
-    if torch.accelerator.is_available():
-        kind = {"cuda": "xpu"}.get(torch.accelerator.current_accelerator().type, "cuda")
-    else:
-        kind = "cuda"
-    with (
-        pytest.raises(ValueError, match=f"device '{kind}' asked for, but this machine's accelerator is"),
-        parallel_state.launch(kind),
-    ):
-        pass
+@pytest.mark.parametrize("make", ["launch", "single", "build", "initialize"])
+def test_a_device_that_is_not_there_is_refused(make):
+    here = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "none"
+    start = {
+        "launch": lambda kind: parallel_state.launch(kind).__enter__(),
+        "single": ParallelState.single,
+        "build": lambda kind: ParallelState.build(device=kind),
+        "initialize": lambda kind: parallel_state.initialize_model_parallel(device=kind),
+    }[make]
+    for kind in ("xpu" if here == "cuda" else "cuda", "warp"):
+        message = f"device '{kind}' asked for, but this machine's accelerator is: {here}; use device='cpu'"
+        with pytest.raises(ValueError, match=message):
+            start(kind)
+    assert not parallel_state.model_parallel_is_initialized()
 
 
 def test_launch_joins_and_leaves_under_torchrun(tmp_path):
@@ -162,7 +166,8 @@ def test_launch_joins_and_leaves_under_torchrun(tmp_path):
         "from core import parallel_state\n"
         "with parallel_state.launch('cpu') as device:\n"
         "    ps = parallel_state.initialize_model_parallel(2)\n"
-        "    print(f'rank {ps.rank} tp {ps.index(\"tp\")} on {device}', flush=True)\n"
+        # one write a line: two ranks' lines may otherwise end up in one another
+        "    print(f'rank {ps.rank} tp {ps.index(\"tp\")} on {device}\\n', end='', flush=True)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

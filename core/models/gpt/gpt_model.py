@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from core.autograd import StageContext
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
+from core.models.gpt.inputs import check_optional, check_tokens
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of
 from core.parallel_state.collectives import broadcast
 from core.tensor_parallel import gather_from_tensor_region, vocab_parallel_cross_entropy
@@ -80,9 +81,9 @@ class GPTModel(nn.Module):
         position_ids: [b, s], default 0 .. s-1. attention_mask: None is causal, else bool [b, 1, s, s], True =
         masked out. Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
         `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h].
-        Raises ValueError: more positions than `max_sequence_length`, a mask or labels of another shape.
+        Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype.
         """
-        s = self._check(tokens, attention_mask, labels)
+        s = self._check(tokens, position_ids, attention_mask, labels)
         if self._draws and self.training and not self.stage.driven:
             self._draw_seed()
         x = self.embedding(tokens, position_ids) if self.pre_process else tokens
@@ -106,29 +107,27 @@ class GPTModel(nn.Module):
         """True parameters of the part of the model that all tensor ranks of this stage hold together."""
         return sum(layout_of(p).numel for p in self.parameters())
 
-    def _check(self, tokens: Tensor, attention_mask: Tensor | None, labels: Tensor | None) -> int:
-        """Shapes, in integers only; returns the sequence length."""
+    def _check(
+        self, tokens: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+    ) -> int:
+        """Shapes and dtypes, in integers only, so that no device is waited for; returns the sequence length."""
+        tp = self.place.tp if self.place.splits_sequence else 1
         if self.pre_process:
+            check_tokens(tokens)
             b, s = tokens.shape
         else:
-            s, b = tokens.shape[0] * (self.place.tp if self.place.splits_sequence else 1), tokens.shape[1]
+            s, b = tokens.shape[0] * tp, tokens.shape[1]
         if s > self.max_sequence_length:
             raise ValueError(
                 f"sequence length {s} is more than max_sequence_length={self.max_sequence_length}; shorten the "
                 "sequences or build the model with more positions"
             )
-        if self.place.splits_sequence and s % self.place.tp:
+        if s % tp:
             raise ValueError(
-                f"sequence length {s} does not divide over {self.place.tp} tensor-parallel ranks; pad it to "
-                f"{-(-s // self.place.tp) * self.place.tp}, or turn sequence_parallel off"
+                f"sequence length {s} does not divide over {tp} tensor-parallel ranks; pad it to {-(-s // tp) * tp}, "
+                "or turn sequence_parallel off"
             )
-        if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.shape[-2:] != (s, s)):
-            raise ValueError(
-                f"attention_mask must be bool [b, 1, {s}, {s}] with True = masked out, got {attention_mask.dtype} "
-                f"{tuple(attention_mask.shape)}; None is causal"
-            )
-        if labels is not None and tuple(labels.shape) != (b, s):
-            raise ValueError(f"labels must be [b, s] = {(b, s)}, got {tuple(labels.shape)}")
+        check_optional(b, s, position_ids, attention_mask, labels)
         return s
 
     def _draw_seed(self) -> None:

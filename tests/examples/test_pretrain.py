@@ -1,0 +1,185 @@
+"""examples/pretrain_gpt.py as a user runs it: alone, under torchrun, and with mistakes."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.tiny import S, prepared
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")
+STEPS = 5
+TINY = (
+    "--model.num-layers 2 --model.hidden-size 32 --model.num-attention-heads 4 --model.ffn-hidden-size 48 "
+    f"--data.sequence-length {S} --training.train-steps {STEPS} --training.global-batch-size 8 "
+    "--training.micro-batch-size 2 --training.log-interval 2 --training.eval-interval 3 --device cpu"
+).split()
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """Flags for a small corpus of the user's own."""
+    made = prepared(tmp_path_factory.mktemp("corpus"))
+    return [f"--data.train={made.train}", f"--data.valid={made.valid}", f"--data.tokenizer={made.tokenizer}"]
+
+
+def run(launcher, flags, directory):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, SCRIPT, *flags]
+    return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=120)
+
+
+def check_output(text, directory, *, ranks, table):
+    """Everything that the issue promises to a reader, in its order."""
+    lines = text.splitlines()
+    assert lines[0] == f"{ranks} ranks on cpu, sequence parallel: {ranks > 1}"
+    assert lines[1] == table
+    assert re.fullmatch(r"parameters: [\d,]+ in all, [\d,]+ on each rank \(with padding\)", lines[2])
+    assert re.fullmatch(r"text: [\d,]+ tokens to train on, [\d,]+ to validate", lines[3])
+    steps = [line for line in lines if re.match(rf"step +\d+/{STEPS} \| loss \d+\.\d+ \| grad norm \d", line)]
+    assert [int(line.split("/")[0].split()[1]) for line in steps] == [1, 2, 4, 5]
+    validated = [
+        line for line in lines if re.fullmatch(rf"step +3/{STEPS} \| validation \d\.\d+ bits per byte", line)
+    ]
+    assert len(validated) == 1
+    assert "def main()" in text.partition("--- a sample ---\n")[2]
+    bits = re.search(r"^bits per byte: unigram (\d\.\d+), gzip -9 (\d\.\d+), validation (\d\.\d+)$", text, re.M)
+    assert bits and float(bits[1]) > 3
+    last = re.fullmatch(r"first step here and in one process: .*, max \|difference\| (\d\.\de[-+]\d+)", lines[-1])
+    assert last and float(last[1]) < 1e-5
+    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 4, 5]
+    assert f"loss {records[-1]['loss']:.4f}" in steps[-1]
+    assert (directory / "out" / "report.png").read_bytes()[:4] == b"\x89PNG"
+    return [r["loss"] for r in records], float(bits[3])
+
+
+ONE = "pp 0  dp 0  cp 0  tp 0..0: ranks 0"
+
+
+@pytest.fixture(scope="module")
+def alone(own, tmp_path_factory):
+    """What one process says and writes; this one, which spares it the imports."""
+    directory, said = tmp_path_factory.mktemp("alone"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", [SCRIPT, *TINY, *own, f"--training.output={directory / 'out'}"])
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return check_output(said.getvalue(), directory, ranks=1, table=ONE)
+
+
+def test_one_process_without_torchrun(alone):
+    losses, _ = alone
+    assert losses[-1] < losses[0] and not torch.distributed.is_initialized()
+
+
+@pytest.mark.full
+def test_a_process_of_its_own_says_nothing_else(own, alone, tmp_path):
+    done = run([], [*TINY, *own, "--training.output=out"], tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert check_output(done.stdout, tmp_path, ranks=1, table=ONE) == alone
+
+
+def torchrun(ranks):
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def test_two_tensor_ranks_under_torchrun(own, alone, tmp_path):
+    layout = ["--parallel.tensor=2", "--parallel.sequence-parallel"]
+    done = run(torchrun(2), [*TINY, *own, *layout, "--training.output=out"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses, bits = check_output(done.stdout, tmp_path, ranks=2, table="pp 0  dp 0  cp 0  tp 0..1: ranks 0, 1")
+    assert losses == pytest.approx(alone[0], rel=1e-4) and bits == pytest.approx(alone[1], abs=2e-3)
+
+
+@pytest.mark.full
+def test_four_ranks_under_torchrun(own, alone, tmp_path):
+    layout = ["--parallel.tensor=2", "--parallel.sequence-parallel", "--training.micro-batch-size=4"]
+    done = run(torchrun(4), [*TINY, *own, *layout, "--training.output=out"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = "pp 0  dp 0  cp 0  tp 0..1: ranks 0, 1"
+    losses, _ = check_output(
+        done.stdout.replace("\npp 0  dp 1  cp 0  tp 0..1: ranks 2, 3", ""), tmp_path, ranks=4, table=table
+    )
+    assert losses == pytest.approx(alone[0], rel=1e-4)
+
+
+WRONG = {
+    "tensor": (["--parallel.tensor=3"], "world size 1 is not a multiple of tensor(3)"),
+    "heads": (
+        ["--model.num-attention-heads=5"],
+        "hidden_size=32 does not divide by num_attention_heads=5; use 30 or 35",
+    ),
+    "batch": (["--training.micro-batch-size=3"], "global_batch_size=8 is not a multiple of micro_batch_size=3"),
+    "file": (["--data.train=nowhere"], "nowhere.bin does not exist"),
+    "sequence": (["--data.sequence-length=99999"], "sequence_length=99999 needs 100000 tokens"),
+    "device": (["--device=warp"], "device 'warp' asked for, but this machine's accelerator is"),
+    "two at once": (["--parallel.tensor=3", "--model.hidden-size=33"], "hidden_size=33 does not divide"),
+}
+
+
+def mistaken(flags, monkeypatch):
+    """The script in this process, which saves its start; any process group would be an error."""
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **k: pytest.fail("a process group"))
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *flags])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return stopped.value.code
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_told_in_one_line(own, case, monkeypatch, tmp_path, capsys):
+    flags, message = WRONG[case]
+    monkeypatch.chdir(tmp_path)
+    said = mistaken([*TINY, *own, *flags], monkeypatch)
+    assert said.startswith("error: ") and message in said and "\n" not in said
+    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == [], "nothing has begun"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--training.train-steps=0", "--training.log-interval=0"], "train_steps=0 must be at least 1"),
+        (["--optimizer.adam-beta1=1"], "adam_beta1=1.0"),
+        (["--data.sequence-length=x"], "sequence-length"),
+        (["--model.style=bert"], "llama"),
+        (["--parallel.pipeline=0"], "pipeline=0 must be at least 1"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_that_no_run_could_have_is_told_by_the_command_line(flags, message, monkeypatch, capsys):
+    assert mistaken([*TINY, *flags], monkeypatch) == 2
+    said = capsys.readouterr()
+    assert message in said.err + said.out and "Traceback" not in said.err + said.out
+
+
+@pytest.mark.full
+def test_a_mistake_ends_the_process_without_a_traceback(own, tmp_path):
+    done = run([], [*TINY, *own, "--parallel.tensor=3", "--model.hidden-size=33"], tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(
+        r"error: this run: ParallelConfig: world size 1 is .*hidden_size=33 does not .*\n", done.stderr
+    )
+
+
+@pytest.mark.full
+def test_a_mistake_under_torchrun_ends_every_rank(own, tmp_path):
+    done = run(torchrun(2), [*TINY, *own, "--parallel.tensor=2", "--model.num-query-groups=1"], tmp_path)
+    assert done.returncode != 0 and "step" not in done.stdout
+    assert (
+        "error: this run: num_query_groups=1 does not divide over tensor_model_parallel_size=2; valid: 1"
+        in done.stderr
+    )
+
+
+def test_the_example_is_short():
+    assert len(Path(SCRIPT).read_text().splitlines()) <= 120

@@ -1,0 +1,44 @@
+"""What one step costs in calls, which no noise can blur: Python functions, and collectives."""
+
+import pytest
+import torch
+
+from benchmarks.llama import Shape
+from benchmarks.tensor_parallel import our_model, python_calls
+
+SHAPE = Shape(hidden=64, layers=4, heads=8, kv_heads=4, ffn=96, seq=32, vocab=128)
+
+
+@pytest.mark.parametrize("sequence, most", [(False, 1500), (True, 2500)])
+def test_python_calls_of_a_step(ranks, sequence, most):
+    for calls in ranks(python_calls, SHAPE, sequence=sequence):
+        assert 300 < calls <= most, "below 300 the count itself is broken"
+
+
+def collectives(sequence):
+    """(forward calls, bytes), (backward calls, bytes) over the tensor ranks of one step, no gradient owner."""
+    model = our_model(SHAPE, torch.float32, sequence=sequence)
+    tokens = torch.randint(SHAPE.vocab, (2, SHAPE.seq), generator=torch.Generator().manual_seed(1))
+    loss = model(tokens, labels=tokens).mean()
+    traffic = model.parallel.traffic()["tp"]
+    forward = traffic.calls, traffic.bytes
+    loss.backward()
+    return forward, (traffic.calls - forward[0], traffic.bytes - forward[1])
+
+
+def test_collectives_of_a_step_without_sequence_parallelism(ranks):
+    """Two all-reduces a layer each way, one of the embedding, one of the output layer's dx; the loss gathers
+    three numbers a token. torch's tensor parallelism at its best has 21."""
+    activation, loss = 4 * 2 * SHAPE.seq * SHAPE.hidden, 4 * 3 * 2 * SHAPE.seq * 2  # gathered
+    forward, backward = (4 * 2 + 1 + 1, (4 * 2 + 1) * activation + loss), (4 * 2 + 1, (4 * 2 + 1) * activation)
+    assert ranks(collectives, False) == [(forward, backward)] * 2
+
+
+def test_collectives_of_a_step_with_sequence_parallelism(ranks):
+    """Forward: gather and scatter around each half of a layer, scatter the embedding, gather for the output layer,
+    the loss. Backward: their conjugates, the input of 9 column-parallel matmuls again, and 9 norms' gradients (which
+    an owner of `main_grad` sums once a step instead)."""
+    layers, norms = 4, 2 * 4 + 1
+    forward, backward = layers * 4 + 1 + 1 + 1, layers * 4 + 1 + 1 + (2 * layers + 1) + norms
+    for (f, _), (b, _) in ranks(collectives, True):
+        assert (f, b) == (forward, backward)

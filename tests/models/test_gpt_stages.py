@@ -1,0 +1,89 @@
+"""A model in two halves, put together by hand on one process, is the whole model."""
+
+import pytest
+import torch
+
+from core.parallel_state import ParallelState, layout_of
+from tests.models.gpt import B, S, batch, gpt
+from tests.parity.whole import assert_same
+from tests.states import state
+
+HALVES = ((True, False, range(2)), (False, True, range(2, 4)))
+
+
+def halves(style, tied, ps):
+    facts = {"num_layers": 4}
+    return gpt(style, tied=tied, facts=facts, parallel=ps), [
+        gpt(style, tied=tied, facts=facts, parallel=ps, pre_process=pre, post_process=post, layers=layers)
+        for pre, post, layers in HALVES
+    ]
+
+
+def summed(stages):
+    """Gradients by global name: a table that two stages hold has the sum of both."""
+    total = {}
+    for stage in stages:
+        for name, p in stage.named_parameters():
+            total[name] = total[name] + p.grad if name in total else p.grad
+    return total
+
+
+def compare(style, tied, ps):
+    whole, (first, last) = halves(style, tied, ps)
+    tokens, labels = batch()
+    positions = torch.stack((torch.arange(S), torch.arange(S) % 3))
+    want = whole(tokens, positions, labels=labels)
+    hidden = first(tokens, positions)
+    assert hidden.shape == (S // (ps.size("tp") if ps.config.sequence_parallel else 1), B, 32)
+    handed = hidden.detach().requires_grad_()  # what crosses a wall between processes
+    loss = last(handed, positions, labels=labels)
+    torch.testing.assert_close(loss, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(last(handed, positions), whole(tokens, positions), rtol=0, atol=1e-12)
+    want.sum().backward()
+    loss.sum().backward()
+    hidden.backward(handed.grad)
+    reference = {n: p.grad for n, p in whole.named_parameters()}
+    assert_same(summed((first, last)), reference)
+    with pytest.raises(ValueError, match=r"sequence length 32 is more than max_sequence_length=16"):
+        last(hidden.detach().repeat(4, 1, 1), positions)
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_halves_are_the_whole(style, tied):
+    compare(style, tied, ParallelState.single("cpu"))
+
+
+def compare_here(style, tied):
+    compare(style, tied, state(tp=2, sp=True))
+
+
+@pytest.mark.parametrize("style, tied", [("gpt2", True), ("llama", False)])
+def test_two_halves_are_the_whole_over_sequence_shards(ranks, style, tied):
+    ranks(compare_here, style, tied)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_half_has_global_names_and_nothing_of_the_other(tied):
+    whole, (first, last) = halves("gpt2", tied, ParallelState.single("cpu"))
+    names = [{n for n, _ in half.named_parameters()} for half in (first, last)]
+    assert names[0] | names[1] == {n for n, _ in whole.named_parameters()}
+    table = "embedding.word_embeddings.weight"
+    assert names[0] & names[1] == ({table} if tied else set())
+    assert {n.split(".")[2] for n in names[1] if ".layers." in n} == {"2", "3"}
+    assert "embedding.position_embeddings.weight" not in names[1] and "decoder.final_layernorm.weight" not in names[0]
+    for half in (first, last):
+        for name, p in half.named_parameters():
+            assert torch.equal(p, whole.get_parameter(name)), f"{name}: initial values depend on the stage"
+            assert ("embedding" in layout_of(p).partial) == (tied and name == table)
+
+
+def pipeline_share():
+    model = gpt(facts={"num_layers": 3}, parallel=state(pp=2), tied=True)
+    return model.pre_process, model.post_process, list(model.decoder.layers), model.num_parameters()
+
+
+def test_the_pipeline_rank_says_which_part(ranks):
+    first, last = ranks(pipeline_share)
+    assert first[:3] == (True, False, ["0"]) and last[:3] == (False, True, ["1", "2"])
+    assert first[3] < last[3]

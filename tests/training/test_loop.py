@@ -1,0 +1,226 @@
+"""The loop over a tiny model: it learns, stops at NaN, validates when told to, and its first step can be compared."""
+
+import math
+
+import pytest
+import torch
+
+from core.data_parallel import PerParameterGradSync
+from core.models.gpt import GPTModel
+from core.optimizer import AdamW, OptimizerConfig, StepStats
+from core.parallel_state import ParallelState
+from core.pipeline import SingleStage, StepResult
+from core.training import evaluate_bits_per_byte, next_token_loss, train
+from core.training.compare import first_step_alone
+from core.training.data import open_corpus
+from core.training.metrics import MetricsLog, flops_per_token
+from tests.states import state
+from tests.training.tiny import MODEL, S, data_config, prepared, training_config
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+class Job:
+    """Everything that a loop needs, on the ranks of `ps`."""
+
+    def __init__(self, ps, made, lr=1e-2, **training):
+        self.ps, self.data, self.training = ps, data_config(made), training_config(**training)
+        self.corpus = open_corpus(self.data, ps)
+        vocab, self.config = self.corpus.tokenizer.vocab_size, MODEL.transformer()
+        self.model = GPTModel(
+            self.config, MODEL.spec(), vocab, S, parallel=ps, share_embeddings_and_output_weights=True
+        )
+        sync = PerParameterGradSync(self.model, ps)
+        self.optimizer = AdamW(self.model, ps, OptimizerConfig(lr=lr), grad_sync=sync)
+        rows = self.training.global_batch_size // ps.size("dp") // self.training.micro_batch_size
+        self.executor = SingleStage(self.model, ps=ps, num_microbatches=rows, grad_sync=sync, seed=1234)
+        self.batches = self.corpus.batches(self.data, self.training)
+        self.log, self.said = MetricsLog(None), []
+
+    def batch(self, step):
+        return self.batches.batch(step, self.ps.index("dp"), self.ps.size("dp"))
+
+    def run(self, **more):
+        flops = flops_per_token(self.config, self.corpus.tokenizer.vocab_size, S)
+        say = self.said.append
+        facts = {"flops_per_token": flops, "log": self.log, "say": say} | more
+        return train(self.executor, self.optimizer, facts.pop("batch_of", self.batch), self.training, **facts)
+
+    def bits(self):
+        rows = self.corpus.validation(self.data, self.training)
+        size = self.training.global_batch_size
+        return evaluate_bits_per_byte(
+            self.executor, rows.sequential(size, self.ps.index("dp"), self.ps.size("dp")), self.corpus.valid_bytes
+        )
+
+
+def alone(made, **more):
+    return Job(ParallelState.single("cpu"), made, **more)
+
+
+def test_the_loss_falls_and_every_record_is_true(made):
+    job = alone(made, train_steps=25, log_interval=10)
+    before, first = job.bits(), job.run()
+    records = job.log.records
+    assert [r.step for r in records] == [1, 10, 20, 25]
+    assert [line[:14] for line in job.said] == [f"step {n:5d}/25 |"[:14] for n in (1, 10, 20, 25)]
+    assert records[0].loss == first.loss and records[0].grad_norm == first.grad_norm
+    assert records[0].loss == pytest.approx(math.log(job.corpus.tokenizer.vocab_size), abs=0.2)
+    assert records[-1].loss < records[0].loss - 2 and job.bits() < before - 2
+    for r in records:
+        assert r.tokens == 8 * S and r.learning_rate == 1e-2
+        assert r.tokens_per_s == pytest.approx(1e3 * r.tokens / r.step_ms)
+        assert r.tflops_per_s == pytest.approx(
+            r.tokens_per_s * flops_per_token(job.config, job.corpus.tokenizer.vocab_size, S) / 1e12
+        )
+
+
+class Unread:
+    """A number on a device that waits for nobody, until somebody reads it."""
+
+    def __init__(self, value, reads):
+        self.value, self.reads = value, reads
+
+    def __float__(self):
+        self.reads.append(self.value)
+        return float(self.value)
+
+    __int__ = __float__
+
+    def __add__(self, other):
+        return Unread(self.value + (other.value if isinstance(other, Unread) else other), self.reads)
+
+    __radd__ = __add__
+
+
+class Steps:
+    """Stands in for executor and optimizer: steps whose results remember when they were read."""
+
+    learning_rate = 0.0
+
+    def __init__(self):
+        self.steps, self.reads = 0, []
+
+    def zero_grad(self):
+        pass
+
+    def step(self, *args, num_tokens=None):
+        if num_tokens is not None:
+            return StepStats(self, torch.tensor(False), torch.tensor(0))
+        self.steps += 1
+        return StepResult(self, self)
+
+    def __float__(self):
+        self.reads.append(self.steps)
+        return 1.0
+
+    def __int__(self):
+        return int(float(self))
+
+    __radd__ = __add__ = lambda self, other: self
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_step_that_is_not_logged_is_not_waited_for(bar):
+    """Reading a number waits for the device; a bar moves with every step, and pays for it."""
+    job, moved = Steps(), []
+    train(
+        job,
+        job,
+        lambda step: {},
+        training_config(train_steps=7, log_interval=3),
+        flops_per_token=1,
+        log=MetricsLog(None),
+        say=lambda line: None,
+        every_step=(lambda step, loss: moved.append(step)) if bar else None,
+    )
+    assert set(job.reads) == (set(range(1, 8)) if bar else {1, 3, 6, 7})
+    assert moved == (list(range(1, 8)) if bar else [])
+
+
+@pytest.mark.parametrize("every_step", [None, lambda step, loss: None], ids=["lines", "bar"])
+def test_validation_comes_at_its_own_interval(made, every_step):
+    """Whoever logs or shows a bar: all ranks must come to the same validations."""
+    job, calls = alone(made, train_steps=8, log_interval=4, eval_interval=3), []
+    job.run(every_step=every_step, validate=lambda: calls.append(job.executor.step_index) or 1.25)
+    assert calls == [3, 6]
+    lines = [line for line in job.said if "validation" in line]
+    assert lines == [f"step {n:5d}/8 | validation 1.2500 bits per byte" for n in (3, 6)]
+
+
+def test_validation_time_is_not_counted_as_training(made, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("core.training.loop.time.perf_counter", lambda: now[0])
+
+    def tick(seconds, value):
+        now[0] += seconds
+        return value
+
+    job = alone(made, train_steps=4, log_interval=2, eval_interval=1)
+    job.run(batch_of=lambda step: tick(1, job.batch(step)), validate=lambda: tick(100, 2.0))
+    assert [r.step_ms for r in job.log.records] == pytest.approx([1000] * 3)
+
+
+def test_without_an_interval_the_loop_never_validates(made):
+    alone(made, train_steps=2).run(validate=lambda: pytest.fail("nobody asked"))
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(made):
+    job = alone(made, train_steps=9, log_interval=3)
+
+    def batch_of(step):
+        if step == 4:
+            job.model.decoder.final_layernorm.weight.data.fill_(torch.nan)
+        return job.batch(step)
+
+    with pytest.raises(RuntimeError, match="the loss of step 5 is not a number; lower the learning rate"):
+        job.run(batch_of=batch_of)
+    assert [r.step for r in job.log.records] == [1, 3], "found at the next line"
+
+
+def test_a_resumed_run_goes_on_and_a_finished_one_says_so(made):
+    job = alone(made, train_steps=5, log_interval=2)
+    steps = []
+    job.run(start=3, batch_of=lambda step: steps.append(step) or job.batch(step))
+    assert steps == [3, 4] and [r.step for r in job.log.records] == [4, 5]
+    with pytest.raises(ValueError, match="train_steps=5 leaves nothing to do after step 5"):
+        job.run(start=5)
+
+
+def test_the_loss_counts_only_labels(made):
+    labels = torch.tensor([[1, -100, 2]])
+    total, tokens = next_token_loss(torch.tensor([[1.0, 0.0, 2.5]]), {"labels": labels})
+    assert (total.item(), tokens.item()) == (3.5, 2)
+
+
+def run_here(made, tp, sp):
+    torch.set_default_dtype(torch.float32)  # the configuration says float32 or bfloat16, whatever the default
+    job = Job(state(tp=tp, sp=sp), made, train_steps=3, log_interval=1)
+    first = job.run(validate=job.bits)
+    vocab = job.corpus.tokenizer.vocab_size
+    other = first_step_alone(MODEL, job.data, job.training, job.batches, vocab)
+    return first, other, [r.loss for r in job.log.records], job.bits(), first.against(other)
+
+
+@pytest.mark.parametrize(
+    "world, tp, sp",
+    [
+        (4, 2, True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(2, 2, True), (2, 1, False), (4, 4, False)]),
+    ],
+)
+def test_every_layout_tells_the_same_first_step(ranks, made, world, tp, sp):
+    job = alone(made, train_steps=3, log_interval=1)
+    want = job.run()
+    for first, other, losses, bits, line in ranks(run_here, made, tp, sp, world=world):
+        assert (other.loss, other.grad_norm) == pytest.approx((want.loss, want.grad_norm), rel=1e-6)
+        assert (first.loss, first.grad_norm) == pytest.approx((want.loss, want.grad_norm), rel=1e-4)
+        assert losses == pytest.approx([r.loss for r in job.log.records], rel=1e-3)
+        assert bits == pytest.approx(job.bits(), rel=1e-3)
+        shown = float(line.rpartition(" ")[2])
+        exact = max(abs(first.loss - other.loss), abs(first.grad_norm - other.grad_norm))
+        assert shown == pytest.approx(exact, rel=0.06, abs=1e-12) and shown < 1e-4
+        assert line.startswith(f"first step here and in one process: loss {first.loss:.6f} and {other.loss:.6f}, ")

@@ -1,0 +1,190 @@
+"""What does not fit together is told before any process exists, all at once, with both numbers and the remedy."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.datasets import TokenFileWriter
+from core.parallel_state import ParallelConfig
+from core.training import DataConfig, ModelConfig, TrainingConfig, check_run
+
+MODEL = ModelConfig(num_layers=4, hidden_size=48, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=96)
+FITS = {"model": MODEL, "parallel": ParallelConfig(), "data": DataConfig(), "training": TrainingConfig()}
+
+# what is changed of a run that fits, the number of ranks, what is said
+WRONG = {
+    "heads": (
+        {"model": replace(MODEL, num_attention_heads=6, num_query_groups=6), "parallel": ParallelConfig(tensor=4)},
+        4,
+        "num_attention_heads=6 does not divide over tensor_model_parallel_size=4; valid: 1, 2, 3, 6",
+    ),
+    "query groups": (
+        {"parallel": ParallelConfig(tensor=4)},
+        4,
+        "num_query_groups=6 does not divide over tensor_model_parallel_size=4; valid: 1, 2, 3, 6",
+    ),
+    "ffn": (
+        {"model": replace(MODEL, ffn_hidden_size=99), "parallel": ParallelConfig(tensor=2)},
+        2,
+        "ffn_hidden_size=99 does not divide over tensor_model_parallel_size=2; valid: 1, 3, 9, 11, 33",
+    ),
+    "world": (
+        {"parallel": ParallelConfig(tensor=3)},
+        4,
+        "world size 4 is not a multiple of tensor(3) x pipeline(1) x context(1) = 3; the nearest world sizes are 3 "
+        "or 6; with 4 ranks tensor may be 1, 2, 4",
+    ),
+    "data axis": ({"parallel": ParallelConfig(data=3)}, 4, "data=3 x 1 model ranks is not the world size 4; leave"),
+    "pipeline": (
+        {"parallel": ParallelConfig(pipeline=2)},
+        2,
+        "pipeline=2, context=1, expert=1: this loop trains over",
+    ),
+    "context": ({"parallel": ParallelConfig(context=2)}, 2, "pipeline=1, context=2, expert=1: this loop trains over"),
+    "stages": (
+        {"parallel": ParallelConfig(pipeline=8)},
+        8,
+        "num_layers=4 cannot fill 8 pipeline stages; use at most 4",
+    ),
+    "batch": (
+        {"training": TrainingConfig(global_batch_size=12, micro_batch_size=4)},
+        2,
+        "global_batch_size=12 is not a multiple of micro_batch_size=4 x data(2) = 8; use 16, or a micro_batch_size "
+        "of 1, 2, 3, 6",
+    ),
+    "batch of fewer rows than ranks": (
+        {"training": TrainingConfig(global_batch_size=2, micro_batch_size=1)},
+        4,
+        "global_batch_size=2 is not a multiple of micro_batch_size=1 x data(4) = 4; use 4, or a micro_batch_size of "
+        "none: the batch does not divide over the data axis",
+    ),
+    "sequence": (
+        {"data": DataConfig(sequence_length=127), "parallel": ParallelConfig(tensor=2, sequence_parallel=True)},
+        2,
+        "sequence_length=127 does not divide over tensor=2, as sequence_parallel needs; use 128",
+    ),
+    "hidden": (
+        {"model": replace(MODEL, hidden_size=50)},
+        1,
+        "hidden_size=50 does not divide by num_attention_heads=12; use 48 or 60, or give kv_channels",
+    ),
+    "groups": (
+        {"model": replace(MODEL, num_query_groups=5)},
+        1,
+        "num_attention_heads=12 does not divide by num_query_groups=5; valid: 1, 2, 3, 4, 6, 12",
+    ),
+    "dropout": (
+        {"model": replace(MODEL, dropout=1.0)},
+        1,
+        "hidden_dropout=1.0 must lie in [0, 1); attention_dropout=",
+    ),
+    "layers": ({"model": replace(MODEL, num_layers=0)}, 1, "num_layers=0 must be at least 1"),
+    "odd heads": (
+        {"model": replace(MODEL, hidden_size=36)},
+        1,
+        "style=llama rotates pairs of dims, hidden_size=36 / num_attention_heads=12 is 3; use an even number",
+    ),
+    "no such file": (
+        {"data": DataConfig(train="nowhere/t", valid="nowhere/v", tokenizer="nowhere/tokenizer.json")},
+        1,
+        "nowhere/t.bin does not exist: a token file is a .bin and an .idx; write it again with TokenFileWriter; "
+        "nowhere/v.bin does not exist: a token file is a .bin and an .idx; write it again with TokenFileWriter; "
+        "tokenizer=nowhere/tokenizer.json is not a file; give a tokenizer.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_run_that_does_not_fit_is_refused(case):
+    changes, world, message = WRONG[case]
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        check_run(**FITS | changes, world_size=world)
+    assert str(error.value).startswith("this run: ")
+
+
+@pytest.mark.parametrize("tensor, world, data", [(1, 1, 1), (2, 4, 2), (6, 6, 1), (3, 6, 2)])
+def test_a_run_that_fits_gets_its_data_size(tensor, world, data):
+    assert check_run(**FITS | {"parallel": ParallelConfig(tensor=tensor)}, world_size=world).data == data
+
+
+def test_files_that_cannot_serve_are_refused_before_the_run(tmp_path):
+    for name in ("train", "valid"):
+        with TokenFileWriter(tmp_path / name, vocab_size=9) as writer:
+            writer.add_document([1, 2, 3, 4, 5])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    paths = {"train": f"{tmp_path}/train", "valid": f"{tmp_path}/valid", "tokenizer": f"{tmp_path}/tokenizer.json"}
+    check_run(**FITS | {"data": DataConfig(**paths, sequence_length=4)}, world_size=1)
+    with pytest.raises(ValueError) as error:
+        check_run(**FITS | {"data": DataConfig(**paths, sequence_length=5)}, world_size=1)
+    for name in ("train", "valid"):
+        said = (
+            f"sequence_length=5 needs 6 tokens (one more to predict), {name}={tmp_path}/{name} has 5; use at most 4"
+        )
+        assert said in str(error.value)
+    (tmp_path / "train.bin").write_bytes(b"\0" * 8)
+    (tmp_path / "valid.idx").write_bytes(b"PK\x03\x04" + bytes(60))
+    with pytest.raises(ValueError, match=r"train\.bin has 8 bytes, train\.idx says 10.*valid\.idx begins with b'PK"):
+        check_run(**FITS | {"data": DataConfig(**paths, sequence_length=4)}, world_size=1)
+
+
+def test_all_parts_of_a_run_are_told_at_once():
+    run = {
+        "model": replace(MODEL, hidden_size=50),
+        "parallel": ParallelConfig(tensor=3, pipeline=2, data=2, sequence_parallel=True),
+        "data": DataConfig(sequence_length=7),
+        "training": TrainingConfig(global_batch_size=9, micro_batch_size=1),
+    }
+    with pytest.raises(ValueError) as error:
+        check_run(**run, world_size=4)
+    for part in (
+        "world size 4",
+        "hidden_size=50",
+        "global_batch_size=9",
+        "sequence_length=7",
+        "pipeline=2, context=1",
+    ):
+        assert part in str(error.value), part
+
+
+@pytest.mark.parametrize(
+    "make, messages",
+    [
+        (
+            lambda: TrainingConfig(train_steps=0, global_batch_size=-1, log_interval=0, eval_interval=-1),
+            [
+                "train_steps=0 must be",
+                "global_batch_size=-1 must be",
+                "log_interval=0 must",
+                "eval_interval=-1 must not",
+            ],
+        ),
+        (
+            lambda: DataConfig(train="a", sequence_length=0, vocab_size=100),
+            [
+                "1 of train, valid and tokenizer given (train); give all 3",
+                "sequence_length=0",
+                "vocab_size=100 cannot",
+            ],
+        ),
+        (lambda: ModelConfig(style="bert"), ["unknown style 'bert'; known: llama, gpt2"]),
+    ],
+    ids=["training", "data", "model"],
+)
+def test_each_config_tells_all_that_is_wrong_with_it(make, messages):
+    with pytest.raises(ValueError) as error:
+        make()
+    for message in messages:
+        assert message in str(error.value)
+
+
+def test_the_rules_ask_no_process_group(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the process group was asked")
+
+    for name in ("init_process_group", "new_group", "get_rank", "get_world_size", "is_initialized"):
+        monkeypatch.setattr(torch.distributed, name, refuse)
+    assert check_run(**FITS | {"parallel": ParallelConfig(tensor=2)}, world_size=4).data == 2
+    with pytest.raises(ValueError, match="world size 4"):
+        check_run(**FITS | {"parallel": ParallelConfig(tensor=3)}, world_size=4)
