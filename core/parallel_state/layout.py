@@ -111,6 +111,11 @@ def layout_of(parameter: Tensor) -> Layout:
     return found if found is not None else Layout(tuple(parameter.shape))
 
 
+def has_layout(parameter: Tensor) -> bool:
+    """Whether somebody said how `parameter` is spread."""
+    return getattr(parameter, "parallel_layout", None) is not None
+
+
 def true_part(local: Tensor, layout: Layout, at: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
     """The view of a local tensor (parameter, gradient, moment) without its padded rows."""
     if not layout.padding:

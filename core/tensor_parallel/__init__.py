@@ -12,6 +12,7 @@ from core.tensor_parallel.mappings import (
     scatter_to_sequence_region,
     scatter_to_tensor_region,
     sum_gradient,
+    sum_gradients_of_foreign,
 )
 from core.tensor_parallel.placement import Placement
 
@@ -29,5 +30,6 @@ __all__ = [
     "scatter_to_sequence_region",
     "scatter_to_tensor_region",
     "sum_gradient",
+    "sum_gradients_of_foreign",
     "vocab_parallel_cross_entropy",
 ]

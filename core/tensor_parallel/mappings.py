@@ -7,10 +7,12 @@ The linear layers have these built in; the functions are for modules of a user's
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.parallel_state import Layout
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
+from core.parallel_state.layout import has_layout, set_layout
 from core.tensor_parallel.placement import sequence_shard
 
 
@@ -162,3 +164,27 @@ def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     its owner, once per step (`Layout.partial` says that it is needed).
     """
     return weight if group is None else _SumGradient.apply(weight, group)
+
+
+def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
+    """For a module applied to sequence shards: what `sum_gradient` does, for parameters that no part of ours made.
+
+    Every trainable parameter without a layout gets one, replicated and partial over tp, and a hook that sums its
+    gradient in backward. Without this each rank would train a foreign module on its own tokens only.
+    """
+    if group is None:
+        return
+    for parameter in module.parameters():
+        if parameter.requires_grad and not has_layout(parameter):
+            set_layout(parameter, Layout(tuple(parameter.shape), partial=frozenset({"tp"})))
+            parameter.register_hook(_Summed(parameter, group))
+
+
+class _Summed:
+    def __init__(self, parameter: Parameter, group: Group) -> None:
+        self._parameter, self._group = parameter, group
+
+    def __call__(self, g: Tensor) -> Tensor | None:
+        if getattr(self._parameter, "main_grad", None) is not None:
+            return None  # its owner sums, once per step
+        return all_reduce(g.clone(memory_format=torch.contiguous_format), self._group)

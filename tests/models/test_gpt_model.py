@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt2_spec
 from core.parallel_state import ParallelConfig, ParallelState
 from core.tensor_parallel.embedding import padded_vocab_rows
 from tests.models.gpt import POSITIONS, VOCAB, B, S, batch, config, gpt
-from tests.parity.whole import whole_parameters
+from tests.parity.whole import assert_same, whole_gradients, whole_parameters
 from tests.states import state
 
 
@@ -241,13 +242,36 @@ def trained_here(tp, sp):
     return trained(state(tp=tp, sp=sp))
 
 
+def summed_by_an_owner(sp):
+    """The same, where `main_grad`'s owner sums: once, not once more in backward."""
+    torch.manual_seed(5)
+    ps, (tokens, labels) = state(tp=2, sp=sp), batch()
+    model = gpt(parallel=ps, spec=dataclasses.replace(gpt2_spec(), mlp=Plain))
+    sync = PerParameterGradSync(model, ps)
+    model(tokens, labels=labels).sum().backward()
+    sync.finish()
+    return whole_gradients(model, ps)
+
+
+def test_a_part_of_ones_own_has_its_whole_gradient(ranks, single):
+    torch.manual_seed(5)
+    model = gpt(parallel=single, spec=dataclasses.replace(gpt2_spec(), mlp=Plain))
+    model(batch()[0], labels=batch()[1]).sum().backward()
+    want = {
+        n: p.grad[: p.parallel_layout.shape[0]] if "mlp" not in n else p.grad for n, p in model.named_parameters()
+    }
+    for sp in (False, True):
+        assert_same(ranks(summed_by_an_owner, sp)[0], want)
+
+
 def test_a_part_of_ones_own_trains(ranks, single):
     want, weights = trained(single)
     assert want[-1] < want[0] - 1 and any("mlp.up.weight" in name for name in weights)
-    for found, theirs in ranks(trained_here, 2, False):
-        assert found == pytest.approx(want, rel=1e-7)
-        for name, value in weights.items():
-            torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-6)
+    for sp in (False, True):
+        for found, theirs in ranks(trained_here, 2, sp):
+            assert found == pytest.approx(want, rel=1e-7)
+            for name, value in weights.items():
+                torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-6)
 
 
 def test_the_number_of_parameters_is_true_and_the_table_is_padded_in_memory_only(single):

@@ -8,7 +8,7 @@ from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
 from core.models.gpt.inputs import check_optional, check_tokens
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of
 from core.parallel_state.collectives import broadcast
-from core.tensor_parallel import gather_from_tensor_region, vocab_parallel_cross_entropy
+from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
 from core.transformer.layer import TransformerBlock
 from core.transformer.rules import check_layout
 from core.transformer.spec import Build, TransformerLayerSpec
@@ -63,6 +63,8 @@ class GPTModel(nn.Module):
         numbers = layers if layers is not None else stage_layers(config.num_layers, ps)
         self.decoder = TransformerBlock(build, spec, numbers, final_norm=self.post_process)
         self.output_layer = OutputLayer(build, vocab_size, tied=self.tied) if self.post_process else None
+        if self.place.splits_sequence:
+            sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
         initialize_parameters(
             self, seed=seed, at=ps.coordinate, sizes=ps.sizes, draw_on_cpu=config.use_cpu_initialization
