@@ -1,7 +1,11 @@
 """One layer of a transformer, and a run of them."""
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
+from core.parallel_state import mix32, seeded
 from core.transformer.dropout import residual_dropout
 from core.transformer.qkv import Tables
 from core.transformer.spec import Build, TransformerLayerSpec
@@ -38,10 +42,13 @@ class TransformerBlock(nn.Module):
     def __init__(self, build: Build, spec: TransformerLayerSpec, numbers: range, *, final_norm: bool) -> None:
         super().__init__()
 
-        def at(number: int) -> Build:
-            return Build(build.config, build.parallel, build.stage, number)
+        def layer(number: int) -> nn.Module:
+            seed = mix32(build.seed, "parts of layer", number)
+            # a part that draws its own initial values draws the same ones on every rank and layout
+            with seeded(torch.device("cpu"), seed), seeded(build.parallel.device, seed):
+                return spec.layer(replace(build, layer=number), spec)
 
-        self.layers = nn.ModuleDict({str(n): spec.layer(at(n), spec) for n in numbers})
+        self.layers = nn.ModuleDict({str(n): layer(n) for n in numbers})
         self.final_layernorm = spec.norm(build, build.config.hidden_size) if final_norm else None
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:

@@ -18,12 +18,14 @@ class Build:
     """Everything a part may need to build itself.
 
     config: the model's facts. parallel: the ranks. stage: the context of this model's deferred operations.
-    layer: the global number of the layer that the part belongs to (-1 outside of layers).
+    seed: of the initial weights. layer: the global number of the layer that the part belongs to (-1 outside
+    of layers).
     """
 
     config: TransformerConfig
     parallel: ParallelState
     stage: StageContext
+    seed: int = 0
     layer: int = -1
 
     @cached_property

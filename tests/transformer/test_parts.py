@@ -20,7 +20,7 @@ torch64 = {"dtype": torch.float64}
 
 def build(**kw):
     config = TransformerConfig(**{"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, **kw})
-    return Build(config, ParallelState.single("cpu"), StageContext(), 0)
+    return Build(config, ParallelState.single("cpu"), StageContext(), layer=0)
 
 
 def same_gradient(fn, twin, *inputs):
@@ -108,7 +108,7 @@ def test_dropout_is_a_function_of_seed_step_microbatch_layer_and_site():
 
     def mask(layer=0, site="a", **facts):
         b.stage.begin(seed=facts.get("seed", 1), step=facts.get("step", 2), microbatch=facts.get("microbatch", 3))
-        return Dropout(Build(b.config, b.parallel, b.stage, layer), 0.25, site, sharded=False)(x)
+        return Dropout(Build(b.config, b.parallel, b.stage, layer=layer), 0.25, site, sharded=False)(x)
 
     reference = mask()
     assert torch.equal(reference, mask())

@@ -53,7 +53,7 @@ class GPTModel(nn.Module):
         self.post_process = ps.is_last_stage if post_process is None else post_process
         self.tied, self.parallel_output = share_embeddings_and_output_weights, parallel_output
         self.stage, spec = StageContext(), transformer_layer_spec
-        build = Build(config, ps, self.stage)
+        build = Build(config, ps, self.stage, seed)
         self.place = build.place
         across = self.tied and not (self.pre_process and self.post_process)
         if self.pre_process or (self.tied and self.post_process):
