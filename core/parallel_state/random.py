@@ -32,7 +32,7 @@ def mix32(*parts: int | str) -> int:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operations without one of their own draw from, on any device type."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):  # nothing is drawn on meta
         return torch.default_generator
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
