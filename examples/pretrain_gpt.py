@@ -1,10 +1,9 @@
 """Pretrain a GPT on real text, over tensor and data parallel ranks, on CPUs or accelerators.
 
-    python examples/pretrain_gpt.py                                             # one process
-    torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py --parallel.tensor 2
-    ... --parallel.sequence-parallel --model.hidden-size 512 --optimizer.lr 1e-3 --help
+    python examples/pretrain_gpt.py --help      # one process
+    torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py --parallel.tensor 2 --model.hidden-size 512
 
-Without data of your own it reads the standard library of the running interpreter.
+Without data of your own it reads the interpreter's standard library.
 """
 
 import os
@@ -16,6 +15,7 @@ import tyro
 from torch import Tensor
 
 from core import parallel_state
+from core.autograd import apply_recompute
 from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel
 from core.optimizer import AdamW, OptimizerConfig
@@ -68,10 +68,11 @@ def pretrain(run: Run, ps: ParallelState) -> None:
     model = GPTModel(
         config, run.model.spec(), vocab, s, share_embeddings_and_output_weights=tied, parallel=ps, seed=run.model.seed
     )
+    apply_recompute(model, run.training.recompute, stage=model.stage)
     sync = PerParameterGradSync(model, ps)
     optimizer = AdamW(model, ps, run.optimizer, grad_sync=sync)
-    microbatches = run.training.global_batch_size // size // run.training.micro_batch_size
-    executor = SingleStage(model, ps=ps, num_microbatches=microbatches, grad_sync=sync, seed=run.training.seed)
+    m = run.training.global_batch_size // size // run.training.micro_batch_size
+    executor = SingleStage(model, ps=ps, num_microbatches=m, grad_sync=sync, seed=run.training.seed)
     describe(model, corpus, console)
     output = Path(run.training.output)
     log = MetricsLog(output if ps.rank == 0 else None)
@@ -111,10 +112,9 @@ def pretrain(run: Run, ps: ParallelState) -> None:
 if __name__ == "__main__":
     run = tyro.cli(Run, description=__doc__)
     try:
-        parallel = check_run(
-            run.model, run.parallel, run.data, run.training, world_size=int(os.environ.get("WORLD_SIZE", 1))
-        )
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        layout = check_run(run.model, run.parallel, run.data, run.training, world_size=world)
         with parallel_state.launch(run.device) as device:
-            pretrain(run, ParallelState.build(parallel, device=device))
+            pretrain(run, ParallelState.build(layout, device=device))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

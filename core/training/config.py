@@ -94,6 +94,7 @@ class TrainingConfig:
     train_steps: int = 300
     global_batch_size: int = 16
     micro_batch_size: int = 8
+    recompute: Literal["none", "selective", "layer"] = "none"  # activations to compute again instead of keeping
     log_interval: int = 10
     eval_interval: int = 0  # 0: only at the end
     seed: int = 1234
@@ -106,3 +107,5 @@ class TrainingConfig:
         for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
         yield self.eval_interval >= 0, f"eval_interval={self.eval_interval} must not be negative"
+        known = ("none", "selective", "layer")
+        yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}"
