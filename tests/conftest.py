@@ -2,6 +2,7 @@
 
 import pytest
 
+from core.parallel_state import ParallelState
 from tests.pool import Pool
 
 
@@ -16,3 +17,9 @@ def _pool():
 def ranks(_pool):
     """`ranks(fn, world=n, **kwargs)` runs `fn` on n gloo ranks; results come in rank order."""
     return _pool
+
+
+@pytest.fixture
+def single():
+    """One process on the CPU, whatever the machine has."""
+    return ParallelState.single("cpu")

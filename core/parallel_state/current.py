@@ -1,9 +1,11 @@
 """The one current state, for the roof: nothing inside `core/` below it reads this, except as a default argument."""
 
+from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S, world
 from core.parallel_state.config import ParallelConfig
-from core.parallel_state.state import DEFAULT_TIMEOUT_S, ParallelState
+from core.parallel_state.state import ParallelState
 
 _current: ParallelState | None = None
+_alone: ParallelState | None = None  # of a process that never initialized one
 
 
 def initialize_model_parallel(
@@ -44,15 +46,16 @@ def current_state() -> ParallelState:
 
     Raises ValueError: several processes, and nobody said how they are laid out.
     """
+    global _alone
     if _current is not None:
         return _current
-    from core.parallel_state.collectives.groups import world
-
     if world()[1] > 1:
         raise ValueError(
             f"{world()[1]} processes but no parallel state: call parallel_state.initialize_model_parallel(...)"
         )
-    return ParallelState.single()
+    if _alone is None:
+        _alone = ParallelState.single()
+    return _alone
 
 
 def model_parallel_is_initialized() -> bool:
@@ -63,6 +66,6 @@ def model_parallel_is_initialized() -> bool:
 def destroy_model_parallel() -> None:
     """Leave the current state's groups and forget it; the default process group stays."""
     global _current
-    if _current is not None:
-        _current.destroy()
-    _current = None
+    state, _current = _current, None
+    if state is not None:
+        state.destroy()

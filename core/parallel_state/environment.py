@@ -24,12 +24,13 @@ def local_device(kind: str | None = None) -> torch.device:
     if wanted.type in ("cpu", "meta"):
         return torch.device(wanted.type)
     index = wanted.index if wanted.index is not None else torch.accelerator.current_device_index()
-    if wanted.index is None and index == 0:  # nobody chose
+    count = torch.accelerator.device_count()
+    if wanted.index is None and index == 0 and count > 1:  # nobody chose, and there is something to choose
         index = int(os.environ.get("LOCAL_RANK", 0))
-    if index >= torch.accelerator.device_count():
+    if index >= count:
         raise ValueError(
-            f"local rank {index} needs {index + 1} devices, this machine has {torch.accelerator.device_count()}; "
-            "start fewer processes, or use device='cpu'"
+            f"this process wants device {index} of type {wanted.type}, this machine has {count}; start fewer "
+            "processes, name one as device='type:index', or use device='cpu'"
         )
     torch.accelerator.set_device_index(index)
     return torch.device(wanted.type, index)
@@ -37,7 +38,7 @@ def local_device(kind: str | None = None) -> torch.device:
 
 @contextmanager
 def launch(
-    device: str | None = None, *, backend: str | None = None, timeout_s: float = 600.0
+    device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S
 ) -> Iterator[torch.device]:
     """Join torchrun's world (WORLD_SIZE and RANK set) or run as one process; leave it at the end, error or not.
 

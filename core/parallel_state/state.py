@@ -1,22 +1,20 @@
 """This rank's place in the grid, and the groups it belongs to: built once, passed down, never read from a global."""
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from core.parallel_state.collectives import groups as pg
-from core.parallel_state.collectives.groups import Group, Traffic
+from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S, Group, Traffic
 from core.parallel_state.config import ParallelConfig
 from core.parallel_state.environment import local_device
 from core.parallel_state.grid import GROUPS, Grid
 
 if TYPE_CHECKING:
     from core.parallel_state.collectives.groups import DeviceMesh
-
-DEFAULT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +61,17 @@ class ParallelState:
         served = pg.backends() if pg.is_initialized() else {}
         place = _place(device, served)
         grid = Grid(config)
-        world = pg.world_group()
+        world = pg.world_group(timeout_s, checked=debug)
         by_ranks: dict[tuple[int, ...], Any] = {world.ranks: world.process_group} if world else {}
         groups = {}
         for name, ranks in grid.groups_of(rank).items():
             if ranks not in by_ranks:
                 by_ranks[ranks] = pg.create_group(name, ranks, timeout_s)
-            groups[name] = Group(name, ranks, ranks.index(rank), by_ranks[ranks], checked=debug)
+            groups[name] = Group(name, ranks, ranks.index(rank), by_ranks[ranks], timedelta(seconds=timeout_s), debug)
         return cls(config, rank, place, groups, world)
+
+    def __deepcopy__(self, memo: dict) -> "ParallelState":
+        return self  # frozen: a copied model lives on the same ranks
 
     @cached_property
     def grid(self) -> Grid:
@@ -151,7 +152,7 @@ class ParallelState:
         group = self.group(name)
         if group is None and name not in self._alone:
             alone = pg.create_group(name, (self.rank,), DEFAULT_TIMEOUT_S)
-            self._alone[name] = Group(name, (self.rank,), 0, alone)
+            self._alone[name] = Group(name, (self.rank,), 0, alone, timedelta(seconds=DEFAULT_TIMEOUT_S))
         return group if group is not None else self._alone[name]
 
     def traffic(self) -> dict[str, Traffic]:
@@ -162,7 +163,7 @@ class ParallelState:
         """Bound every wait from now on (the first steps may compile or load; later ones should not)."""
         for group in (self.world, *self.groups.values()):
             if group is not None:
-                pg.set_timeout(group.process_group, timeout_s)
+                group.set_timeout(timeout_s)
 
     def destroy(self) -> None:
         """Leave the groups made by `build` (not the default group)."""
@@ -186,8 +187,3 @@ def _place(device: torch.device | str | None, served: dict[str, str]) -> torch.d
             f"type {', '.join(served)}, or init_process_group with a backend for {place.type}"
         )
     return place
-
-
-def all_coordinates(sizes: dict[str, int]) -> list[dict[str, int]]:
-    """Every coordinate of a grid of these sizes (a helper for plans and tests)."""
-    return [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]

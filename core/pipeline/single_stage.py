@@ -1,7 +1,7 @@
 """The executor of a model that is whole on every rank: microbatches one after the other."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from core.pipeline.step import (
     LossFn,
     StepResult,
     call_stage,
+    evaluating,
     forward_arguments,
     split_microbatches,
     stage_seed,
@@ -104,7 +105,7 @@ class SingleStage:
     def _each(self, batch: Batch, use: Callable[[Any, Any], Any]) -> list[Any]:
         """`use(output, microbatch)` of every microbatch, forward only."""
         used = []
-        with _evaluating(self.model):
+        with evaluating(self.model):
             try:
                 for m, part in enumerate(split_microbatches(batch, self.num_microbatches)):
                     self.grad_sync.before_forward(self.model)
@@ -124,10 +125,9 @@ class SingleStage:
         return seeded(self.ps.device, stage_seed(self.seed, self.step_index, microbatch))
 
     def _pair(self, loss_sum: Tensor, num_tokens: Tensor | float) -> Tensor:
-        both = [
-            torch.as_tensor(x, device=self.ps.device).detach().double().reshape(()) for x in (loss_sum, num_tokens)
-        ]
-        return torch.stack(both)
+        if not isinstance(num_tokens, Tensor):  # filled in on the device, not copied there
+            num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=self.ps.device)
+        return torch.stack([x.detach().to(self.ps.device, torch.float64).reshape(()) for x in (loss_sum, num_tokens)])
 
     def _result(self, sums: list[Tensor]) -> StepResult:
         total = all_reduce(torch.stack(sums).sum(0), self.ps.group("dp-cp"))
@@ -144,16 +144,3 @@ def _backward(loss_sum: Tensor, num_tokens: Tensor | float, loss_scale: float) -
             f"loss_fn returned a loss over {float(num_tokens):g} tokens that depends on 0 trainable parameters; do "
             "not detach it, and call step outside of no_grad"
         )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients; then every module is in the mode in which it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -1,10 +1,12 @@
 """What every executor of a step shares: batches, microbatches, how a module is called, the result."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from core.parallel_state.random import mix32
@@ -93,3 +95,16 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
 
 def _is_cut(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients; then every module is in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -44,11 +44,15 @@ class ColumnParallelLinear(nn.Module):
         self.bias = place.parameter(Layout(sizes, split), Init()) if bias else None
         self.stage, self.comm = place.stage, place.column_comm()
         self.gather = place.group if gather_output else None
+        self.split_dim = split_dim
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] -> [s, b, o/tp] (see the class)."""
         y = deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
-        return y if self.gather is None else gather_from_tensor_region(y, self.gather)
+        if self.gather is None:
+            return y
+        parts = y.unflatten(-1, self.weight.shape[:-1]).movedim(2 + self.split_dim, -1)
+        return gather_from_tensor_region(parts, self.gather).movedim(-1, 2 + self.split_dim).flatten(2)
 
     def extra_repr(self) -> str:
         """Local sizes."""

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from core.models.gpt import GPTModel
+from core.pipeline.step import evaluating
 
 
-@torch.no_grad()
 def generate(
     model: GPTModel, prompt: list[int], *, new_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> list[int]:
@@ -23,15 +23,12 @@ def generate(
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0 takes the likeliest token)")
     generator = torch.Generator().manual_seed(seed)
-    tokens, was_training = list(prompt), model.training
-    model.eval()
-    try:
+    tokens = list(prompt)
+    with evaluating(model):
         for n in range(len(prompt), min(len(prompt) + new_tokens, longest)):
             padded = torch.tensor([tokens + [0] * (-n % multiple)], device=device)  # padding is not attended to
             logits = model.gather_logits(model(padded)) if model.parallel_output else model(padded)
             tokens.append(_pick(logits[0, n - 1], temperature, generator))
-    finally:
-        model.train(was_training)
     return tokens
 
 

@@ -107,7 +107,7 @@ def train(
         if not (logged or validated or every_step is not None):
             continue  # nothing here waits for the device
         loss = float(result.loss_sum) / max(1, int(result.num_tokens))
-        if loss != loss:
+        if loss != loss and logged:  # where every rank looks, so that none is left waiting
             raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate or check the text")
         seen = seen or FirstStep(loss, float(stats.grad_norm))
         if logged:

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from core.parallel_state import Init, seeded
-from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, sum_gradients_of_foreign
 from core.transformer.dropout import Dropout
 from core.transformer.qkv import Tables, rotate, split_qkv
 from core.transformer.spec import Build, TransformerLayerSpec
@@ -66,6 +66,9 @@ class SelfAttention(nn.Module):
         heads = config.qk_layernorm
         self.q_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
         self.k_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
+        for part in (self.core_attention, self.q_layernorm, self.k_layernorm):
+            if part is not None:  # whatever it is, it sees this rank's heads only
+                sum_gradients_of_foreign(part, place.group)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
         """See the class; `rotary` is (cos, sin), each [b or 1, 1, s, d/2]."""

@@ -15,6 +15,11 @@ def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterato
     yield _divides("num_query_groups", groups, tp, groups)
     yield _divides("ffn_hidden_size", ffn, tp, ffn)
     yield (
+        parallel.context == 1 and parallel.expert == 1,
+        f"context={parallel.context}, expert={parallel.expert}: no layer splits the sequence over context ranks or "
+        "has experts yet; use 1 for both",
+    )
+    yield (
         config.num_layers >= pp,
         f"num_layers={config.num_layers} cannot fill {pp} pipeline stages; use at most {config.num_layers}",
     )

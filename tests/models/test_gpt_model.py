@@ -15,12 +15,6 @@ from tests.parity.whole import assert_same, whole_gradients, whole_parameters
 from tests.states import state
 
 
-@pytest.fixture
-def single():
-    """One process on the CPU, whatever the machine has."""
-    return ParallelState.single("cpu")
-
-
 def logits_here(style, tp, sp):
     ps = state(tp=tp, sp=sp)
     model = gpt(style, parallel=ps)

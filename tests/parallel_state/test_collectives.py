@@ -1,5 +1,7 @@
 """Every collective equals its plain definition, on gloo's composed paths too, counts its bytes, and names misuse."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from core.parallel_state.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from tests.pool import Pool
 from tests.states import state
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -55,6 +58,43 @@ def equal_definitions():
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_collectives_equal_their_definitions(ranks, world):
     assert ranks(equal_definitions, world=world) == [[{"rank": r} for r in range(world)]] * world
+
+
+def other_dtypes_and_strides():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = state(tp=world).group("tp")
+    for dtype in (torch.int32, torch.int64):
+        part = reduce_scatter(torch.full((2 * world, 2), rank + 1, dtype=dtype), group)
+        assert part.dtype == dtype and (part == world * (world + 1) // 2).all()
+    x = torch.full((3, 2), float(rank)).t()
+    view = x[:, 1:]
+    all_reduce(view, group)
+    assert (x[:, 1:] == world * (world - 1) / 2).all() and (x[:, 0] == rank).all()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_integers_and_views_are_reduced_alike_in_groups_of_every_size(ranks, world):
+    ranks(other_dtypes_and_strides, world=world)
+
+
+def late(world, kind):
+    """Rank 0 waits for a rank that never comes; the group's timeout ends it."""
+    ps = ParallelState.build(ParallelConfig(tensor=2 if kind == "own" else world), device="cpu")
+    ps.set_timeout(1.0)
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            all_reduce(torch.ones(3), ps.group("tp"))
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("world, kind", [(2, "world's"), (4, "own"), (4, "world's")])
+def test_a_wait_is_bounded_by_the_timeout(world, kind):
+    pool = Pool()  # a pair that timed out is closed for ever: not the session's pool
+    try:
+        assert pool(late, world, kind, world=world)[0] < 10
+    finally:
+        pool.close()
 
 
 def uneven_all_to_all():

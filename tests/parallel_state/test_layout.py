@@ -1,5 +1,7 @@
 """Layouts tile, own exactly once, and give the same initial values on every mesh. No process."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,11 @@ from hypothesis import strategies as st
 from core.parallel_state import Init, Layout, mix32
 from core.parallel_state.initial import fill
 from core.parallel_state.layout import layout_of, set_layout, true_part
-from core.parallel_state.state import all_coordinates
+
+
+def all_coordinates(sizes):
+    return [dict(zip(sizes, at, strict=True)) for at in itertools.product(*map(range, sizes.values()))]
+
 
 LAYOUTS = [
     Layout((8, 6)),

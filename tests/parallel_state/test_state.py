@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from core import parallel_state
 from core.parallel_state import ParallelConfig, ParallelState
@@ -71,6 +72,62 @@ def parallel_state_all_reduce(x, ps):
 
 def test_two_grids_live_side_by_side(ranks):
     assert ranks(two_grids, world=4) == [(2.0, 4.0)] * 4
+
+
+def destroyed_after_its_world():
+    parallel_state.initialize_model_parallel(2, device="cpu")
+    known = dict(c10d._world.pg_map)
+    c10d._world.pg_map.clear()  # what dist.destroy_process_group() of the world leaves
+    try:
+        parallel_state.destroy_model_parallel()
+        assert not parallel_state.model_parallel_is_initialized()
+    finally:
+        c10d._world.pg_map.update(known)
+
+
+def test_destroying_after_the_world_is_gone_forgets_the_state(ranks):
+    ranks(destroyed_after_its_world, world=4)
+
+
+def test_a_process_that_never_initialized_one_keeps_one_state():
+    assert parallel_state.current_state() is parallel_state.current_state()
+
+
+class Accelerator:
+    """A machine with `count` devices of type cuda, of which device `chosen` is current."""
+
+    def __init__(self, count, chosen=0):
+        self.count, self.index = count, chosen
+
+    def patch(self, monkeypatch, local_rank):
+        names = {
+            "is_available": lambda: True,
+            "current_accelerator": lambda: torch.device("cuda"),
+            "device_count": lambda: self.count,
+            "current_device_index": lambda: self.index,
+            "set_device_index": lambda i: setattr(self, "index", i),
+        }
+        for name, fn in names.items():
+            monkeypatch.setattr(torch.accelerator, name, fn)
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+
+@pytest.mark.parametrize(
+    "count, chosen, local_rank, kind, expected",
+    [(4, 0, 3, None, 3), (4, 2, 3, None, 2), (1, 0, 3, None, 0), (4, 0, 3, "cuda:1", 1), (4, 0, 3, "cuda", 3)],
+)
+def test_the_device_of_a_process(monkeypatch, count, chosen, local_rank, kind, expected):
+    machine = Accelerator(count, chosen)
+    machine.patch(monkeypatch, local_rank)
+    assert parallel_state.local_device(kind) == torch.device("cuda", expected) and machine.index == expected
+    assert parallel_state.local_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind, wanted", [(None, 5), ("cuda:7", 7)])
+def test_a_device_beyond_the_machine_is_refused(monkeypatch, kind, wanted):
+    Accelerator(2).patch(monkeypatch, 5)
+    with pytest.raises(ValueError, match=f"wants device {wanted} of type cuda, this machine has 2; start fewer"):
+        parallel_state.local_device(kind)
 
 
 def meshes():

@@ -1,5 +1,7 @@
 """Split equals whole: every parallel layer against its torch.nn twin, outputs and gradients, in float64."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,12 +108,13 @@ def test_column_then_row_equals_dense(ranks, world, sp, bias, deferred, main_gra
     ranks(mlp, sp, bias, deferred, main_grad, world=world)
 
 
-def gathered_output():
+def gathered_output(sizes, split_dim):
     ps = state(tp=2)
-    layer = fill(ColumnParallelLinear(H, 6, place=place_of(ps, False), gather_output=True), ps)
+    place = place_of(ps, False)
+    layer = fill(ColumnParallelLinear(H, sizes, split_dim=split_dim, place=place, gather_output=True), ps)
     plain = {n: whole(n, p, p.parallel_layout, ps).requires_grad_() for n, p in layer.named_parameters()}
     x = torch.randn(S, B, H)
-    want = F.linear(x, plain["weight"], plain["bias"])
+    want = F.linear(x, plain["weight"].flatten(0, -2), plain["bias"].flatten())
     want.sin().sum().backward()
     got = layer(x)
     got.sin().sum().backward()
@@ -119,8 +122,26 @@ def gathered_output():
     assert_same(gradients(layer, ps), {n: p.grad for n, p in plain.items()}, 1e-12)
 
 
-def test_gather_output(ranks):
-    ranks(gathered_output)
+@pytest.mark.parametrize("sizes, split_dim", [(6, 0), ((2, 4), 1), ((2, 3, 5), 0), ((3, 4, 5), 1)])
+def test_gather_output(ranks, sizes, split_dim):
+    ranks(gathered_output, sizes, split_dim)
+
+
+def copied():
+    ps = state(tp=2)
+    layer = fill(ColumnParallelLinear(H, 6, place=place_of(ps, False)), ps)
+    other = copy.deepcopy(layer)
+    assert other.weight is not layer.weight and torch.equal(other.weight, layer.weight)
+    assert (
+        other.weight.parallel_layout == layer.weight.parallel_layout and other.weight.initial == layer.weight.initial
+    )
+    x = torch.randn(S, B, H, requires_grad=True)
+    other(x).sum().backward()
+    assert layer.weight.grad is None and other.weight.grad is not None and x.grad is not None
+
+
+def test_a_copied_layer_keeps_its_layout_and_its_peers(ranks):
+    ranks(copied)
 
 
 def embedding(sp, vocab, deferred):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from core.autograd import StageContext
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
-from core.models.gpt.inputs import check_optional, check_tokens
+from core.models.gpt.inputs import check_optional, check_tokens, check_values
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of
 from core.parallel_state.collectives import broadcast
 from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
@@ -83,7 +83,8 @@ class GPTModel(nn.Module):
         position_ids: [b, s], default 0 .. s-1. attention_mask: None is causal, else bool [b, 1, s, s], True =
         masked out. Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
         `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h].
-        Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype.
+        Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype; a token,
+        position or label out of range (on an accelerator: an asynchronous assertion).
         """
         s = self._check(tokens, position_ids, attention_mask, labels)
         if self._draws and self.training and not self.stage.driven:
@@ -97,7 +98,8 @@ class GPTModel(nn.Module):
         if labels is not None:
             target = labels.t().contiguous()
             group = self.place.group
-            return vocab_parallel_cross_entropy(logits, target, group, vocab_size=self.vocab_size, inplace=True).t()
+            loss = vocab_parallel_cross_entropy(logits, target, group, vocab_size=self.vocab_size, inplace=True)
+            return loss.t().contiguous()
         logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(0, 1)
         return logits if self.parallel_output else self.gather_logits(logits)
 
@@ -112,10 +114,10 @@ class GPTModel(nn.Module):
     def _check(
         self, tokens: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
     ) -> int:
-        """Shapes and dtypes, in integers only, so that no device is waited for; returns the sequence length."""
+        """Shapes, dtypes and ranges, without waiting for a device; returns the sequence length."""
         tp = self.place.tp if self.place.splits_sequence else 1
         if self.pre_process:
-            check_tokens(tokens)
+            check_tokens(tokens, self.vocab_size)
             b, s = tokens.shape
         else:
             s, b = tokens.shape[0] * tp, tokens.shape[1]
@@ -130,12 +132,15 @@ class GPTModel(nn.Module):
                 "or turn sequence_parallel off"
             )
         check_optional(b, s, position_ids, attention_mask, labels)
+        check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         return s
 
     def _draw_seed(self) -> None:
         """Plain use with dropout: a seed from torch's own CPU generator, the same on all tensor ranks."""
-        seed = torch.randint(2**31, (1,)).to(self.parallel.device)
-        self.stage.seed = int(broadcast(seed, self.place.group).item())
+        seed = torch.randint(2**31, (1,))
+        if self.place.group is not None:
+            seed = broadcast(seed.to(self.parallel.device), self.place.group)
+        self.stage.seed = int(seed.item())
 
 
 def stage_layers(num_layers: int, ps: ParallelState) -> range:

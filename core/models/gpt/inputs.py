@@ -1,15 +1,44 @@
-"""What a model is called with: shapes and dtypes only, because looking at values would wait for the device."""
+"""What a model is called with. Values are looked at where that waits for nothing, else asserted on the device."""
 
 import torch
 from torch import Tensor
 
 
-def check_tokens(tokens: Tensor) -> None:
-    """Raise ValueError unless `tokens` are integers [b, s]."""
+def _in_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
+    """Every value in [0, size), or equal to `ignored`: tables and losses would take some others silently."""
+    if values.numel() == 0 or values.is_meta:
+        return
+    if values.device.type != "cpu":
+        fits = (values >= 0) & (values < size)
+        if ignored is not None:
+            fits |= values == ignored
+        torch._assert_async(fits.all(), f"{name} out of range")
+        return
+    low, high = torch.aminmax(values)
+    if low >= 0 and high < size:
+        return
+    wrong = values[(values < 0) | (values >= size)]
+    wrong = wrong[wrong != ignored] if ignored is not None else wrong
+    if wrong.numel():
+        also = "" if ignored is None else f", or {ignored} to leave a token out"
+        raise ValueError(f"{name} holds {int(wrong[0])}, valid are 0 to {size - 1}{also}")
+
+
+def check_values(position_ids: Tensor | None, positions: int, labels: Tensor | None, vocab_size: int) -> None:
+    """Raise ValueError for a position or label out of range."""
+    if position_ids is not None:
+        _in_range("position_ids", position_ids, positions)
+    if labels is not None:
+        _in_range("labels", labels, vocab_size, ignored=-100)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless `tokens` are integers [b, s] of the vocabulary."""
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens must be int64 or int32, got {tokens.dtype} {tuple(tokens.shape)}")
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]")
+    _in_range("tokens", tokens, vocab_size)
 
 
 def check_optional(

@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+DEFAULT_TIMEOUT_S = 600.0
+
 
 @dataclass
 class Traffic:
@@ -30,14 +32,15 @@ class Traffic:
 class Group:
     """A process group of more than one rank, with what a layer needs to know as plain attributes.
 
-    `rank` is this process's index in `ranks` (global ranks, ascending). `checked` compares every call across
-    the ranks before it is made (debugging; slow).
+    `rank` is this process's index in `ranks` (global ranks, ascending). `timeout` bounds every wait. `checked`
+    compares every call across the ranks before it is made (debugging; slow).
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     process_group: ProcessGroup
+    timeout: timedelta
     checked: bool = False
     traffic: Traffic = field(default_factory=Traffic)
 
@@ -47,6 +50,15 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of ranks {self.ranks})"
+
+    def __deepcopy__(self, memo: dict) -> "Group":
+        return self  # a copied model talks to the same peers
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Bound how long a collective of this group may wait; a later call that waits longer fails loudly."""
+        self.timeout = timedelta(seconds=timeout_s)
+        for device in self.process_group._device_types:
+            self.process_group._get_backend(device)._set_default_timeout(self.timeout)
 
 
 def backends(group: ProcessGroup | None = None) -> dict[str, str]:
@@ -76,14 +88,14 @@ def destroy_world() -> None:
         dist.destroy_process_group()
 
 
-def world_group() -> Group | None:
+def world_group(timeout_s: float, *, checked: bool = False) -> Group | None:
     """The default group as a Group; None for a single process."""
     rank, size = world()
     if size == 1:
         return None
     group = dist.group.WORLD
     assert group is not None
-    return Group("world", tuple(range(size)), rank, group)
+    return Group("world", tuple(range(size)), rank, group, timedelta(seconds=timeout_s), checked)
 
 
 def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
@@ -111,17 +123,9 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """Leave one group."""
-    if is_initialized():
+    """Leave one group, unless it went with the world it was made from."""
+    if is_initialized() and group in c10d._world.pg_map:
         dist.destroy_process_group(group)
-
-
-def set_timeout(group: ProcessGroup | None, timeout_s: float) -> None:
-    """Bound how long a collective of `group` may wait; the next call that waits longer fails loudly."""
-    pg = group if group is not None else dist.group.WORLD
-    assert pg is not None
-    for device in pg._device_types:
-        pg._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def mesh(groups: list[ProcessGroup], device_type: str, ranks: Any, names: tuple[str, ...]) -> DeviceMesh:

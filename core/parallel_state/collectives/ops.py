@@ -67,11 +67,12 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
     options, combine = _OP[op]
     pg = group.process_group
     if group.size == 2 and _composes(x, group):
-        other = torch.empty_like(x)
-        sent = pg.send([x], 1 - group.rank, TAG)
-        pg.recv([other], 1 - group.rank, TAG).wait()
-        sent.wait()
-        combine(x, other, out=x)
+        other = torch.empty_like(x, memory_format=torch.contiguous_format)
+        part = x.contiguous()
+        sent = pg.send([part], 1 - group.rank, TAG)
+        pg.recv([other], 1 - group.rank, TAG).wait(group.timeout)
+        sent.wait(group.timeout)
+        combine(part, other, out=x)
     else:
         pg.allreduce([x], options).wait()
     group.traffic.add(x.nbytes, perf_counter() - begin)
@@ -89,7 +90,7 @@ def start_all_reduce(x: Tensor, group: Group | None) -> Pending:
 
 
 def all_gather(x: Tensor, group: Group | None) -> Tensor:
-    """[n, ...] on every rank -> [n * size, ...], the parts in rank order."""
+    """[n, ...] on every rank (at least one dim) -> [n * size, ...], the parts in rank order."""
     return start_all_gather(x, group).wait() if group is not None else x
 
 
@@ -128,7 +129,10 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> Pending:
         return _Done(x)
     begin = perf_counter()
     if x.shape[0] % group.size:
-        raise ValueError(f"reduce_scatter: dim 0 of {tuple(x.shape)} does not divide over {group.size} ranks")
+        raise ValueError(
+            f"reduce_scatter: dim 0 of {tuple(x.shape)} does not divide over {group.size} ranks; pad it to "
+            f"{-(-x.shape[0] // group.size) * group.size}"
+        )
     x = x.contiguous()
     if group.checked:
         compare_across_ranks("reduce_scatter", x, group)
@@ -150,7 +154,7 @@ def _exchange(out: list[Tensor], into: list[Tensor], group: Group) -> None:
     sent = [pg.send([out[peer]], peer, TAG) for peer in peers]
     received = [pg.recv([into[peer]], peer, TAG) for peer in reversed(peers)]
     for work in received + sent:
-        work.wait()
+        work.wait(group.timeout)
 
 
 def _exchange_and_sum(x: Tensor, group: Group) -> Tensor:
@@ -163,7 +167,7 @@ def _exchange_and_sum(x: Tensor, group: Group) -> Tensor:
     scratch = x.new_empty((group.size, *mine.shape))
     scratch[group.rank].copy_(mine)
     _exchange(list(parts), list(scratch), group)
-    return scratch.sum(0)  # in rank order, and in float32 inside for 16-bit types
+    return scratch.sum(0, dtype=x.dtype)  # in rank order, and in float32 inside for 16-bit types
 
 
 def all_to_all(

@@ -4,6 +4,7 @@ gloo accepts a message of another size or dtype silently, and loses one whose ha
 `isend` returns until it is waited for, and do not write to a tensor under way.
 """
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,25 +28,25 @@ MAX_DIMS = 8
 class Received:
     """A message on its way; `wait()` returns its tensor."""
 
-    def __init__(self, tensor: Tensor, work: Any) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: Tensor, work: Any, timeout: timedelta) -> None:
+        self._tensor, self._work, self._timeout = tensor, work, timeout
 
     def wait(self) -> Tensor:
         """Block until the message is here (bounded by the group's timeout)."""
-        self._work.wait()
+        self._work.wait(self._timeout)
         return self._tensor
 
 
 class Sent:
     """A message under way; holds its tensor until `wait()`."""
 
-    def __init__(self, tensor: Tensor, works: list[Any], extra: Tensor | None = None) -> None:
-        self._held, self._works = (tensor, extra), works
+    def __init__(self, tensor: Tensor, works: list[Any], timeout: timedelta, extra: Tensor | None = None) -> None:
+        self._held, self._works, self._timeout = (tensor, extra), works, timeout
 
     def wait(self) -> None:
         """Block until the receiver has it, then let the tensor go."""
         for work in self._works:
-            work.wait()
+            work.wait(self._timeout)
         self._held = ()  # type: ignore[assignment]
 
 
@@ -61,7 +62,7 @@ def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool
     head = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device) if header else None
     works = [group.process_group.send([t], peer, tag) for t in (head, tensor) if t is not None]
     group.traffic.add(tensor.nbytes, 0.0)
-    return Sent(tensor, works, head)
+    return Sent(tensor, works, group.timeout, head)
 
 
 def irecv(
@@ -81,7 +82,7 @@ def irecv(
     if header:
         expected = _header(tuple(shape), dtype)
         head = torch.empty_like(expected, device=device)
-        group.process_group.recv([head], peer, tag).wait()
+        group.process_group.recv([head], peer, tag).wait(group.timeout)
         kind, dims, *sent = head.tolist()
         if head.tolist() != expected.tolist():
             raise ValueError(
@@ -89,4 +90,4 @@ def irecv(
                 f"{group.ranks[group.rank]} expects {tuple(shape)} of {dtype}: both sides must agree"
             )
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    return Received(tensor, group.process_group.recv([tensor], peer, tag))
+    return Received(tensor, group.process_group.recv([tensor], peer, tag), group.timeout)

@@ -1,0 +1,89 @@
+"""What users do to a model from outside: parts with parameters of their own, copies, values out of range."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from core.models.gpt import gpt2_spec
+from core.parallel_state import layout_of
+from core.transformer.attention import CoreAttention
+from tests.models.gpt import VOCAB, batch, gpt
+from tests.parity.whole import assert_same, whole_gradients
+from tests.states import state
+
+
+class Scaled(CoreAttention):
+    """Attention whose values are scaled by a parameter that nobody gave a layout."""
+
+    def __init__(self, build):
+        super().__init__(build)
+        self.scale = nn.Parameter(torch.full((build.config.head_size,), 1.5, dtype=torch.float64))
+
+    def forward(self, q, k, v, attention_mask=None):
+        return super().forward(q, k, v * self.scale, attention_mask)
+
+
+def gradients_of_a_part_over_heads(tp, sp):
+    ps, (tokens, labels) = state(tp=tp, sp=sp), batch()
+    model = gpt(parallel=ps, spec=dataclasses.replace(gpt2_spec(), core_attention=Scaled))
+    model(tokens, labels=labels).sum().backward()
+    return whole_gradients(model, ps)  # which asserts that replicas agree
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_part_over_heads_has_its_whole_gradient(ranks, sp):
+    want = ranks(gradients_of_a_part_over_heads, 1, False, world=1)[0]
+    assert any(name.endswith("core_attention.scale") for name in want)
+    for found in ranks(gradients_of_a_part_over_heads, 2, sp):
+        assert_same(found, want)
+
+
+def copied(tp):
+    ps, (tokens, labels) = state(tp=tp, sp=True), batch()
+    model = gpt(parallel=ps)
+    other = copy.deepcopy(model)
+    for module in (model, other):
+        module(tokens, labels=labels).sum().backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert p is not q and layout_of(p) == layout_of(q), name
+    assert_same(whole_gradients(other, ps), whole_gradients(model, ps), 0.0)
+    assert other.stage is not model.stage and other.decoder.layers["0"].mlp.linear_fc1.stage is other.stage
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_copied_model_is_the_same_model(ranks, tp):
+    ranks(copied, tp, world=tp)
+
+
+def test_the_loss_can_be_viewed(single):
+    tokens, labels = batch()
+    assert gpt(parallel=single)(tokens, labels=labels).view(-1).shape == (tokens.numel(),)
+
+
+@pytest.mark.parametrize(
+    "where, value, message",
+    [
+        ("tokens", VOCAB, f"tokens holds {VOCAB}, valid are 0 to {VOCAB - 1}"),
+        ("tokens", -1, "tokens holds -1, valid are 0 to"),
+        ("labels", VOCAB + 4, f"labels holds {VOCAB + 4}, valid are 0 to {VOCAB - 1}, or -100 to leave a token out"),
+        ("labels", -1, "labels holds -1"),
+        ("position_ids", -1, "position_ids holds -1, valid are 0 to"),
+        ("position_ids", 10_000, "position_ids holds 10000"),
+    ],
+)
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_values_out_of_range_are_refused(single, style, where, value, message):
+    """Padded rows, a clamped lookup or a loss of no label would take some of these without a word."""
+    model, (tokens, labels) = gpt(style, parallel=single), batch()
+    given = {
+        "tokens": tokens,
+        "labels": labels,
+        "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).clone(),
+    }
+    assert model(**given).isfinite().all()
+    given[where][0, 1] = value
+    with pytest.raises(ValueError, match=message):
+        model(**given)
