@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from benchmarks.harness import arguments, flops_per_token, fused_adamw, matmul_flops, report, take_turns
+from benchmarks.harness import arguments, flops_per_token, fused_adamw, kernel_share, matmul_flops, report, take_turns
 from benchmarks.llama import Shape
 from core.models.gpt import GPTModel
 from core.models.gpt.huggingface import from_huggingface, load_huggingface
@@ -92,8 +92,9 @@ def compare(shape, batch, dtype, pairs):
     main = None
     if dtype == torch.bfloat16:
         main = take_turns(with_main_parameters(our_model(theirs, dtype), tokens, labels), b, pairs=max(5, pairs // 2))
+    share = kernel_share(b)
     fraction = flops_per_token(shape) * tokens.numel() / statistics.median(ratio.ours) / matmul_flops(dtype)
-    return ratio, main, fraction
+    return ratio, main, fraction, share
 
 
 def main():
@@ -104,11 +105,14 @@ def main():
     pairs, result = 5 if args.quick else 11, {}
     print(f"{shape}, {batch * shape.seq} tokens, 1 thread, fused AdamW, eager")
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        ratio, main_parameters, fraction = compare(shape, batch, dtype, pairs)
+        ratio, main_parameters, fraction, share = compare(shape, batch, dtype, pairs)
         print(ratio.row(f"{name}: ours against Hugging Face"))
         if main_parameters:
             print(main_parameters.row(f"{name}: ours with fp32 main parameters"))
         print(f"{name}: ours runs at {fraction:.2f} of this machine's matmul rate")
+        print(
+            f"{name}: matmul and attention kernels are {share:.0%} of the peer's step: no ratio above {1 / share:.2f}"
+        )
         result[f"speedup_vs_hf_{name}"] = ratio.median
         result[f"matmul_fraction_{name}"] = fraction
     report(result, args.json)

@@ -66,6 +66,18 @@ def matmul_flops(dtype, n=1024, rounds=60):
     return 2 * n**3 / statistics.median(times[5:])
 
 
+def kernel_share(step, rounds=3):
+    """Share of a step's time inside matmul and attention kernels, which both sides call alike (by torch's profiler)."""
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(rounds):
+            step()
+    events = profile.key_averages()
+    names = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash")
+    kernels = sum(e.self_cpu_time_total for e in events if e.key.startswith(names))
+    return kernels / sum(e.self_cpu_time_total for e in events)
+
+
 def flops_per_token(shape):
     """Forward and backward matmul FLOPs per token, causal attention counted as half."""
     d = shape.hidden // shape.heads

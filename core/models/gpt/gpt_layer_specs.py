@@ -1,5 +1,7 @@
 """Named specs. A new model is a `dataclasses.replace` of one of these."""
 
+from dataclasses import replace
+
 from core.transformer.attention import CoreAttention, SelfAttention
 from core.transformer.layer import TransformerLayer
 from core.transformer.mlp import MLP
@@ -26,14 +28,7 @@ def llama_spec() -> TransformerLayerSpec:
     Their other facts are the configuration's: normalization="RMSNorm", activation_func="silu",
     gated_linear_unit=True, add_bias_linear=False, qk_layernorm=True (Qwen3), add_qkv_bias=True (Qwen2).
     """
-    return TransformerLayerSpec(
-        layer=TransformerLayer,
-        norm=build_norm,
-        attention=SelfAttention,
-        core_attention=CoreAttention,
-        mlp=MLP,
-        rotary=Rotary,
-    )
+    return replace(gpt2_spec(), positions=None, rotary=Rotary)
 
 
 def get_gpt_layer_local_spec() -> TransformerLayerSpec:
