@@ -67,7 +67,7 @@ def matmul_flops(dtype, n=1024, rounds=60):
 
 
 def kernel_share(step, rounds=3):
-    """Share of a step's time inside matmul and attention kernels, which both sides call alike (by torch's profiler)."""
+    """Share of a step inside matmul and attention kernels, which both sides call alike (by torch's profiler)."""
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(rounds):
