@@ -2,15 +2,19 @@
 
 A job runs on the first `world` workers. Each world size has its own default process group (a PrefixStore
 over one TCPStore), made at its first use and kept, so no test pays for a rendezvous twice.
+
+Every job has a number, which its answers repeat: no answer can be taken for that of another job.
 """
 
 import multiprocessing as mp
+import pickle
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,7 @@ def _switch_world(rank: int, world: int, store: Any, groups: dict[int, Any]) -> 
 
 
 def _work(rank: int, port: int, pipe: Connection) -> None:
-    """One worker: receive (world, function, arguments), answer (error or None, result)."""
+    """One worker: receive (number, job), answer (number, error or None, result)."""
     sys.path.insert(0, ROOT)
     import torch
     import torch.distributed as dist
@@ -58,25 +62,25 @@ def _work(rank: int, port: int, pipe: Connection) -> None:
     groups: dict[int, Any] = {}
     while True:
         try:
-            job = pipe.recv()
-        except EOFError:
+            number, job = pipe.recv()
+        except (EOFError, OSError):
             return
-        except BaseException:  # the function could not be unpickled here
-            pipe.send((traceback.format_exc(), None))
-            continue
-        world, fn, args, kwargs = job
+        error, result = None, None
         try:
+            world, fn, args, kwargs = pickle.loads(job)
             _switch_world(rank, world, store, groups)
             torch.manual_seed(0)
             torch.set_default_dtype(torch.float64)  # split and whole differ by rounding only
-            answer = (None, fn(*args, **kwargs))
+            result = fn(*args, **kwargs)
         except BaseException:
-            answer = (traceback.format_exc(), None)
+            error = traceback.format_exc()
         torch.set_default_dtype(torch.float32)
         try:
-            pipe.send(answer)
+            pipe.send((number, error, result))
+        except (BrokenPipeError, ConnectionResetError):  # the pool was closed meanwhile
+            return
         except BaseException:
-            pipe.send((traceback.format_exc(), None))
+            pipe.send((number, traceback.format_exc(), None))
 
 
 class Pool:
@@ -87,6 +91,7 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
+        self._number = 0
 
     def _start(self) -> None:
         import torch.distributed as dist
@@ -115,22 +120,15 @@ class Pool:
         self._processes, self._pipes, self._store = [], [], None
 
     def __call__(self, fn: Callable, *args: Any, world: int = 2, timeout: float = TIMEOUT_S, **kwargs: Any) -> list:
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes[:world]:
-            pipe.send((world, fn, args, kwargs))
-        answers, deadline = {}, time.monotonic() + timeout
-        while len(answers) < world and (left := deadline - time.monotonic()) > 0:
-            waiting = {self._pipes[r]: r for r in range(world) if r not in answers}
-            for pipe in wait(list(waiting), left):
-                rank = waiting[pipe]
-                try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, OSError):
-                    self._processes[rank].join(1)
-                    answers[rank] = (f"the process died, exit code {self._processes[rank].exitcode}", None)
-                if answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        # each its own pickle (a tensor in shared memory can be received once), and all before anything is sent
+        jobs = [bytes(ForkingPickler.dumps((world, fn, args, kwargs))) for _ in range(world)]
+        try:
+            if not self._processes:
+                self._start()
+            answers = self._ask(jobs, timeout)
+        except BaseException:  # an interrupt, say: some workers have the job, or answers that nobody reads
+            self.close()
+            raise
         errors = {rank: error for rank, (error, _) in sorted(answers.items()) if error}
         silent = [rank for rank in range(world) if rank not in answers]
         if silent or any("the process died" in error for error in errors.values()):
@@ -140,3 +138,31 @@ class Pool:
             lines += [f"rank {rank} of {world}: no answer" for rank in silent]
             raise RankError("\n".join(lines))
         return [answers[rank][1] for rank in range(world)]
+
+    def _ask(self, jobs: list[bytes], timeout: float) -> dict[int, tuple[str | None, Any]]:
+        """rank -> (error, result) of the ranks that answered in time."""
+        self._number += 1
+        world = len(jobs)
+        if dead := [rank for rank in range(world) if not self._processes[rank].is_alive()]:
+            raise RankError("\n".join(f"rank {r} of {world}: {self._died(r)[0]}, before this job" for r in dead))
+        for pipe, job in zip(self._pipes, jobs, strict=False):
+            pipe.send((self._number, job))
+        answers, deadline = {}, time.monotonic() + timeout
+        while len(answers) < world and (left := deadline - time.monotonic()) > 0:
+            waiting = {self._pipes[r]: r for r in range(world) if r not in answers}
+            for pipe in wait(list(waiting), left):
+                rank = waiting[pipe]
+                try:
+                    number, *answer = pipe.recv()
+                except (EOFError, OSError):
+                    number, answer = self._number, self._died(rank)
+                if number != self._number:  # of a job that was given up
+                    continue
+                answers[rank] = tuple(answer)
+                if answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _died(self, rank: int) -> tuple[str, None]:
+        self._processes[rank].join(1)
+        return f"the process died, exit code {self._processes[rank].exitcode}", None

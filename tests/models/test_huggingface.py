@@ -14,14 +14,16 @@ from tests.states import state
 
 COMMON = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 101, "use_cache": False}
 COMMON |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "vocab_size": 101, "n_positions": 32}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**COMMON),
     "llama-tied": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama-biased": lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
     "qwen2": lambda: transformers.Qwen2Config(**COMMON),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=12),
-    "gpt2": lambda: transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=8, vocab_size=101, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2-untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
 }
 
 
@@ -80,33 +82,3 @@ def test_logits_and_gradients_equal_transformers(ranks, kind, tp, exact):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_with_sequence_parallelism_and_a_padding_mask(ranks, kind):
     ranks(compare, kind, 2, True, True, True, world=2)
-
-
-def test_what_cannot_be_represented_is_refused():
-    with pytest.raises(ValueError, match="model_type='mamba' is not supported; known: gpt2, llama"):
-        from_huggingface(transformers.MambaConfig())
-    scaled = transformers.LlamaConfig(
-        **COMMON, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    )
-    with pytest.raises(ValueError, match="rope_type='linear' is not supported"):
-        from_huggingface(scaled)
-    with pytest.raises(ValueError, match="sliding_window=4096"):
-        from_huggingface(transformers.MistralConfig(sliding_window=4096))
-
-
-def test_weights_of_another_model_are_refused():
-    ours = from_huggingface(CONFIGS["llama"]())
-    model = GPTModel(**ours.arguments(), parallel=state_of_one())
-    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | {"vocab_size": 102}))
-    with pytest.raises(ValueError, match=r"word_embeddings.weight is \(101, 32\) here and \(102, 32\)"):
-        load_huggingface(model, other.state_dict())
-    tied = transformers.LlamaForCausalLM(CONFIGS["llama-tied"]()).state_dict()
-    del tied["lm_head.weight"]
-    with pytest.raises(ValueError, match=r"no counterpart of output_layer.weight"):
-        load_huggingface(model, tied)
-
-
-def state_of_one():
-    from core.parallel_state import ParallelState
-
-    return ParallelState.single("cpu")

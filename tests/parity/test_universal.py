@@ -13,6 +13,7 @@ from core.models.gpt import GPTModel, gpt2_spec, llama_spec
 from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
+from core.tensor_parallel.embedding import padded_vocab_rows
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.parity.whole import assert_same, whole_gradients, whole_parameters
@@ -46,9 +47,9 @@ def config(style, **more):
     return TransformerConfig(**facts | STYLES[style] | more)
 
 
-def model(style, tied, ps, **more):
+def model(style, tied, ps, vocab=VOCAB, **more):
     spec = llama_spec() if style == "llama" else gpt2_spec()
-    made = GPTModel(config(style, **more), spec, VOCAB, S, share_embeddings_and_output_weights=tied, parallel=ps)
+    made = GPTModel(config(style, **more), spec, vocab, S, share_embeddings_and_output_weights=tied, parallel=ps)
     with torch.no_grad():  # biases start at 0 and norms at 1: give their gradients something to depend on
         for name, p in made.named_parameters():
             if p.dim() == 1 or name.endswith("bias"):
@@ -58,12 +59,12 @@ def model(style, tied, ps, **more):
     return made
 
 
-def batch(masked):
+def batch(masked, vocab=VOCAB):
     """The global batch; `masked`: uneven ignored labels, the whole of row 0 and (nearly) of row 1 among them."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(VOCAB, (ROWS, S), generator=generator)
-    labels = torch.randint(VOCAB, (ROWS, S), generator=generator)
-    tokens[0, 0] = labels[2, 3] = VOCAB - 1
+    tokens = torch.randint(vocab, (ROWS, S), generator=generator)
+    labels = torch.randint(vocab, (ROWS, S), generator=generator)
+    tokens[0, 0] = labels[2, 3] = vocab - 1
     if masked:
         labels[0] = -100
         labels[1, 1:] = -100
@@ -71,13 +72,13 @@ def batch(masked):
     return {"tokens": tokens, "labels": labels}
 
 
-def one_step(style, tied, masked, ps, microbatch=1, **more):
+def one_step(style, tied, masked, ps, microbatch=1, vocab=VOCAB, **more):
     """(loss, gradients' owner, gradient norm) of one step on this rank's rows of the global batch."""
-    made = model(style, tied, ps, **more)
+    made = model(style, tied, ps, vocab, **more)
     sync = PerParameterGradSync(made, ps)
     optimizer = AdamW(made, ps, OptimizerConfig(lr=1e-3), grad_sync=sync)
     rows = ROWS // ps.size("dp")
-    mine = {k: v[ps.index("dp") * rows :][:rows] for k, v in batch(masked).items()}
+    mine = {k: v[ps.index("dp") * rows :][:rows] for k, v in batch(masked, vocab).items()}
     executor = SingleStage(made, ps=ps, num_microbatches=rows // microbatch, grad_sync=sync)
     result = executor.step(mine, next_token_loss)
     gradients = {n: p.main_grad.clone() for n, p in made.named_parameters()}
@@ -89,11 +90,11 @@ def one_step(style, tied, masked, ps, microbatch=1, **more):
 
 
 @cache
-def reference(style, tied, masked):
+def reference(style, tied, masked, vocab=VOCAB):
     """The same step in one process, in plain autograd: no executor, no main_grad, no optimizer of ours."""
-    made = model(style, tied, ParallelState.single("cpu"))
+    made = model(style, tied, ParallelState.single("cpu"), vocab)
     initial = {n: p.detach().clone() for n, p in made.named_parameters()}
-    data = batch(masked)
+    data = batch(masked, vocab)
     tokens = (data["labels"] != -100).sum()
     loss = made(data["tokens"], labels=data["labels"]).sum()
     loss.backward()
@@ -108,14 +109,14 @@ def reference(style, tied, masked):
     )
 
 
-def compare(style, tied, masked, tp, sp):
+def compare(style, tied, masked, tp, sp, vocab=VOCAB):
     ps = state(tp=tp, sp=sp)
-    gradients, initial, (loss, norm, tokens) = reference(style, tied, masked)
-    found = whole_parameters(model(style, tied, ps), ps)
+    gradients, initial, (loss, norm, tokens) = reference(style, tied, masked, vocab)
+    found = whole_parameters(model(style, tied, ps, vocab), ps)
     assert found.keys() == initial.keys()
     for name, value in found.items():
         assert torch.equal(value, initial[name]), f"{name}: initial values depend on the layout"
-    made, got_loss, got_norm, got_tokens = one_step(style, tied, masked, ps)
+    made, got_loss, got_norm, got_tokens = one_step(style, tied, masked, ps, vocab=vocab)
     assert got_tokens == tokens
     assert abs(got_loss - loss) <= 1e-10 * abs(loss)
     assert abs(got_norm - norm) <= 1e-10 * norm
@@ -148,6 +149,12 @@ def test_the_cover_meets_every_pair():
 @pytest.mark.parametrize("dp, tp, sp, style, tied, masked", list(cases()))
 def test_every_layout_equals_one_process(ranks, dp, tp, sp, style, tied, masked):
     ranks(compare, style, tied, masked, tp, sp, world=dp * tp)
+
+
+@pytest.mark.parametrize("tp, sp, tied", [(2, False, True), (2, True, False), (4, False, False), (4, True, True)])
+def test_ranks_that_hold_only_padding_of_a_small_vocabulary(ranks, tp, sp, tied):
+    assert padded_vocab_rows(20, tp) // tp >= 20, "the last ranks hold no true row"
+    ranks(compare, "llama", tied, True, tp, sp, 20, world=tp)
 
 
 def plain_use(style, tp, sp):

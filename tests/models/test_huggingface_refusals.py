@@ -1,0 +1,180 @@
+"""What cannot be taken over from Hugging Face is refused by name: nothing is dropped, nothing guessed."""
+
+import pytest
+import torch
+import transformers
+
+from core.models.gpt import GPTModel, llama_spec
+from core.models.gpt.huggingface import from_huggingface, load_huggingface
+from core.parallel_state import ParallelState
+from tests.models.test_huggingface import COMMON, CONFIGS
+
+
+def model(kind, **more):
+    ours = from_huggingface(CONFIGS[kind]()).arguments()
+    return GPTModel(**ours | more, parallel=ParallelState.single("cpu"))
+
+
+def weights(kind):
+    theirs = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p)
+    return theirs.state_dict()
+
+
+def test_unknown_models_positions_and_windows():
+    with pytest.raises(ValueError, match="model_type='mamba' is not supported; known: gpt2, llama"):
+        from_huggingface(transformers.MambaConfig())
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="rope_type='linear' is not supported"):
+        from_huggingface(transformers.LlamaConfig(**COMMON, rope_parameters=rope))
+    with pytest.raises(ValueError, match="sliding_window=4096"):
+        from_huggingface(transformers.MistralConfig(sliding_window=4096))
+
+
+def test_scaled_positions_under_the_older_name():
+    config = transformers.LlamaConfig(**COMMON)
+
+    class Older:
+        model_type, rope_parameters, rope_theta = "llama", None, 1e4
+        rope_scaling = {"type": "dynamic", "factor": 2.0}
+
+        def __getattr__(self, name):
+            return getattr(config, name)
+
+    with pytest.raises(ValueError, match="rope_type='dynamic' is not supported"):
+        from_huggingface(Older())
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (
+            lambda: transformers.LlamaConfig(**COMMON, attention_bias=True),
+            "attention_bias=True with mlp_bias=False is not supported.*both True or both False",
+        ),
+        (lambda: transformers.LlamaConfig(**COMMON, mlp_bias=True), "attention_bias=False with mlp_bias=True"),
+        (
+            lambda: transformers.Qwen3Config(**COMMON, attention_bias=True),
+            "attention_bias=True is not supported.*is attention_bias=False",
+        ),
+        (lambda: transformers.GPT2Config(scale_attn_weights=False), "scale_attn_weights=False .*use True"),
+        (
+            lambda: transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True),
+            "scale_attn_by_inverse_layer_idx=True .*use False",
+        ),
+        (lambda: transformers.GPT2Config(add_cross_attention=True), "add_cross_attention=True .*use False"),
+        (
+            lambda: transformers.GPT2Config(embd_pdrop=0.0),
+            "embd_pdrop=0.0 with resid_pdrop=0.1 .*set them to the same value",
+        ),
+    ],
+)
+def test_flags_that_change_the_numbers(config, message):
+    with pytest.raises(ValueError, match=message):
+        from_huggingface(config())
+
+
+def test_all_flags_are_told_at_once():
+    with pytest.raises(ValueError, match=r"scale_attn_weights=False.*add_cross_attention=True.*embd_pdrop"):
+        from_huggingface(transformers.GPT2Config(scale_attn_weights=False, add_cross_attention=True, embd_pdrop=0.5))
+
+
+def test_weights_of_another_size():
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | {"vocab_size": 102}))
+    with pytest.raises(ValueError, match=r"word_embeddings.weight is \(101, 32\) here and \(102, 32\)"):
+        load_huggingface(model("llama"), other.state_dict())
+    fewer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 2}))
+    with pytest.raises(
+        ValueError, match=r"have \(32, 8, 8\) rows in the Hugging Face weights, expected \(32, 16, 16\)"
+    ):
+        load_huggingface(model("llama"), fewer.state_dict())
+
+
+def test_weights_without_a_head_for_an_untied_model():
+    tied = weights("llama-tied")
+    del tied["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"no counterpart of output_layer.weight"):
+        load_huggingface(model("llama"), tied)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt2-untied"])
+def test_known_buffers_are_no_weights(kind):
+    state = weights(kind)
+    if kind == "llama":
+        state |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+        state |= {"model.rotary_emb.inv_freq": torch.ones(2)}
+    else:
+        state |= {
+            "transformer.h.1.attn.bias": torch.ones(1, 1, 4, 4),
+            "transformer.h.1.attn.masked_bias": torch.ones(1),
+        }
+    load_huggingface(model(kind), state)
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj.bias", "self_attn.q_proj.bias", "mlp.up_proj.bias", "adapter"])
+def test_a_tensor_that_would_be_dropped(name):
+    with pytest.raises(ValueError, match=rf"^1 of the .* no place in the model: model.layers.1.{name};"):
+        load_huggingface(model("llama"), weights("llama") | {f"model.layers.1.{name}": torch.ones(32)})
+
+
+def test_many_that_would_be_dropped_are_counted():
+    with pytest.raises(ValueError, match=r"^14 of the .*: model.layers.0.self_attn.q_proj.bias, .* and 11 more;"):
+        load_huggingface(model("llama"), weights("llama-biased"))
+    deeper = {f"model.layers.2.mlp.extra{n}": torch.ones(2) for n in range(2)}
+    with pytest.raises(ValueError, match=r"^2 of the .*: model.layers.2.mlp.extra0, model.layers.2.mlp.extra1;"):
+        load_huggingface(model("llama"), weights("llama") | deeper)
+
+
+def test_parts_that_the_spec_leaves_out():
+    """The weights were read under the configuration's names, but nothing of this model takes them."""
+    with pytest.raises(ValueError, match=r"^1 of the .*: embedding.position_embeddings.weight;"):
+        load_huggingface(model("gpt2", transformer_layer_spec=llama_spec()), weights("gpt2"))
+
+
+def test_a_head_unlike_the_table_of_a_tied_model():
+    for kind, untied in (("llama-tied", "llama"), ("gpt2", "gpt2-untied")):
+        with pytest.raises(ValueError, match=r"lm_head.weight differs from the embedding.*tie_word_embeddings=False"):
+            load_huggingface(model(kind), weights(untied))
+        same = weights(kind)
+        same["lm_head.weight"] = same["lm_head.weight"].clone()
+        load_huggingface(model(kind), same)
+
+
+@pytest.mark.parametrize("kind, prefix", [("llama", "model."), ("gpt2", "transformer.")])
+def test_names_without_the_prefix_of_a_whole_model(kind, prefix):
+    bare = {name.removeprefix(prefix): tensor for name, tensor in weights(kind).items()}
+    with pytest.raises(ValueError, match=f"AutoModelForCausalLM, or put '{prefix}' before"):
+        load_huggingface(model(kind), bare)
+    with pytest.raises(ValueError, match=r"none of transformer.wte.weight, model.embed_tokens.weight.*: spam"):
+        load_huggingface(model(kind), {"spam": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("llama", "model.norm.weight"),
+        ("llama-biased", "model.layers.0.self_attn.o_proj.bias"),
+        ("qwen2", "model.layers.0.self_attn.k_proj.bias"),
+        ("qwen3", "model.layers.1.self_attn.q_norm.weight"),
+        ("gpt2", "transformer.h.1.mlp.c_fc.bias"),
+        ("gpt2", "transformer.wpe.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing(kind, name):
+    state = weights(kind)
+    del state[name]
+    with pytest.raises(ValueError, match=f"the Hugging Face weights lack {name}, which"):
+        load_huggingface(model(kind), state)
+
+
+def test_a_pipeline_stage_takes_its_part():
+    """A stage holds a part of the names only; that is no reason to refuse the rest."""
+    state = weights("gpt2-untied")
+    first = model("gpt2-untied", pre_process=True, post_process=False, layers=range(1))
+    last = model("gpt2-untied", pre_process=False, post_process=True, layers=range(1, 2))
+    for stage in (first, last):
+        load_huggingface(stage, state)
+    assert torch.equal(last.output_layer.weight[:101], state["lm_head.weight"])
+    assert not torch.isnan(torch.cat([p.flatten() for p in first.parameters()])).any()

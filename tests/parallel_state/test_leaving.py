@@ -1,0 +1,71 @@
+"""Leaving the groups again, and the device of a world that no accelerator serves."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from core.parallel_state import ParallelConfig, ParallelState
+from core.parallel_state.state import _place
+
+
+def destroyed():
+    before = set(c10d._world.pg_map)
+    ps = ParallelState.build(ParallelConfig(tensor=2), device="cpu")
+    own = {ps.group(axis).process_group for axis in ("tp", "dp")} | {ps.torch_group("cp").process_group}
+    assert len(own) == 3 and own <= set(c10d._world.pg_map) and not own & before
+    ps.destroy()
+    assert set(c10d._world.pg_map) == before, "our groups are gone, and no other"
+    assert ps.groups == {} and ps.group("tp") is None
+    ps.destroy()  # once more is no error
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_destroy_leaves_our_groups_and_only_ours(ranks):
+    assert ranks(destroyed, world=4) == [4.0] * 4
+
+
+def with_accelerator(patch):
+    """A machine with one accelerator, as far as torch says."""
+    facts = {"is_available": True, "device_count": 1, "current_device_index": 0, "set_device_index": None}
+    facts["current_accelerator"] = torch.device("cuda")
+    for name, value in facts.items():
+        patch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+
+
+def built_on_gloo():
+    with pytest.MonkeyPatch.context() as patch:
+        with_accelerator(patch)
+        patch.setattr("core.parallel_state.state.pg.backends", lambda *_: {"cpu": "gloo", "cuda": "gloo"})
+        ps = ParallelState.build(ParallelConfig(tensor=2))
+    ps.destroy()
+    return ps.device.type
+
+
+def test_a_gloo_world_trains_on_the_cpu_whatever_the_machine_has(ranks):
+    assert ranks(built_on_gloo, world=2) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "asked, served, want",
+    [
+        (None, {"cpu": "gloo"}, "cpu"),
+        (None, {"cpu": "gloo", "cuda": "gloo"}, "cpu"),
+        (None, {"cpu": "gloo", "cuda": "nccl"}, "cuda:0"),
+        (None, {}, "cuda:0"),  # a single process without a group
+        ("cuda", {"cpu": "gloo", "cuda": "gloo"}, "cuda:0"),  # asked for by name
+        ("cpu", {"cpu": "gloo", "cuda": "nccl"}, "cpu"),
+    ],
+)
+def test_the_device_on_a_machine_with_an_accelerator(monkeypatch, asked, served, want):
+    with_accelerator(monkeypatch)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert _place(asked, served) == torch.device(want)
+
+
+def test_an_accelerator_that_the_world_does_not_serve_is_refused(monkeypatch):
+    with_accelerator(monkeypatch)
+    with pytest.raises(ValueError, match=r"device cuda is not served by .*cpu.*gloo"):
+        _place("cuda", {"cpu": "gloo"})
