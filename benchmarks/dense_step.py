@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from benchmarks.harness import arguments, flops_per_token, fused_adamw, kernel_share, matmul_flops, report, take_turns
+from benchmarks.harness import (
+    arguments,
+    flops_per_token,
+    fused_adamw,
+    kernel_seconds,
+    matmul_flops,
+    report,
+    take_turns,
+)
 from benchmarks.llama import Shape
 from core.models.gpt import GPTModel
 from core.models.gpt.huggingface import from_huggingface, load_huggingface
@@ -92,7 +100,7 @@ def compare(shape, batch, dtype, pairs):
     main = None
     if dtype == torch.bfloat16:
         main = take_turns(with_main_parameters(our_model(theirs, dtype), tokens, labels), b, pairs=max(5, pairs // 2))
-    share = kernel_share(b)
+    share = kernel_seconds(b) / statistics.median(ratio.peer)
     fraction = flops_per_token(shape) * tokens.numel() / statistics.median(ratio.ours) / matmul_flops(dtype)
     return ratio, main, fraction, share
 

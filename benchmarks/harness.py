@@ -66,16 +66,14 @@ def matmul_flops(dtype, n=1024, rounds=60):
     return 2 * n**3 / statistics.median(times[5:])
 
 
-def kernel_share(step, rounds=3):
-    """Share of a step inside matmul and attention kernels, which both sides call alike (by torch's profiler)."""
+def kernel_seconds(step, rounds=3):
+    """Seconds of a step inside matmul and attention kernels, which both sides call alike (by torch's profiler)."""
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(rounds):
             step()
-    events = profile.key_averages()
     names = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash")
-    kernels = sum(e.self_cpu_time_total for e in events if e.key.startswith(names))
-    return kernels / sum(e.self_cpu_time_total for e in events)
+    return sum(e.self_cpu_time_total for e in profile.key_averages() if e.key.startswith(names)) / rounds / 1e6
 
 
 def flops_per_token(shape):

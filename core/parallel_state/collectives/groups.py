@@ -104,10 +104,15 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
     torch names such a group by how many groups this process has, which differs between ranks as soon as a
     user has groups of their own: the rendezvous would hang. The name is therefore ours, and counts how often
     this rank set was created (a rank's count lives in the store, and is the same on every member).
+    A world bound to a device (`init_process_group(device_id=...)`) would be split instead, which all of its
+    ranks must enter: it is unbound meanwhile.
     """
+    world = dist.group.WORLD
+    assert world is not None
     members = "_".join(map(str, ranks))
     times = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
     original = c10d._process_group_name
+    bound, world.bound_device_id = world.bound_device_id, None
     c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"paracore_{members}_{times}")
     try:
         group = dist.new_group(
@@ -117,7 +122,7 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
             group_desc=f"{name}:{members}",
         )
     finally:
-        c10d._process_group_name = original
+        c10d._process_group_name, world.bound_device_id = original, bound
     assert isinstance(group, ProcessGroup)
     return group
 
