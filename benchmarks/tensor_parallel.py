@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.tensor_parallel [--quick] [--json FILE]
 
 Starts two ranks by itself. Same weights, microbatches, threads and fused AdamW on both sides; the losses must
-agree. Also counts the Python function calls of one of our steps (forward, backward, optimizer; one microbatch).
+agree. Also counts the Python function calls of one step (forward, backward, optimizer; one microbatch) of each.
 """
 
 import os
@@ -86,16 +86,9 @@ def compare(shape, batch, microbatches, dtype, pairs):
     return take_turns(our_step, peer, pairs=pairs, before=dist.barrier)
 
 
-def python_calls(shape, *, sequence):
-    """Python function calls of one forward, backward and optimizer step on this rank (`sys.setprofile` 'call')."""
-    model = our_model(shape, torch.float32, sequence=sequence)
-    tokens = torch.randint(shape.vocab, (4, shape.seq), generator=torch.Generator().manual_seed(1))
-    optimizer, count = fused_adamw(model), 0
-
-    def step():
-        model(tokens, labels=tokens).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def count_calls(step):
+    """Python function calls of one warm step on this rank (`sys.setprofile` 'call' events)."""
+    count = 0
 
     def profile(frame, event, arg):
         nonlocal count
@@ -105,7 +98,40 @@ def python_calls(shape, *, sequence):
     sys.setprofile(profile)
     step()
     sys.setprofile(None)
-    return count - 1  # the call of sys.setprofile's own caller is not one of the step's
+    return count
+
+
+def counted_step(model, loss_fn):
+    """(forward, backward, optimizer step) of one microbatch."""
+    optimizer = fused_adamw(model)
+
+    def step():
+        loss_fn().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def python_calls(shape, *, sequence):
+    """Python function calls of one of our steps."""
+    model = our_model(shape, torch.float32, sequence=sequence)
+    tokens = torch.randint(shape.vocab, (4, shape.seq), generator=torch.Generator().manual_seed(1))
+    return count_calls(counted_step(model, lambda: model(tokens, labels=tokens).mean()))
+
+
+def peer_python_calls(shape, *, sequence):
+    """Python function calls of one of torch's steps."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = tensor_parallel(Llama(shape), mesh, sequence=sequence)
+    tokens = torch.randint(shape.vocab, (4, shape.seq), generator=torch.Generator().manual_seed(1))
+    with loss_parallel():
+        return count_calls(
+            counted_step(model, lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+        )
 
 
 def work(args):
@@ -123,7 +149,7 @@ def work(args):
     counted = Shape(hidden=256, layers=4, heads=8, kv_heads=4, ffn=704, seq=128, vocab=2048)
     for key, sequence in (("python_calls", False), ("python_calls_sp", True)):
         result[key] = python_calls(counted, sequence=sequence)
-        say(f"{key}: {result[key]}")
+        say(f"{key}: {result[key]} (torch's: {peer_python_calls(counted, sequence=sequence)})")
     if dist.get_rank() == 0:
         report(result, args.json)
     dist.barrier()
