@@ -88,7 +88,14 @@ def late(world, kind):
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("world, kind", [(2, "world's"), (4, "own"), (4, "world's")])
+@pytest.mark.parametrize(
+    "world, kind",
+    [
+        (2, "world's"),
+        pytest.param(4, "own", marks=pytest.mark.full),
+        pytest.param(4, "world's", marks=pytest.mark.full),
+    ],
+)
 def test_a_wait_is_bounded_by_the_timeout(world, kind):
     pool = Pool()  # a pair that timed out is closed for ever: not the session's pool
     try:

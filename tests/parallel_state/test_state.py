@@ -217,6 +217,7 @@ def test_a_device_that_is_not_there_is_refused(make):
     assert not parallel_state.model_parallel_is_initialized()
 
 
+@pytest.mark.full  # the quick start and the example run under torchrun in every `make test`
 def test_launch_joins_and_leaves_under_torchrun(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
