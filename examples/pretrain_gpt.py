@@ -1,7 +1,7 @@
 """Pretrain a GPT on real text, over tensor and data parallel ranks, on CPUs or accelerators.
 
     python examples/pretrain_gpt.py --help      # one process
-    torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py --parallel.tensor 2 --model.hidden-size 512
+    torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py --parallel.tensor 2 --model.num-layers 8
 
 Without data of your own it reads the interpreter's standard library.
 """

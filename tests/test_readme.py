@@ -1,0 +1,57 @@
+"""What the README says is what the project does."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from core.parallel_state import ParallelConfig
+from core.training import DataConfig, ModelConfig, TrainingConfig, check_run
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+TEXTS = {"README.md": README, "examples/pretrain_gpt.py": (ROOT / "examples" / "pretrain_gpt.py").read_text()}
+KINDS = {"model": ModelConfig, "parallel": ParallelConfig, "data": DataConfig, "training": TrainingConfig}
+
+
+def commands():
+    for name, text in TEXTS.items():
+        for found in re.finditer(r"torchrun --standalone (?:\\\n|[^\n`])*", text):
+            yield pytest.param(found.group().replace("\\\n", " ").split("#")[0], id=name)
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_a_torchrun_command_describes_a_run_that_fits_together(command):
+    words = shlex.split(command)
+    given = {kind: {} for kind in KINDS}
+    for word, value in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--") and "." in word:
+            kind, _, field = word[2:].partition(".")
+            given[kind][field.replace("-", "_")] = True if value.startswith("--") else int(value)
+    made = {kind: KINDS[kind](**fields) for kind, fields in given.items()}
+    world = int(words[words.index("--nproc-per-node") + 1])
+    check_run(made["model"], made["parallel"], made["data"], made["training"], world_size=world)
+
+
+def test_python_in_the_readme_parses():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert blocks
+    for block in blocks:
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/benchmarks.md"])
+def test_links_and_paths_exist(name):
+    text = (ROOT / name).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    paths = re.findall(r"`((?:core|tests|docs|examples|benchmarks)/[\w/.]+)`", text)
+    missing = [p for p in paths if not (ROOT / p.split("::")[0]).exists()]
+    missing += [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
+    assert (links or paths) and not missing
+
+
+@pytest.mark.parametrize("target", re.findall(r"^make (\S+)", README, re.M))
+def test_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
