@@ -40,7 +40,7 @@ pretrain: $(STAMP)
 	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT)
 
 pretrain-long: $(STAMP)
-	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.train-steps 1500 --optimizer.lr-decay-steps 1500
+	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.train-steps 1200 --optimizer.lr-decay-steps 1200
 
 benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.dense_step

@@ -46,7 +46,7 @@ class ParallelConfig:
             yield size is None or size >= 1, f"{name}={size} must be at least 1"
         yield (
             sorted(self.order) == sorted(AXES),
-            f"order={self.order} must name each of {AXES} once",
+            f"order={self.order} must name each of {AXES} once, outermost first (Megatron lists the innermost first)",
         )
 
     @property

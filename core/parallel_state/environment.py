@@ -36,6 +36,16 @@ def local_device(kind: str | None = None) -> torch.device:
     return torch.device(wanted.type, index)
 
 
+def expect_world(world_size: int) -> None:
+    """Raise ValueError if torchrun started several processes and nobody joined them: each would train alone."""
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > 1 and not pg.is_initialized():
+        raise ValueError(
+            f"torchrun started {started} processes, this one sees {world_size}: call "
+            "torch.distributed.init_process_group() first, or use parallel_state.launch()"
+        )
+
+
 @contextmanager
 def launch(
     device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S

@@ -10,7 +10,7 @@ import torch
 from core.parallel_state.collectives import groups as pg
 from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S, Group, Traffic
 from core.parallel_state.config import ParallelConfig
-from core.parallel_state.environment import local_device
+from core.parallel_state.environment import expect_world, local_device
 from core.parallel_state.grid import GROUPS, Grid
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class ParallelState:
         backend does not serve.
         """
         rank, world_size = pg.world()
+        expect_world(world_size)
         config = (config or ParallelConfig()).for_world(world_size)
         served = pg.backends() if pg.is_initialized() else {}
         place = _place(device, served)

@@ -1,7 +1,7 @@
 """The executor of a model that is whole on every rank: microbatches one after the other."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ class SingleStage:
     index r * num_microbatches + m, of which every random number is a function.
 
     grad_sync: collects and sums the gradients; by default nobody does, and they stay in `.grad`.
-    stage: the context that the model's operations hold; by default `model.stage`. A model without one draws
-        from torch's generator, which is seeded for each microbatch and put back.
+    stage: the context that the model's operations hold; by default `model.stage`. Foreign modules draw from
+        torch's generator, which is seeded for each microbatch, alike on all tensor ranks, and put back.
     step_index: of the next `step`; set it to resume.
-    Raises ValueError: more than one pipeline rank, fewer than one microbatch.
+    Raises ValueError: more than one pipeline rank, fewer than one microbatch, a `main_grad` without its owner.
     """
 
     def __init__(
@@ -51,11 +51,15 @@ class SingleStage:
             raise ValueError(f"SingleStage runs 1 pipeline stage, this grid has {ps.size('pp')}; use pipeline=1")
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+        if grad_sync is None and any(getattr(p, "main_grad", None) is not None for p in model.parameters()):
+            raise ValueError(
+                "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients over "
+                "the replicas; pass the grad_sync that made them"
+            )
         own = stage if stage is not None else getattr(model, "stage", None)
         self.model, self.ps, self.num_microbatches, self.seed = model, ps, num_microbatches, seed
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.step_index = 0
-        self._foreign = not isinstance(own, StageContext)
         self.stage = own if isinstance(own, StageContext) else StageContext()
         self._arguments = forward_arguments(model)
 
@@ -117,11 +121,9 @@ class SingleStage:
         return used
 
     def _begin(self, m: int) -> AbstractContextManager[None]:
-        """Tell the model's operations where they are; a foreign model's generator is seeded meanwhile."""
+        """Tell the model's operations where they are; torch's generator is seeded meanwhile, for foreign parts."""
         microbatch = self.ps.index("dp") * self.num_microbatches + m
         self.stage.begin(seed=self.seed, step=self.step_index, microbatch=microbatch)
-        if not self._foreign:
-            return nullcontext()
         return seeded(self.ps.device, stage_seed(self.seed, self.step_index, microbatch))
 
     def _pair(self, loss_sum: Tensor, num_tokens: Tensor | float) -> Tensor:

@@ -6,7 +6,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from core.parallel_state import ParallelConfig, ParallelState
+from core.parallel_state.collectives import all_reduce
 from core.parallel_state.state import _place
+from tests.pool import Pool
 
 
 def destroyed():
@@ -69,3 +71,26 @@ def test_an_accelerator_that_the_world_does_not_serve_is_refused(monkeypatch):
     with_accelerator(monkeypatch)
     with pytest.raises(ValueError, match=r"device cuda is not served by .*cpu.*gloo"):
         _place("cuda", {"cpu": "gloo"})
+
+
+def test_torchruns_processes_that_never_joined_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match=r"torchrun started 2 processes, this one sees 1: call torch\.distributed\.init"
+    ):
+        ParallelState.build(ParallelConfig(), device="cpu")
+
+
+def missing_rank():
+    ps = ParallelState.build(ParallelConfig(tensor=2), device="cpu", debug=True, timeout_s=1.0)
+    if ps.rank == 0:
+        with pytest.raises(RuntimeError, match=r"group tp: not every one of the ranks \(0, 1\) came to all_reduce"):
+            all_reduce(torch.ones(3), ps.group("tp"))
+
+
+def test_debug_mode_says_which_call_a_rank_never_came_to():
+    pool = Pool()  # a pair that timed out is closed for ever: not the session's pool
+    try:
+        pool(missing_rank, world=2, timeout=20)
+    finally:
+        pool.close()

@@ -2,5 +2,13 @@
 
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, gpt2_spec, llama_spec
 from core.models.gpt.gpt_model import GPTModel
+from core.models.gpt.huggingface import from_huggingface, load_huggingface
 
-__all__ = ["GPTModel", "get_gpt_layer_local_spec", "gpt2_spec", "llama_spec"]
+__all__ = [
+    "GPTModel",
+    "from_huggingface",
+    "get_gpt_layer_local_spec",
+    "gpt2_spec",
+    "llama_spec",
+    "load_huggingface",
+]

@@ -120,6 +120,11 @@ class GPTModel(nn.Module):
             check_tokens(tokens, self.vocab_size)
             b, s = tokens.shape
         else:
+            if tokens.dtype != self.config.params_dtype or tokens.dim() != 3:
+                raise ValueError(
+                    f"a stage that does not embed takes the previous stage's output, [s, b, h] of "
+                    f"{self.config.params_dtype}, got {tuple(tokens.shape)} of {tokens.dtype}"
+                )
             s, b = tokens.shape[0] * tp, tokens.shape[1]
         if s > self.max_sequence_length:
             raise ValueError(

@@ -23,7 +23,8 @@ def _call_site() -> str:
 def compare_across_ranks(op: str, x: Tensor, group: Group) -> None:
     """Compare (op, shape, dtype, call site) over `group` before the collective itself.
 
-    Raises RuntimeError on every rank, naming what each rank was about to do, where one differs.
+    Raises RuntimeError on every rank, naming what each rank was about to do, where one differs;
+    or on those that came, where one did not within the group's timeout.
     """
     mine = f"{op} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} at {_call_site()}"
     text = torch.zeros(_BYTES, dtype=torch.uint8)
@@ -31,7 +32,11 @@ def compare_across_ranks(op: str, x: Tensor, group: Group) -> None:
     text[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     text = text.to(x.device)
     everyone = [torch.empty_like(text) for _ in range(group.size)]
-    dist.all_gather(everyone, text, group=group.process_group)
+    work = dist.all_gather(everyone, text, group=group.process_group, async_op=True)
+    try:
+        work.wait(group.timeout)
+    except RuntimeError as error:
+        raise RuntimeError(f"group {group.name}: not every one of the ranks {group.ranks} came to {mine}") from error
     said = [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyone]
     if len(set(said)) > 1:
         lines = "\n".join(f"  rank {rank}: {line}" for rank, line in zip(group.ranks, said, strict=True))
