@@ -53,8 +53,8 @@ class SingleStage:
             raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
         if grad_sync is None and any(getattr(p, "main_grad", None) is not None for p in model.parameters()):
             raise ValueError(
-                "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients over "
-                "the replicas; pass the grad_sync that made them"
+                "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
+                "over the replicas; pass the grad_sync that made them"
             )
         own = stage if stage is not None else getattr(model, "stage", None)
         self.model, self.ps, self.num_microbatches, self.seed = model, ps, num_microbatches, seed
