@@ -92,6 +92,7 @@ def torchrun(ranks):
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
+@pytest.mark.full
 def test_two_tensor_ranks_under_torchrun(own, alone, tmp_path):
     layout = ["--parallel.tensor=2", "--parallel.sequence-parallel"]
     done = run(torchrun(2), [*TINY, *own, *layout, "--training.output=out"], tmp_path)
