@@ -40,9 +40,9 @@ WRONG = {
     "pipeline": (
         {"parallel": ParallelConfig(pipeline=2)},
         2,
-        "pipeline=2, context=1, expert=1: this loop trains over",
+        "pipeline=2: this loop trains over",
     ),
-    "context": ({"parallel": ParallelConfig(context=2)}, 2, "pipeline=1, context=2, expert=1: this loop trains over"),
+    "context": ({"parallel": ParallelConfig(context=2)}, 2, "context=2, expert=1: no layer splits the sequence"),
     "stages": (
         {"parallel": ParallelConfig(pipeline=8)},
         8,
@@ -143,7 +143,7 @@ def test_all_parts_of_a_run_are_told_at_once():
         "hidden_size=50",
         "global_batch_size=9",
         "sequence_length=7",
-        "pipeline=2, context=1",
+        "pipeline=2: this loop trains over",
     ):
         assert part in str(error.value), part
 
