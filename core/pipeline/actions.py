@@ -1,0 +1,124 @@
+"""A schedule is data: which stage lives where, and what each rank does in which order. Standard library only."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+COMPUTE = ("F", "B", "I", "W", "R")
+COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+KINDS = (*COMPUTE, *COMMUNICATION)
+_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d*)")
+
+
+class Action(NamedTuple):
+    """What a rank does next; as text `2I5` is kind I of stage 2 on microbatch 5.
+
+    F forward; I input gradients, W weight gradients, B both; R recompute the forward; SEND_F, RECV_F outputs
+    to and inputs from the neighbouring stage, SEND_B, RECV_B their gradients; UNSHARD, RESHARD, REDUCE_GRAD
+    parameters and gradients of a whole stage (no microbatch).
+    """
+
+    kind: str
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The inverse of `str`. Raises ValueError."""
+        found = _ACTION.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(
+                f"{text!r} is not an action; write stage, kind, microbatch as in 2I5, kinds: {', '.join(KINDS)}"
+            )
+        stage, kind, microbatch = found.groups()
+        return cls(kind, int(stage), int(microbatch) if microbatch else None)
+
+
+Order = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """placement[s] is the rank of stage s; orders[r] is what rank r does, in order.
+
+    A schedule of compute actions (F, I, W, B, R) is complete: sends, receives and the rest are inferred from it
+    by `passes`. Pure, hashable, the same on every rank.
+    """
+
+    placement: tuple[int, ...]
+    orders: tuple[Order, ...]
+    name: str = "custom"
+
+    @classmethod
+    def make(cls, placement: Iterable[int], orders: Iterable[Iterable[Action]], name: str = "custom") -> "Schedule":
+        """From any iterables."""
+        return cls(tuple(placement), tuple(tuple(order) for order in orders), name)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it runs on."""
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        """How many stages it has."""
+        return len(self.placement)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """How many microbatches it processes."""
+        return 1 + max((a.microbatch for order in self.orders for a in order if a.microbatch is not None), default=-1)
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int | None]]:
+        """(stage, microbatch) of every R."""
+        return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind == "R")
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, ascending."""
+        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+
+    def text(self) -> str:
+        """One line for the placement, one per rank; `parse` is the inverse."""
+        lines = [f"{self.name}: {' '.join(map(str, self.placement))}"]
+        return "\n".join([*lines, *(" ".join(map(str, order)) for order in self.orders)]) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """From `text()`. Raises ValueError: something that is not an action, or no placement."""
+        head, *rows = text.removesuffix("\n").split("\n")
+        name, colon, placement = head.rpartition(":")
+        if not colon or not all(word.isdigit() for word in placement.split()):
+            raise ValueError(f"a schedule's text starts with `name: rank of stage 0, of stage 1 ...`, got {head!r}")
+        orders = [[Action.parse(word) for word in row.split()] for row in rows]
+        return cls.make(map(int, placement.split()), orders, name)
+
+
+def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """Placement 0 1 .. P-1, 0 1 .. P-1, ...: Megatron's virtual pipeline stages."""
+    return tuple(s % ranks for s in range(ranks * chunks))
+
+
+def v_shape(ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """Placement 0 1 .. P-1, P-1 .. 1 0: the first and the last stage share rank 0 (a W for more chunks)."""
+    there = list(range(ranks))
+    return tuple(rank for c in range(chunks) for rank in (there if c % 2 == 0 else there[::-1]))
+
+
+def check_placement(placement: Sequence[int], ranks: int) -> None:
+    """Raise ValueError unless every rank 0 .. ranks-1 has a stage and no other rank has."""
+    if missing := sorted(set(range(ranks)) - set(placement)):
+        raise ValueError(
+            f"the placement {tuple(placement)} gives no stage to rank {missing[0]} of {ranks} ranks; each needs "
+            "at least 1 stage"
+        )
+    if strange := sorted(set(placement) - set(range(ranks))):
+        raise ValueError(
+            f"the placement {tuple(placement)} puts a stage on rank {strange[0]}, but there are {ranks} ranks, 0 to "
+            f"{ranks - 1}"
+        )
