@@ -8,15 +8,16 @@ from torch.nn import Parameter
 
 from core.parallel_state.collectives import Group, all_reduce
 from core.parallel_state.layout import layout_of
+from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
 
 class PerParameterGradSync:
     """Implements `core.autograd.GradSync`: nothing is overlapped, `finish` sums every gradient in turn.
 
-    Every trainable parameter of `module` gets `main_grad`, of its own shape, allocated here once and only
-    ever added to in place: by deferring operations directly, and from autograd's `.grad` by a hook, which
-    then lets `.grad` go. Frozen parameters are left out.
+    Every trainable parameter of `module` (or of a pipeline's stages on this rank) gets `main_grad`, of its own
+    shape, allocated here once and only ever added to in place: by deferring operations directly, and from
+    autograd's `.grad` by a hook, which then lets `.grad` go. Frozen parameters are left out.
 
     grad_dtype: of `main_grad`; by default float32 for 16-bit parameters, else the parameter's own.
     Raises ValueError: a parameter that already has a `main_grad`.
@@ -25,9 +26,9 @@ class PerParameterGradSync:
     `optimizer.zero_grad()`.
     """
 
-    def __init__(self, module: nn.Module, ps: ParallelState, *, grad_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, module: Modules, ps: ParallelState, *, grad_dtype: torch.dtype | None = None) -> None:
         self.ps = ps
-        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         if taken := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:
             raise ValueError(
                 f"PerParameterGradSync: {taken[0]} and {len(taken) - 1} more of {len(self._names)} parameters "

@@ -4,10 +4,11 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of, true_part
+from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
 Key = tuple[str, Any, int]
@@ -28,13 +29,13 @@ def _checksum(parameter: Tensor, ps: ParallelState) -> str:
     return blake2b(part.reshape(-1).view(torch.uint8).cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def check_replicas(module: nn.Module, ps: ParallelState) -> None:
+def check_replicas(module: Modules, ps: ParallelState) -> None:
     """Compare every parameter, bit for bit, over the ranks that hold the same part of it.
 
     One all-gather of checksums over the world; the verdict is the same on every rank.
     Raises ValueError: naming the first parameter that differs, and two ranks that hold different values.
     """
-    mine = [(_key(name, p, ps), _checksum(p, ps)) for name, p in module.named_parameters()]
+    mine = [(_key(name, p, ps), _checksum(p, ps)) for name, p in named_parameters(module)]
     first: dict[Key, tuple[int, str]] = {}
     for rank, theirs in enumerate(all_gather_objects(mine, ps.world)):
         for key, checksum in theirs:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.grad_norm import squared_grad_norm
 from core.parallel_state.layout import Box, Layout, layout_of, true_part
+from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
@@ -53,21 +54,19 @@ class StatePart:
 class AdamW:
     """torch.optim.AdamW (fused) on `main_grad`, with a float32 copy ("main") of every 16-bit parameter.
 
-    The gradients are those of `grad_sync`, made before this, already summed over all replicas. Biases and
-    parameters of at most one dim do not decay. A parameter that got no gradient is stepped with zeros, as
-    in Megatron; torch would leave it out.
+    module: one, or a pipeline's stages on this rank. The gradients are those of `grad_sync`, made before this,
+    already summed over all replicas. Biases and parameters of at most one dim do not decay. A parameter that
+    got no gradient is stepped with zeros, as in Megatron; torch would leave it out.
 
     step_count: calls of `step`, skipped ones included; the schedule reads it.
     Raises ValueError: a trainable parameter without `main_grad`.
     """
 
-    def __init__(
-        self, module: nn.Module, ps: ParallelState, config: OptimizerConfig, *, grad_sync: Gradients
-    ) -> None:
+    def __init__(self, module: Modules, ps: ParallelState, config: OptimizerConfig, *, grad_sync: Gradients) -> None:
         self.ps, self.config, self.grad_sync = ps, config, grad_sync
         self.step_count = 0
         self._schedule = config.learning_rate
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in named_parameters(module) if p.requires_grad}
         if lacking := [name for name, p in self._parameters.items() if getattr(p, "main_grad", None) is None]:
             raise ValueError(
                 f"AdamW: {len(lacking)} of {len(self._parameters)} trainable parameters have no main_grad, first "

@@ -1,5 +1,6 @@
 """This rank's place in the grid, and the groups it belongs to: built once, passed down, never read from a global."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -9,6 +10,7 @@ import torch
 
 from core.parallel_state.collectives import groups as pg
 from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S, Group, Traffic
+from core.parallel_state.collectives.p2p import greet
 from core.parallel_state.config import ParallelConfig
 from core.parallel_state.environment import expect_world, local_device
 from core.parallel_state.grid import GROUPS, Grid
@@ -34,6 +36,7 @@ class ParallelState:
     groups: dict[str, Group] = field(default_factory=dict)
     world: Group | None = None
     _alone: dict[str, Group] = field(default_factory=dict, repr=False)
+    _links: dict[tuple[int, int], Group] = field(default_factory=dict, repr=False)
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> "ParallelState":
@@ -113,6 +116,10 @@ class ParallelState:
         i = stages.index(self.rank)
         return stages[i - 1], stages[(i + 1) % len(stages)]
 
+    @cached_property
+    def _timeout_s(self) -> float:
+        return self.world.timeout.total_seconds() if self.world is not None else DEFAULT_TIMEOUT_S
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds pipeline stage 0."""
@@ -156,13 +163,34 @@ class ParallelState:
             self._alone[name] = Group(name, (self.rank,), 0, alone, timedelta(seconds=DEFAULT_TIMEOUT_S))
         return group if group is not None else self._alone[name]
 
+    def connect(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Group]:
+        """Groups for messages from one global rank to another, one per (sender, receiver); made once, then kept.
+
+        Collective over the ranks named: each passes the links that it is an end of (others are left out). Each
+        new link carries one message at once, so that backends which connect at the first one do it here, in one
+        order, and not where a receive posted ahead would wait for it.
+        """
+        mine = sorted({link for link in links if self.rank in link})
+        for sender, receiver in mine:
+            if (sender, receiver) not in self._links:
+                ranks = (min(sender, receiver), max(sender, receiver))
+                made = pg.create_group("link", ranks, self._timeout_s)
+                self._links[sender, receiver] = group = Group(
+                    "link", ranks, ranks.index(self.rank), made, timedelta(seconds=self._timeout_s)
+                )
+                greet(group, ranks.index(sender), self.device)
+        return {link: self._links[link] for link in mine}
+
     def traffic(self) -> dict[str, Traffic]:
-        """Calls, bytes and seconds so far, per group name."""
-        return {name: group.traffic for name, group in self.groups.items()}
+        """Calls, bytes and seconds so far, per group name; `link` is all messages between pipeline stages."""
+        links = Traffic()
+        for link in self._links.values():
+            links.calls, links.bytes = links.calls + link.traffic.calls, links.bytes + link.traffic.bytes
+        return {name: group.traffic for name, group in self.groups.items()} | ({"link": links} if self._links else {})
 
     def set_timeout(self, timeout_s: float) -> None:
         """Bound every wait from now on (the first steps may compile or load; later ones should not)."""
-        for group in (self.world, *self.groups.values()):
+        for group in (self.world, *self.groups.values(), *self._links.values()):
             if group is not None:
                 group.set_timeout(timeout_s)
 
@@ -171,10 +199,23 @@ class ParallelState:
         own = {g.ranks: g.process_group for g in self.groups.values()}
         if self.world is not None:
             own.pop(self.world.ranks, None)
-        for process_group in (*own.values(), *(g.process_group for g in self._alone.values())):
+        others = [g.process_group for g in (*self._alone.values(), *self._links.values())]
+        for process_group in (*own.values(), *others):
             pg.destroy_group(process_group)
         self.groups.clear()
         self._alone.clear()
+        self._links.clear()
+
+    def abandon(self) -> None:
+        """After a failure: close every group, so that peers that wait for this rank fail at once, not at a timeout.
+
+        The default group goes too: nothing can be communicated afterwards.
+        """
+        groups = (*self.groups.values(), *self._alone.values(), *self._links.values())
+        for group in (*groups, self.world):
+            if group is not None:
+                group.close()
+        pg.destroy_world()
 
 
 def _place(device: torch.device | str | None, served: dict[str, str]) -> torch.device:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext
 from core.parallel_state.collectives import all_reduce
@@ -17,10 +16,13 @@ from core.pipeline.step import (
     LossFn,
     StepResult,
     call_stage,
+    check_loss,
     evaluating,
     forward_arguments,
+    join_outputs,
     split_microbatches,
     stage_seed,
+    sums,
 )
 
 
@@ -73,29 +75,30 @@ class SingleStage:
         """
         sync, model = self.grad_sync, self.model
         parts = split_microbatches(batch, self.num_microbatches)
-        sums = []
+        found = []
         sync.begin_step({p: len(parts) for p in model.parameters() if p.requires_grad})
         try:
             for m, part in enumerate(parts):
                 sync.before_forward(model)
                 with self._begin(m):
                     output = call_stage(model, part, self._arguments)
-                loss_sum, num_tokens = loss_fn(output, part)
+                    loss_sum, num_tokens = loss_fn(output, part)
                 del output  # before backward: the graph holds what it needs
                 sync.before_input_grad(model)
-                _backward(loss_sum, num_tokens, loss_scale)
+                if check_loss(loss_sum, num_tokens):
+                    loss_sum.backward(torch.full_like(loss_sum, loss_scale))
                 sync.after_input_grad(model)
-                sums.append(self._pair(loss_sum, num_tokens))
+                found.append(sums(loss_sum, num_tokens, self.ps.device))
         finally:
             self.stage.release()
         sync.stage_done(model)
         sync.finish()
         self.step_index += 1
-        return self._result(sums)
+        return self._result(found)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode. One all-reduce over dp-cp."""
-        return self._result(self._each(batch, lambda output, part: self._pair(*loss_fn(output, part))))
+        return self._result(self._each(batch, lambda output, part: sums(*loss_fn(output, part), self.ps.device)))
 
     def forward(self, batch: Batch) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0.
@@ -103,8 +106,7 @@ class SingleStage:
         Any nesting of tensors; what is not a tensor is taken from the first microbatch. No collective but
         the model's own.
         """
-        outputs = self._each(batch, lambda output, part: output)
-        return pytree.tree_map(lambda *x: torch.cat(x) if isinstance(x[0], Tensor) else x[0], *outputs)
+        return join_outputs(self._each(batch, lambda output, part: output))
 
     def _each(self, batch: Batch, use: Callable[[Any, Any], Any]) -> list[Any]:
         """`use(output, microbatch)` of every microbatch, forward only."""
@@ -114,8 +116,7 @@ class SingleStage:
                 for m, part in enumerate(split_microbatches(batch, self.num_microbatches)):
                     self.grad_sync.before_forward(self.model)
                     with self._begin(m):
-                        output = call_stage(self.model, part, self._arguments)
-                    used.append(use(output, part))
+                        used.append(use(call_stage(self.model, part, self._arguments), part))
             finally:
                 self.stage.release()
         return used
@@ -126,23 +127,6 @@ class SingleStage:
         self.stage.begin(seed=self.seed, step=self.step_index, microbatch=microbatch)
         return seeded(self.ps.device, stage_seed(self.seed, self.step_index, microbatch))
 
-    def _pair(self, loss_sum: Tensor, num_tokens: Tensor | float) -> Tensor:
-        if not isinstance(num_tokens, Tensor):  # filled in on the device, not copied there
-            num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=self.ps.device)
-        return torch.stack([x.detach().to(self.ps.device, torch.float64).reshape(()) for x in (loss_sum, num_tokens)])
-
-    def _result(self, sums: list[Tensor]) -> StepResult:
-        total = all_reduce(torch.stack(sums).sum(0), self.ps.group("dp-cp"))
+    def _result(self, found: list[Tensor]) -> StepResult:
+        total = all_reduce(torch.stack(found).sum(0), self.ps.group("dp-cp"))
         return StepResult(total[0], total[1])
-
-
-def _backward(loss_sum: Tensor, num_tokens: Tensor | float, loss_scale: float) -> None:
-    if loss_sum.numel() != 1:
-        raise ValueError(f"loss_fn returned a loss of shape {tuple(loss_sum.shape)}, not 1 number; sum it")
-    if loss_sum.requires_grad:
-        loss_sum.backward(torch.full_like(loss_sum, loss_scale))
-    elif float(num_tokens):  # a constant is fine where everything is masked
-        raise ValueError(
-            f"loss_fn returned a loss over {float(num_tokens):g} tokens that depends on 0 trainable parameters; do "
-            "not detach it, and call step outside of no_grad"
-        )

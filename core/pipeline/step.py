@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from core.parallel_state.random import mix32
 
@@ -62,6 +63,43 @@ def call_stage(module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] 
             )
         return module(**taken)
     return module(*microbatch) if isinstance(microbatch, tuple) else module(microbatch)
+
+
+def call_next_stage(module: nn.Module, received: Any, microbatch: Any, arguments: tuple[str, ...]) -> Any:
+    """Call a stage on what the stage before returned: a tensor, a tuple (positionally) or a mapping (by name).
+
+    Everything else that its forward takes by name comes from the microbatch, where that is a mapping.
+    """
+    named = dict(received) if isinstance(received, Mapping) else {}
+    placed = () if named else received if isinstance(received, tuple) else (received,)
+    if isinstance(microbatch, Mapping):
+        rest = arguments[len(placed) :]
+        named = {name: microbatch[name] for name in rest if name in microbatch} | named
+    return module(*placed, **named)
+
+
+def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
+    """Whether the loss has a gradient. Raises ValueError: not one number, or a constant over valid tokens."""
+    if loss_sum.numel() != 1:
+        raise ValueError(f"loss_fn returned a loss of shape {tuple(loss_sum.shape)}, not 1 number; sum it")
+    if not loss_sum.requires_grad and float(num_tokens):  # a constant is fine where everything is masked
+        raise ValueError(
+            f"loss_fn returned a loss over {float(num_tokens):g} tokens that depends on 0 trainable parameters; do "
+            "not detach it, and call step outside of no_grad"
+        )
+    return loss_sum.requires_grad
+
+
+def sums(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
+    """[2] float64: loss and tokens of a microbatch, detached."""
+    if not isinstance(num_tokens, Tensor):  # filled in on the device, not copied there
+        num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=device)
+    return torch.stack([x.detach().to(device, torch.float64).reshape(()) for x in (loss_sum, num_tokens)])
+
+
+def join_outputs(outputs: list[Any]) -> Any:
+    """The microbatches' outputs as one: tensors joined along dim 0, anything else from the first."""
+    return pytree.tree_map(lambda *x: torch.cat(x) if isinstance(x[0], Tensor) else x[0], *outputs)
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:

@@ -28,6 +28,16 @@ class Traffic:
         self.seconds += seconds
 
 
+class Closed:
+    """Stands where a process group was. gloo closes its connections when the last reference is gone."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"the group {self._name!r} was closed after a failure; start the job again")
+
+
 @dataclass(eq=False)
 class Group:
     """A process group of more than one rank, with what a layer needs to know as plain attributes.
@@ -53,6 +63,12 @@ class Group:
 
     def __deepcopy__(self, memo: dict) -> "Group":
         return self  # a copied model talks to the same peers
+
+    def close(self) -> None:
+        """Leave the group, whoever still waits in it: their calls fail at once. Nothing can be sent afterwards."""
+        group, self.process_group = self.process_group, Closed(self.name)  # type: ignore[assignment]
+        if isinstance(group, ProcessGroup):
+            destroy_group(group)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Bound how long a collective of this group may wait; a later call that waits longer fails loudly."""

@@ -91,3 +91,11 @@ def irecv(
             )
     tensor = torch.empty(shape, dtype=dtype, device=device)
     return Received(tensor, group.process_group.recv([tensor], peer, tag), group.timeout)
+
+
+def greet(group: Group, sender: int, device: torch.device) -> None:
+    """One message from the group's rank `sender` to the other one: connects them."""
+    word, other = torch.zeros(1, device=device), 1 - group.rank
+    pg = group.process_group
+    work = pg.send([word], other, 0) if group.rank == sender else pg.recv([word], other, 0)
+    work.wait(group.timeout)

@@ -1,0 +1,204 @@
+"""Messages between stages: received in the sender's order, posted ahead, sends kept until they have arrived.
+
+gloo loses a send whose handle is dropped, cannot be polled, and takes any number of bytes for any other: so
+handles are kept, nothing is polled, and shapes are told once per step before the first message of a boundary.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.parallel_state.collectives import Group, Received, irecv, isend
+from core.parallel_state.collectives.p2p import DTYPES, MAX_DIMS, Sent
+from core.pipeline.actions import Action
+from core.pipeline.lower import Plan
+
+HEADER = 4 + MAX_DIMS  # int64: form, bytes of a description, dtype, dims, sizes ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """What crosses a boundary: the nesting, the constants in it, and each tensor's shape and dtype.
+
+    The same for all microbatches of a step.
+    """
+
+    spec: Any
+    constants: tuple[Any, ...]  # None where a tensor stands
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
+        """The form of any nesting of tensors and constants, and its tensors."""
+        leaves, spec = pytree.tree_flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
+        return cls(spec, constants, tuple((tuple(t.shape), t.dtype) for t in tensors)), tensors
+
+    def fill(self, tensors: Iterable[Tensor]) -> Any:
+        """The value again."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if c is None else c[0] for c in self.constants], self.spec)
+
+    @property
+    def floating(self) -> list[int]:
+        """Which of the tensors have gradients."""
+        return [i for i, (_, dtype) in enumerate(self.tensors) if dtype.is_floating_point or dtype.is_complex]
+
+    def header(self) -> tuple[list[int], bytes]:
+        """Numbers that say all of a single tensor; for anything else, their second is the size of the bytes."""
+        shape, dtype = self.tensors[0] if self.tensors else ((), torch.bool)
+        if self.spec == _LEAF and self.tensors and len(shape) <= MAX_DIMS and dtype in DTYPES:
+            return [1, 0, DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))], b""
+        text = pickle.dumps(self)
+        return [0, len(text), *[0] * (HEADER - 2)], text
+
+    @classmethod
+    def read(cls, numbers: list[int]) -> "Form":
+        """The inverse for a single tensor."""
+        shape = tuple(numbers[4 : 4 + numbers[3]])
+        return cls(_LEAF, (None,), ((shape, DTYPES[numbers[2]]),))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
+
+
+_LEAF = pytree.tree_flatten(0)[1]
+
+
+@dataclass(eq=False)
+class _Inbox:
+    """Everything that one peer will send in this step."""
+
+    peer: int
+    group: Group
+    todo: deque[Action]
+    posted: dict[Action, list[Received]]
+    header: Received | None = None  # under way, for the first of `todo`
+
+
+class Channel:
+    """The messages of one rank in one step.
+
+    groups: (sender, receiver) -> group, where this rank is -1. depth: how many receives are posted beyond
+    the one that is needed. names: peer -> global rank, for messages to people.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Mapping[tuple[int, int], Group],
+        names: Callable[[int], int],
+        device: torch.device,
+        depth: int,
+    ) -> None:
+        self._plan, self._groups, self._names, self._device, self._depth = plan, groups, names, device, depth
+        self.forms: dict[tuple[str, int], Form] = {}  # (F or B, receiving stage)
+        self._inboxes = {
+            action: inbox
+            for peer, order in plan.inbox.items()
+            for inbox in [_Inbox(peer, groups[peer, -1], deque(order), {})]
+            for action in order
+        }
+        self._sent: dict[Action, list[Sent]] = {}
+        for inbox in {id(i): i for i in self._inboxes.values()}.values():
+            self._post_ahead(inbox)
+
+    def send(self, action: Action, value: Any) -> None:
+        """Start sending an output (SEND_F), its form first at the first microbatch; or gradients (SEND_B).
+
+        Raises ValueError: another form than this step's first microbatch had.
+        """
+        peer = self._plan.outbox[action]
+        group, works = self._groups[-1, peer], []
+        other = 1 - group.rank
+        form, tensors = Form.of(value)
+        if action.kind == "SEND_F":
+            known = self.forms.setdefault(("B", action.stage), form)
+            if known is form:
+                works += self._send_header(form, group, other)
+            elif known.tensors != form.tensors or known.spec != form.spec:
+                raise ValueError(
+                    f"stage {action.stage} returns {form} for microbatch {action.microbatch}, and returned {known} "
+                    "before in this step: within a step every microbatch must have the same shape (pad them); "
+                    "between steps shapes may change"
+                )
+        self._sent[action] = works + [isend(t, other, group, header=False) for t in tensors]
+
+    def _send_header(self, form: Form, group: Group, other: int) -> list[Sent]:
+        numbers, text = form.header()
+        messages = [torch.tensor(numbers, device=self._device)]
+        if text:
+            messages.append(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
+        return [isend(message, other, group, header=False) for message in messages]
+
+    def take(self, action: Action) -> Any:
+        """Wait for a message: an output of the stage before (RECV_F) or gradients of its floating tensors (RECV_B).
+
+        Posts every receive up to it, in the sender's order, then `depth` more.
+        """
+        inbox = self._inboxes[action]
+        try:
+            while action not in inbox.posted:
+                self._post(inbox)
+            tensors = [received.wait() for received in inbox.posted.pop(action)]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"waiting for {action} from rank {self._names(inbox.peer)}, which did not send it within "
+                f"{inbox.group.timeout.total_seconds():g} s or is gone: {str(error).splitlines()[0]}"
+            ) from error
+        self._post_ahead(inbox)
+        for send in self._plan.receipts.get(action, ()):
+            self._settle(send)
+        return self.forms["F", action.stage].fill(tensors) if action.kind == "RECV_F" else tensors
+
+    def _post(self, inbox: _Inbox) -> None:
+        """Post the next receive of a peer; waits for the header of a boundary where that is not known yet."""
+        action = inbox.todo[0]
+        key = (action.kind[-1], action.stage)
+        other = 1 - inbox.group.rank
+        if key not in self.forms:
+            assert key[0] == "F", "a gradient comes after the output that it belongs to was sent"
+            self._expect_header(inbox)
+            assert inbox.header is not None
+            numbers = inbox.header.wait().tolist()
+            inbox.header = None
+            if numbers[0]:
+                self.forms[key] = Form.read(numbers)
+            else:
+                text = irecv((numbers[1],), torch.uint8, other, inbox.group, device=self._device, header=False).wait()
+                self.forms[key] = pickle.loads(text.cpu().numpy().tobytes())
+        form = self.forms[key]
+        wanted = form.tensors if key[0] == "F" else [form.tensors[i] for i in form.floating]
+        inbox.posted[inbox.todo.popleft()] = [
+            irecv(shape, dtype, other, inbox.group, device=self._device, header=False) for shape, dtype in wanted
+        ]
+
+    def _expect_header(self, inbox: _Inbox) -> None:
+        if inbox.header is None:
+            other = 1 - inbox.group.rank
+            inbox.header = irecv((HEADER,), torch.int64, other, inbox.group, device=self._device, header=False)
+
+    def _post_ahead(self, inbox: _Inbox) -> None:
+        while inbox.todo and len(inbox.posted) < self._depth:
+            action = inbox.todo[0]
+            if (action.kind[-1], action.stage) not in self.forms:
+                if action.kind == "RECV_F":
+                    self._expect_header(inbox)
+                return
+            self._post(inbox)
+
+    def _settle(self, action: Action) -> None:
+        for sent in self._sent.pop(action, ()):
+            sent.wait()
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        for action in list(self._sent):
+            self._settle(action)

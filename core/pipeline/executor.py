@@ -1,0 +1,112 @@
+"""One loop over the actions of one rank: what a schedule says is what happens, in that order."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.pipeline.actions import Action
+from core.pipeline.channel import Channel
+from core.pipeline.lower import Plan
+from core.pipeline.stage import Stage, StepFacts
+from core.pipeline.timeline import Event
+
+
+class Clock:
+    """Starts and ends of actions: of the process on a CPU, of the device's own stream elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Action, Any, Any]] = []
+        self.begin = self.now()
+
+    def now(self) -> Any:
+        """A moment: seconds, or an event of the device, which nobody waits for here."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, action: Action, start: Any) -> None:
+        """`action` began at `start` and has just ended."""
+        self._marks.append((action, start, self.now()))
+
+    def events(self) -> tuple[Event, ...]:
+        """In seconds since the clock was made; waits for the device."""
+        if self._device.type == "cpu":
+            return tuple(Event(a, start - self.begin, end - self.begin) for a, start, end in self._marks)
+        torch.accelerator.synchronize(self._device)
+        since = self.begin.elapsed_time
+        return tuple(Event(a, since(start) / 1e3, since(end) / 1e3) for a, start, end in self._marks)
+
+
+class Executor:
+    """Runs a rank's plan for one batch.
+
+    stages: the stages of this rank by index. outputs[m]: what the last stage gave for microbatch m, on the rank
+    that has it: [2] sums with a loss, else the output. doing: the action under way, for the report of a failure.
+    """
+
+    def __init__(self, plan: Plan, stages: Mapping[int, Stage], channel: Channel, facts: StepFacts) -> None:
+        self.plan, self.stages, self.channel, self.facts = plan, stages, channel, facts
+        self.outputs: dict[int, Any] = {}
+        self.doing: Action | None = None
+        self._here: dict[tuple[str, int, int | None], Any] = {}  # (F or B, stage that needs it, microbatch)
+        self._again = {(a.stage, a.microbatch) for a in plan.order if a.kind == "R"}
+
+    def run(self, clock: Clock) -> None:
+        """Every action in order, then wait until what was sent has arrived."""
+        for action in self.plan.order:
+            self.doing = action
+            if action.kind in "FIWR":
+                start = clock.now()
+                self._compute(action)
+                clock.add(action, start)
+            else:
+                self._communicate(action)
+        self.channel.finish()
+        self.doing = None
+
+    def _compute(self, action: Action) -> None:
+        kind, s, m = action
+        assert m is not None
+        stage, facts = self.stages[s], self.facts
+        match kind:
+            case "F":
+                keep = facts.training and (s, m) not in self._again
+                output = stage.forward(m, self._here.pop(("F", s, m), None), facts, keep=keep)
+                if stage.last:
+                    self.outputs[m] = output
+                else:
+                    self._here["F", s + 1, m] = output
+            case "R":
+                stage.recompute(m, facts)
+            case "I":
+                gradients = None if stage.last else self._here.pop(("B", s, m))
+                found = stage.input_gradients(m, gradients, facts)
+                if not stage.first:
+                    self._here["B", s - 1, m] = found
+            case "W":
+                stage.weight_gradients(m, facts)
+
+    def _communicate(self, action: Action) -> None:
+        kind, s, m = action
+        match kind:
+            case "RECV_F" | "RECV_B":
+                self._here[kind[-1], s, m] = self.channel.take(action)
+            case "SEND_F" | "SEND_B":
+                self.channel.send(action, self._here.pop((kind[-1], s + (1 if kind == "SEND_F" else -1), m)))
+            case "REDUCE_GRAD":
+                self.facts.sync.stage_done(self.stages[s].module)
+            case "UNSHARD":
+                self.facts.sync.before_forward(self.stages[s].module)
+            case "RESHARD":
+                self.facts.sync.after_input_grad(self.stages[s].module)
+
+    def sums(self, device: torch.device) -> Tensor:
+        """[2] loss and tokens of all microbatches; zeros where the last stage is not."""
+        found = [self.outputs[m] for m in sorted(self.outputs)]
+        return torch.stack(found).sum(0) if found else torch.zeros(2, dtype=torch.float64, device=device)

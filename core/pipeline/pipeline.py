@@ -1,0 +1,242 @@
+"""A model in stages over the pipeline ranks, trained one step at a time under any schedule."""
+
+import hashlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.autograd import GradSync, NullGradSync
+from core.parallel_state.collectives import all_gather_objects, all_reduce
+from core.parallel_state.layout import layout_of
+from core.parallel_state.modules import Modules, modules_of
+from core.parallel_state.state import ParallelState
+from core.pipeline.actions import Schedule
+from core.pipeline.channel import Channel
+from core.pipeline.executor import Clock, Executor
+from core.pipeline.failure import told_to_all
+from core.pipeline.lower import Plan, plan
+from core.pipeline.passes import add_recompute, forward_only
+from core.pipeline.player import check, play
+from core.pipeline.schedules import make
+from core.pipeline.stage import Stage, StepFacts
+from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, split_microbatches
+from core.pipeline.timeline import Event, Timeline
+
+ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
+
+
+class Pipeline:
+    """`step(batch, loss_fn)` runs forward, input gradients, weight gradients, recomputation and reduction.
+
+    stages: the modules of this rank, in the order of their stages, or a mapping stage -> module; any
+        `nn.Module`. A stage takes what the one before returned (a tensor, a tuple positionally, a mapping by
+        name); whatever else its forward takes by name comes from the microbatch.
+    schedule: a name (`python -m core.pipeline.simulate --list`), a `Schedule`, a function
+        (ranks, microbatches) -> Schedule, or "auto".
+    recompute: "none", "selective", "layer" (see `apply_recompute`), "stage" (the whole stage, as an action of
+        the schedule), or a list with one of these (or names and classes of modules) per stage of the model.
+    grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
+    receive_ahead: receives posted beyond the one that is needed. step_index: of the next step; set it to resume.
+
+    Collective over the world. Raises ValueError: a schedule that does not fit the stages, misses or repeats an
+    action, never ends, or differs between ranks; a `main_grad` without its owner.
+    """
+
+    def __init__(
+        self,
+        stages: Modules,
+        *,
+        ps: ParallelState,
+        schedule: ScheduleLike = "1f1b",
+        num_microbatches: int = 1,
+        recompute: str | Sequence[Any] = "none",
+        grad_sync: GradSync | None = None,
+        seed: int = 0,
+        receive_ahead: int = 4,
+    ) -> None:
+        self.ps, self.num_microbatches, self.seed, self.receive_ahead = ps, num_microbatches, seed, receive_ahead
+        self.step_index = 0
+        self._ranks = ps.grid.members(ps.rank, "pp")
+        modules = list(modules_of(stages).values())
+        self.schedule = _resolve(schedule, stages, ps, num_microbatches)
+        policies = _policies(recompute, self.schedule.stages)
+        self.schedule = add_recompute(self.schedule, [s for s, policy in enumerate(policies) if policy == "stage"])
+        check(self.schedule, num_microbatches)
+        play(self.schedule)  # ends, or says who waits for whom
+        self._key = self._agree(
+            [self.schedule.text(), f"num_microbatches={num_microbatches}", f"recompute={policies}"]
+        )
+        if grad_sync is None:
+            _refuse_main_grad(modules)
+        self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
+        mine = self.schedule.stages_of(ps.index("pp"))
+        self.stages = {
+            s: Stage(module, s, self.schedule.stages, policy=policies[s], seed=seed, device=ps.device)
+            for s, module in zip(mine, modules, strict=True)
+        }
+        self._plans: dict[Schedule, Plan] = {}
+        self._events: tuple[Event, ...] = ()
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """stage -> module of this rank."""
+        return {s: stage.module for s, stage in self.stages.items()}
+
+    def step(self, batch: Batch | None, loss_fn: LossFn, loss_scale: float = 1.0) -> StepResult:
+        """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
+
+        batch: this replica's tensors [b, ...], cut along dim 0 into microbatches, the same on all its pipeline
+        ranks; None on a rank whose stages take nothing from it. loss_fn(output, microbatch) ->
+        (loss_sum, num_tokens) is called on the rank of the last stage; nothing divides here. The result is global,
+        on every rank (an all-reduce over pp and one over dp-cp, beside those of `grad_sync`).
+        Raises ValueError: a batch that does not divide. PipelineError: any rank's failure, on every rank.
+        """
+        facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
+        counts: dict[Any, int] = {}
+        for stage in self.stages.values():
+            for parameter in stage.parameters:
+                counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
+        self.grad_sync.begin_step(counts)
+        executor = self._executor(self.schedule, facts)
+        with told_to_all(self.ps, f"{self._key}/{self.step_index}", lambda: executor.doing):
+            self._run(executor)
+            self.grad_sync.finish()
+            if isinstance(self.grad_sync, NullGradSync):
+                self._sum_tied()
+            result = self._result(executor.sums(self.ps.device))
+        self.step_index += 1
+        return result
+
+    def evaluate(self, batch: Batch | None, loss_fn: LossFn) -> StepResult:
+        """The global sums without gradients, in eval mode; any number of rows."""
+        executor = self._forward(batch, loss_fn)
+        return self._result(executor.sums(self.ps.device))
+
+    def forward(self, batch: Batch | None) -> Any:
+        """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0; None on ranks
+        without the last stage."""
+        outputs = self._forward(batch, None).outputs
+        return join_outputs([outputs[m] for m in sorted(outputs)]) if outputs else None
+
+    def timeline(self) -> Timeline:
+        """When each pipeline rank did what in the last step, in seconds since its start. All-gather over pp."""
+        return Timeline(tuple(all_gather_objects(self._events, self.ps.group("pp"))))
+
+    def close(self) -> None:
+        """Give the modules their own forwards back."""
+        for stage in self.stages.values():
+            stage.close()
+
+    def _forward(self, batch: Batch | None, loss_fn: LossFn | None) -> Executor:
+        rows = _rows(batch)
+        sizes = all_gather_objects(rows, self.ps.group("pp"))  # ranks without a batch follow the others
+        known = next((n for n in sizes if n is not None), 0)
+        count = gcd(known, self.num_microbatches) or 1
+        facts = self._facts(batch, count, loss_fn)
+        executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts)
+        with ExitStack() as stack:
+            for stage in self.stages.values():
+                stack.enter_context(evaluating(stage.module))
+            stack.enter_context(told_to_all(self.ps, f"{self._key}/{uuid.uuid4()}", lambda: executor.doing))
+            self._run(executor)
+        return executor
+
+    def _facts(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **more: Any) -> StepFacts:
+        parts = split_microbatches(batch, count) if batch is not None else [None] * count
+        first = self.ps.index("dp") * count
+        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, **more)
+
+    def _executor(self, schedule: Schedule, facts: StepFacts) -> Executor:
+        me = self.ps.index("pp")
+        if schedule not in self._plans:
+            self._plans[schedule] = plan(schedule, me)
+        todo = self._plans[schedule]
+
+        def rank(index: int) -> int:
+            return self.ps.rank if index == -1 else self._ranks[index]
+
+        made = self.ps.connect((rank(a), rank(b)) for a, b in todo.links)
+        groups = {(a, b): made[rank(a), rank(b)] for a, b in todo.links}
+        channel = Channel(todo, groups, rank, self.ps.device, self.receive_ahead)
+        return Executor(todo, self.stages, channel, facts)
+
+    def _run(self, executor: Executor) -> None:
+        clock = Clock(self.ps.device)
+        try:
+            executor.run(clock)
+        finally:
+            for stage in self.stages.values():
+                stage.clear()
+        self._events = clock.events()
+
+    def _sum_tied(self) -> None:
+        """Without a GradSync: the two halves of the gradient of a table tied over both ends."""
+        group = self.ps.group("embedding")
+        for stage in self.stages.values():
+            for parameter in stage.parameters:
+                if "embedding" in layout_of(parameter).partial and parameter.grad is not None:
+                    all_reduce(parameter.grad, group)
+
+    def _result(self, total: Tensor) -> StepResult:
+        total = all_reduce(all_reduce(total, self.ps.group("pp")), self.ps.group("dp-cp"))
+        return StepResult(total[0], total[1])
+
+    def _agree(self, facts: list[str]) -> str:
+        """Every rank must run the same schedule; a name that this pipeline has on every rank."""
+        mine = (hashlib.blake2b("\n".join(facts).encode()).hexdigest(), facts, uuid.uuid4().hex)
+        everyone = all_gather_objects(mine, self.ps.world)
+        for rank, (digest, theirs, _) in enumerate(everyone):
+            if digest != everyone[0][0]:
+                ours, other = next((a, b) for a, b in zip(everyone[0][1], theirs, strict=True) if a != b)
+                raise ValueError(
+                    f"ranks 0 and {rank} were given different schedules:\nrank 0: {ours}\nrank {rank}: {other}\n"
+                    "give every rank the same schedule, num_microbatches and recompute"
+                )
+        return everyone[0][2]
+
+
+def _rows(batch: Batch | None) -> int | None:
+    entries = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
+    return next((x.shape[0] for x in entries if isinstance(x, Tensor) and x.dim()), None)
+
+
+def _refuse_main_grad(modules: Sequence[nn.Module]) -> None:
+    if any(getattr(p, "main_grad", None) is not None for module in modules for p in module.parameters()):
+        raise ValueError(
+            "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
+            "over the replicas; pass the grad_sync that made them"
+        )
+
+
+def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microbatches: int) -> Schedule:
+    """The schedule for the stages at hand. Raises ValueError where they do not fit together."""
+    if microbatches < 1:
+        raise ValueError(f"num_microbatches={microbatches} must be at least 1")
+    modules = modules_of(stages)
+    found = schedule if isinstance(schedule, Schedule) else make(schedule, ps.size("pp"), microbatches, len(modules))
+    mine = found.stages_of(ps.index("pp"))
+    numbers = tuple(modules) if isinstance(stages, Mapping) else mine
+    if found.ranks != ps.size("pp") or len(modules) != len(mine) or numbers != mine:
+        raise ValueError(
+            f"schedule {found.name!r} places {found.stages} stages on {found.ranks} ranks as {found.placement}: "
+            f"pipeline rank {ps.index('pp')} of {ps.size('pp')} holds stages {mine}, and was given {len(modules)} "
+            f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this placement"
+        )
+    return found
+
+
+def _policies(recompute: str | Sequence[Any], stages: int) -> list[Any]:
+    """One policy per stage."""
+    if isinstance(recompute, str):
+        return [recompute] * stages
+    if len(recompute) != stages:
+        raise ValueError(
+            f"recompute has {len(recompute)} policies for {stages} stages; give one for each stage of the model (names "
+            "of modules as a list of their own), or one string for all"
+        )
+    return list(recompute)
