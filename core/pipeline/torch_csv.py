@@ -1,0 +1,69 @@
+"""Schedules in the CSV form of torch.distributed.pipelining: one line per rank, one cell per action.
+
+Standard library only.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator
+
+from core.pipeline.actions import Action, Schedule, check_placement
+
+
+def write_csv(schedule: Schedule) -> str:
+    """The text that torch's `_load_csv` reads: format `compute_only`, or `compute_comms` where it has sends.
+
+    torch has no R. Raises ValueError for a schedule with recomputation: write it before `add_recompute`.
+    """
+    if schedule.recomputed:
+        raise ValueError(
+            f"schedule {schedule.name!r} has {len(schedule.recomputed)} R, but torch's schedules have 0: write the "
+            "schedule as it was before add_recompute, and add R again after reading"
+        )
+    text = io.StringIO()
+    csv.writer(text).writerows(map(str, order) for order in schedule.orders)
+    return text.getvalue()
+
+
+def _parts(cell: str) -> list[str]:
+    """`(0F4;7B1)OVERLAP_F_B` is 0F4 beside 7B1: one after the other for us. An empty cell is no action."""
+    inside, bracket, kind = cell.strip().removeprefix("(").partition(")")
+    if bracket and kind != "OVERLAP_F_B":
+        raise ValueError(f"{cell!r} is no action of torch's; one in brackets ends with OVERLAP_F_B")
+    return [part for part in inside.split(";") if part.strip()]
+
+
+def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv") -> Schedule:
+    """A schedule that torch wrote, or somebody by hand.
+
+    Without `placement`, a stage is on the rank that does its F. Raises ValueError, naming line and cell:
+    something that is not an action; a stage with F on two ranks or on none; a rank without stages.
+    """
+    orders = [list(_actions(line, row)) for line, row in enumerate(csv.reader(io.StringIO(text)), start=1)]
+    place = tuple(_placement(orders) if placement is None else placement)
+    check_placement(place, len(orders))
+    return Schedule.make(place, orders, name)
+
+
+def _actions(line: int, row: Iterable[str]) -> Iterator[Action]:
+    for number, cell in enumerate(row, start=1):
+        try:
+            yield from map(Action.parse, _parts(cell))
+        except ValueError as error:
+            raise ValueError(f"line {line}, cell {number}: {error}") from None
+
+
+def _placement(orders: Iterable[Iterable[Action]]) -> Iterator[int]:
+    """The rank of each stage, by its F."""
+    home: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if action.kind == "F" and home.setdefault(action.stage, rank) != rank:
+                raise ValueError(
+                    f"line {rank + 1}: {action} on rank {rank}, but rank {home[action.stage]} has other F of stage "
+                    f"{action.stage}: a stage lives on 1 rank"
+                )
+    for stage in range(1 + max(home, default=-1)):
+        if stage not in home:
+            raise ValueError(f"no rank does F of stage {stage} of {1 + max(home)}: number the stages without gaps")
+        yield home[stage]
