@@ -4,11 +4,20 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "Action": "actions",
+    "Costs": "player",
     "LossFn": "step",
+    "Pipeline": "pipeline",
+    "PipelineError": "failure",
+    "Schedule": "actions",
     "StepResult": "step",
     "call_stage": "step",
     "split_microbatches": "step",
     "SingleStage": "single_stage",
+    "Timeline": "timeline",
+    "looped": "actions",
+    "play": "player",
+    "v_shape": "actions",
 }
 
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from math import gcd
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from core.autograd import GradSync, NullGradSync
@@ -218,7 +217,10 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
     if microbatches < 1:
         raise ValueError(f"num_microbatches={microbatches} must be at least 1")
     modules = modules_of(stages)
-    found = schedule if isinstance(schedule, Schedule) else make(schedule, ps.size("pp"), microbatches, len(modules))
+    if isinstance(schedule, Schedule):
+        found = schedule
+    else:
+        found = make(schedule, ps.size("pp"), microbatches, len(modules) if isinstance(schedule, str) else None)
     mine = found.stages_of(ps.index("pp"))
     numbers = tuple(modules) if isinstance(stages, Mapping) else mine
     if found.ranks != ps.size("pp") or len(modules) != len(mine) or numbers != mine:
@@ -236,7 +238,7 @@ def _policies(recompute: str | Sequence[Any], stages: int) -> list[Any]:
         return [recompute] * stages
     if len(recompute) != stages:
         raise ValueError(
-            f"recompute has {len(recompute)} policies for {stages} stages; give one for each stage of the model (names "
-            "of modules as a list of their own), or one string for all"
+            f"recompute has {len(recompute)} policies for {stages} stages; give one for each stage of the model "
+            "(names of modules as a list of their own), or one string for all"
         )
     return list(recompute)

@@ -23,7 +23,8 @@ class GPTModel(nn.Module):
     pre_process, post_process: whether this stage embeds tokens, and whether it ends in logits or loss;
         default: as the pipeline rank says. layers: the global numbers of the stage's layers; default: an even
         share. A stage is born with only its part.
-    share_embeddings_and_output_weights: one table for both (tied).
+    share_embeddings_and_output_weights: one table for both (tied). ends_share_a_rank: whether the first and the
+        last stage are on one rank, so that it is one parameter; tied_with: that first stage, for the last one.
     parallel: the layout of ranks; default: the current state (a single process needs none).
     seed: of the initial weights, which are the same on every layout.
 
@@ -41,6 +42,8 @@ class GPTModel(nn.Module):
         post_process: bool | None = None,
         layers: range | None = None,
         share_embeddings_and_output_weights: bool = False,
+        ends_share_a_rank: bool = False,
+        tied_with: "GPTModel | None" = None,
         parallel_output: bool = True,
         parallel: ParallelState | None = None,
         seed: int = 1234,
@@ -55,10 +58,12 @@ class GPTModel(nn.Module):
         self.stage, spec = StageContext(), transformer_layer_spec
         build = Build(config, ps, self.stage, seed)
         self.place = build.place
-        across = self.tied and not (self.pre_process and self.post_process)
+        across = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
         if self.pre_process or (self.tied and self.post_process):
             own = spec if self.pre_process else None
             self.embedding = GPTEmbedding(build, own, vocab_size, max_sequence_length, tied_across_stages=across)
+            if tied_with is not None and self.tied:
+                self.embedding.word_embeddings.weight = tied_with.embedding.word_embeddings.weight
         self.rotary = spec.rotary(build, max_sequence_length) if spec.rotary is not None else None
         numbers = layers if layers is not None else stage_layers(config.num_layers, ps)
         self.decoder = TransformerBlock(build, spec, numbers, final_norm=self.post_process)

@@ -118,8 +118,8 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
     """A new group of `ranks`; only they take part, so every rank must create its groups in one order.
 
     torch names such a group by how many groups this process has, which differs between ranks as soon as a
-    user has groups of their own: the rendezvous would hang. The name is therefore ours, and counts how often
-    this rank set was created (a rank's count lives in the store, and is the same on every member).
+    user has groups of their own: the rendezvous would hang. The name is therefore ours: the world's, the ranks,
+    and how often this rank set was created (the count lives in the store, and is the same on every member).
     A world bound to a device (`init_process_group(device_id=...)`) would be split instead, which all of its
     ranks must enter: it is unbound meanwhile.
     """
@@ -129,7 +129,7 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
     times = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
     original = c10d._process_group_name
     bound, world.bound_device_id = world.bound_device_id, None
-    c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"paracore_{members}_{times}")
+    c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"paracore_{world.group_name}_{members}_{times}")
     try:
         group = dist.new_group(
             list(ranks),
