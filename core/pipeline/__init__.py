@@ -9,6 +9,9 @@ _HOME = {
     "call_stage": "step",
     "split_microbatches": "step",
     "SingleStage": "single_stage",
+    "stage_backward": "backward",
+    "stage_backward_input": "backward",
+    "stage_backward_weight": "backward",
 }
 
 
