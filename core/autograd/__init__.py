@@ -5,16 +5,20 @@ from core.autograd.embedding import deferred_embedding
 from core.autograd.linear import Comm, deferred_linear
 from core.autograd.protocols import GradSync, NullGradSync
 from core.autograd.recompute import recompute
-from core.autograd.regions import apply_recompute
+from core.autograd.regions import apply_recompute, has_regions
+from core.autograd.reroute import RerouteHandle, reroute
 
 __all__ = [
     "Comm",
     "GradSync",
     "NullGradSync",
+    "RerouteHandle",
     "StageContext",
     "WeightGradBag",
     "apply_recompute",
     "deferred_embedding",
     "deferred_linear",
+    "has_regions",
     "recompute",
+    "reroute",
 ]

@@ -1,7 +1,7 @@
 """The bag that one microbatch's weight gradients wait in, and the context through which operations find it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,26 +13,54 @@ class Thunk(Protocol):
 
     parameter: Parameter
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds until then; nobody may write into it."""
+        ...
+
     def run(self) -> None:
         """Compute the weight gradient and accumulate it into the parameter; called without grad mode."""
         ...
+
+
+class _Checked:
+    """A thunk that knows how often its tensors had been written when it was made."""
+
+    def __init__(self, thunk: Thunk) -> None:
+        self.parameter, self._thunk = thunk.parameter, thunk
+        self._versions = [t._version for t in thunk.tensors()]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._thunk.tensors()
+
+    def run(self) -> None:
+        for tensor, version in zip(self.tensors(), self._versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(tensor.shape)} that the weight gradient of a parameter of shape "
+                    f"{list(self.parameter.shape)} waits for was written {tensor._version - version} times between I "
+                    "and W; clone it before writing"
+                )
+        self._thunk.run()
 
 
 class WeightGradBag:
     """Thunks in the order in which backward made them. One per use: a weight used twice has two.
 
     Nothing is keyed by parameter, so tied weights stay additive.
+
+    checked: W raises RuntimeError for a thunk whose tensors somebody wrote into since I, naming the parameter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, checked: bool = False) -> None:
         self._thunks: list[Thunk] = []
+        self._checked = checked
 
     def __len__(self) -> int:
         return len(self._thunks)
 
     def put(self, thunk: Thunk) -> None:
         """Add one; called by a deferring operation's backward."""
-        self._thunks.append(thunk)
+        self._thunks.append(_Checked(thunk) if self._checked else thunk)
 
     def parameters(self) -> list[Parameter]:
         """The parameter of every thunk in the bag, repeated per use; complete once I has ended."""
@@ -87,6 +115,24 @@ class StageContext:
         self.bag, self.seed, self.step, self.microbatch, self.driven = snapshot
 
 
+def delivers(node: Any, parameter: Tensor, in_region: bool) -> bool:
+    """Whether a backward (`node`, its input 1 the parameter) may put the gradient there by itself, past autograd.
+
+    Not where somebody waits for it in autograd: a computed weight's own graph, a hook on the parameter
+    (`main_grad` has an owner, whose hooks know about None), second derivatives, `torch.autograd.grad`.
+    """
+    if not parameter.is_leaf or parameter._backward_hooks or torch.is_grad_enabled():
+        return False
+    if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
+        return False
+    if in_region:  # whose own backward asks for everything, and passes on what it gets
+        return True
+    try:
+        return bool(torch._C._will_engine_execute_node(node.next_functions[1][0]))
+    except RuntimeError:  # what it says of a leaf that `torch.autograd.grad` asks for
+        return False
+
+
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:
     """Add a finished gradient into `main_grad` where there is one (never rebinding it), else into `.grad`."""
     gradient = gradient.view(parameter.shape)
@@ -95,5 +141,7 @@ def accumulate(parameter: Parameter, gradient: Tensor) -> None:
         main_grad.add_(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
+    elif parameter.grad.layout is not torch.strided:  # of a sparse embedding that shares the weight
+        parameter.grad = gradient.to(parameter.dtype) + parameter.grad
     else:
         parameter.grad.add_(gradient)

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.autograd.bag import StageContext, accumulate
+from core.autograd.bag import StageContext, accumulate, delivers
 from core.autograd.linear import NO_COMM, Comm
+from core.autograd.recompute import running_again
 
 
 def _local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
@@ -17,11 +18,11 @@ def _local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
     return local.masked_fill_((local < 0) | (local >= rows), rows)
 
 
-def _add_rows(parameter: Parameter, local: Tensor, gy: Tensor, whole: bool) -> Tensor | None:
-    """Sum dy into the table's rows: into main_grad (None is returned), else a new dense gradient."""
+def _add_rows(parameter: Parameter, local: Tensor, gy: Tensor, whole: bool, directly: bool = True) -> Tensor | None:
+    """Sum dy into the table's rows: `directly` into a main_grad (None is returned), else a new dense gradient."""
     rows = parameter.shape[0]
     local, gy = local.reshape(-1), gy.reshape(-1, gy.shape[-1])
-    main_grad = getattr(parameter, "main_grad", None)
+    main_grad = getattr(parameter, "main_grad", None) if directly else None
     if main_grad is None:
         if whole:
             return torch.ops.aten.embedding_dense_backward(gy, local, rows, -1, False)
@@ -67,17 +68,19 @@ class _Embedding(torch.autograd.Function):
             y = comm.after_forward(y)
         ctx.save_for_backward(local)
         ctx.weight, ctx.whole, ctx.comm, ctx.bag = weight, whole, comm, stage.bag
+        ctx.in_region = running_again.get()
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (local,) = ctx.saved_tensors
-        if ctx.bag is not None and ctx.weight.is_leaf:
+        directly = delivers(ctx, ctx.weight, ctx.in_region)
+        if directly and ctx.bag is not None:
             ctx.bag.put(_EmbeddingThunk(ctx.weight, local, gy, ctx.whole, ctx.comm))
             return (None,) * 6
         if ctx.comm.before_backward is not None:
             gy = ctx.comm.before_backward(gy)
-        return None, _add_rows(ctx.weight, local, gy, ctx.whole), None, None, None, None
+        return None, _add_rows(ctx.weight, local, gy, ctx.whole, directly), None, None, None, None
 
 
 def deferred_embedding(

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.autograd.bag import StageContext, accumulate
+from core.autograd.bag import StageContext, accumulate, delivers
+from core.autograd.recompute import running_again
 
 
 class Pending(Protocol):
@@ -73,10 +74,19 @@ def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | Non
     The sum is in main_grad's dtype without an intermediate where dtypes are equal, or where the device
     multiplies 16-bit factors into float32; otherwise the product is rounded once and added.
     """
-    x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
-        return gy.t().mm(x).view(parameter.shape)
+        return _product(parameter, x, gy)
+    _add_product(main_grad, x, gy)
+    return None
+
+
+def _product(weight: Tensor, x: Tensor, gy: Tensor) -> Tensor:
+    return gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])).view(weight.shape)
+
+
+def _add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
+    x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
     into = _matrix(main_grad)
     if main_grad.dtype == x.dtype:
         into.addmm_(gy.t(), x)
@@ -84,7 +94,6 @@ def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | Non
         torch.addmm(into, gy.t(), x, out_dtype=torch.float32, out=into)
     else:
         into.add_(gy.t().mm(x))
-    return None
 
 
 class _LinearThunk:
@@ -104,9 +113,14 @@ class _LinearThunk:
             x = comm.before_forward(x)
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
-        gradient = weight_gradient(self.parameter, x, gy)
-        if gradient is not None:
-            accumulate(self.parameter, gradient)
+        parameter = self.parameter
+        into = getattr(parameter, "main_grad", None)
+        if into is None:
+            into = parameter.grad
+            if into is None or into.dtype != x.dtype or into.layout is not torch.strided:
+                accumulate(parameter, _product(parameter, x, gy))
+                return
+        _add_product(into, x, gy)
 
 
 class _Linear(torch.autograd.Function):
@@ -133,34 +147,42 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
+        ctx.in_region = running_again.get()
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         sharded, again = gy, None
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
         pending = dx = dw = db = None
-        # a computed weight (a parametrization) has its own graph and does not wait
-        waits = bag is not None and weight.is_leaf
-        if ctx.needs_input_grad[1]:
+        if wants_dw:
             (x,) = ctx.saved_tensors
+            directly = delivers(ctx, weight, ctx.in_region)
+            waits = directly and bag is not None
             if not waits and comm.start_again is not None:
                 again = comm.start_again(x)
-        if ctx.needs_input_grad[0]:
-            dx = gy.matmul(_matrix(weight).to(gy.dtype))
+        if wants_dx:
+            matrix = _matrix(weight)
+            dx = gy.matmul(matrix if matrix.dtype == gy.dtype else matrix.to(gy.dtype))
             if comm.after_backward is not None:
                 pending = comm.after_backward(dx)
-        if ctx.needs_input_grad[1]:
+        if wants_dw:
             if waits:
                 bag.put(_LinearThunk(weight, x.detach(), sharded, comm))  # x itself would keep the graph's inputs
-            elif again is not None:
-                dw = weight_gradient(weight, again.wait(), gy)
             else:
-                dw = weight_gradient(weight, x if comm.before_forward is None else comm.before_forward(x), gy)
-        if ctx.needs_input_grad[2]:
-            db = gy.reshape(-1, gy.shape[-1]).sum(0).view(ctx.bias.shape)
+                if again is not None:
+                    x = again.wait()
+                elif comm.before_forward is not None:
+                    x = comm.before_forward(x)
+                dw = weight_gradient(weight, x, gy) if directly else _product(weight, x, gy)
+        if wants_db:
+            bias = ctx.bias
+            db = gy.reshape(-1, gy.shape[-1]).sum(0)
+            if bias.dim() != 1:
+                db = db.view(bias.shape)
         return dx if pending is None else pending.wait(), dw, db, None, None
 
 

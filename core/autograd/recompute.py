@@ -16,7 +16,7 @@ from core.autograd.bag import StageContext
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
-_running_again: ContextVar[bool] = ContextVar("running_again", default=False)
+running_again: ContextVar[bool] = ContextVar("running_again", default=False)
 
 
 def _is(value: Any) -> bool:
@@ -106,12 +106,12 @@ class _Region:
         _set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
-        token = _running_again.set(True)
+        token = running_again.set(True)
         try:
             with torch.enable_grad():
                 return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
         finally:
-            _running_again.reset(token)
+            running_again.reset(token)
             _set_random_state(self.device, now)
             if self.stage is not None:
                 self.stage.restore(now_stage)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def run_region(
     checked: Checked,
 ) -> Any:
     """`recompute`, with the arguments apart, so that none of theirs is taken for ours."""
-    if not torch.is_grad_enabled() or _running_again.get():
+    if not torch.is_grad_enabled() or running_again.get():
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs, stage)
     region.remember(parameters)

@@ -8,33 +8,32 @@ from torch import nn
 
 from core.autograd.bag import StageContext
 from core.autograd.recompute import Checked, run_region
+from core.autograd.standin import StandIn, standins
 
 Want = str | type[nn.Module]
 Policy = str | Sequence[Want]
 
 
-class _RecomputedForward:
-    """Stands in for a module's `forward`. An object and not a closure: a copy of the model must run its own."""
+class _RecomputedForward(StandIn):
+    """Runs the module's forward as a region."""
 
     def __init__(self, module: nn.Module, stage: StageContext | None) -> None:
-        self.module, self.stage, self.checked = module, stage, Checked()
-        self.own = module.__dict__.get("forward")  # somebody else's stand-in, to go back to
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        super().__init__(module)
+        self.stage, self.checked = stage, Checked()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # asked for at every call: parameters are unfrozen, replaced, sharded after the model is built
         parameters = list(self.module.parameters())
         return run_region(self.plain, args, kwargs, self.stage, parameters, self.checked)
 
-    def remove(self) -> None:
-        if self.own is not None:
-            self.module.forward = self.own
-        else:
-            del self.module.forward
+
+def _is_region(module: nn.Module) -> bool:
+    return any(isinstance(standin, _RecomputedForward) for standin in standins(module))
+
+
+def has_regions(module: nn.Module) -> bool:
+    """Whether any part of `module` is recomputed by a policy; the whole must then not be run again as well."""
+    return any(map(_is_region, module.modules()))
 
 
 class RecomputeHandle:
@@ -86,7 +85,7 @@ def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | 
     wants: Sequence[Want] = [policy] if policy == "layer" else ["core_attention"] if policy == "selective" else policy
     children = _callable_submodules(module)
     parents = {f"{n}.{c}" if n else c: m for n, m in module.named_modules() for c, _ in m.named_children()}
-    before = [n for n, child in children.items() if isinstance(child.__dict__.get("forward"), _RecomputedForward)]
+    before = [n for n, child in children.items() if _is_region(child)]
     if before:
         raise ValueError(f"{', '.join(before)}: recomputed already; call remove() on that policy's handle first")
     matching = [{n for n, child in children.items() if rule(n, child, parents.get(n), want)} for want in wants]
@@ -101,5 +100,5 @@ def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | 
             names.append(name)
     forwards = [_RecomputedForward(children[name], stage) for name in names]
     for forward in forwards:
-        forward.module.forward = forward
+        forward.put()
     return RecomputeHandle(names, forwards)

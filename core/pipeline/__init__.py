@@ -18,6 +18,9 @@ _HOME = {
     "looped": "actions",
     "play": "player",
     "v_shape": "actions",
+    "stage_backward": "backward",
+    "stage_backward_input": "backward",
+    "stage_backward_weight": "backward",
 }
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute
+from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.parallel_state.random import seeded
+from core.pipeline.backward import stage_backward_input
 from core.pipeline.step import LossFn, call_next_stage, call_stage, check_loss, forward_arguments, stage_seed, sums
 
 
@@ -67,7 +68,7 @@ class Stage:
         self.module, self.index, self.device, self.seed = module, index, device, seed
         self.first, self.last = index == 0, index == stages - 1
         self.context = own if isinstance(own, StageContext) else StageContext()
-        self._undo: list[Any] = []
+        self._undo: list[Any] = [reroute(module, self.context)]
         if policy not in ("none", "stage"):
             self._undo.append(apply_recompute(module, policy, stage=self.context))
         self._arguments = forward_arguments(module)
@@ -145,12 +146,9 @@ class Stage:
         """
         held = self._held[m]
         facts.sync.before_input_grad(self.module)
-        given = held.seed if gradients is None else gradients
-        pairs = [(end, g) for end, g in zip(held.ends, given, strict=True) if end is not None]
-        if pairs:
-            torch.autograd.backward([end for end, _ in pairs], [g for _, g in pairs])
+        found = stage_backward_input(held.ends, held.seed if gradients is None else gradients, held.leaves)
         facts.sync.after_input_grad(self.module)
-        found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
+        found = [torch.zeros_like(x) if g is None else g for x, g in zip(held.leaves, found, strict=True)]
         held.received, held.leaves, held.ends, held.seed = None, [], [], []
         return found
 

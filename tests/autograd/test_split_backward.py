@@ -130,6 +130,9 @@ class Recorder:
     def run(self):
         self.log.append((self.parameter, torch.is_grad_enabled()))
 
+    def tensors(self):
+        return ()
+
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_any_thunk_runs_newest_first_and_without_grad_mode(at_once):
