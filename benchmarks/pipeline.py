@@ -1,0 +1,256 @@
+"""Our pipeline executor against torch.distributed.pipelining, in one run of four gloo processes.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.pipeline [--quick] [--json FILE]
+
+Sleeping stages (a rank's whole slice costs the same F, I and W per microbatch) measure schedules and executors on
+few cores; real stages of plain nn.Linear with whole-stage recomputation measure what a user gets. Ideal is
+M (F + I + W), with recomputation M (F + R + I + W). Beside each step: what the player predicts, and what one rank
+alone without any message needs in the same harness.
+"""
+
+import os
+import socket
+import statistics
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.harness import Ratio, arguments, report
+from benchmarks.sleeping import OurStage, TorchStage, precise_naps
+from core.parallel_state import ParallelConfig, ParallelState
+from core.pipeline import Costs, Pipeline, play
+from core.pipeline import schedules as named
+
+MICROBATCHES, HIDDEN = 8, 64
+TORCH = {"zb-v": "ZBVZeroBubble", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}
+
+
+def our_sleep(ps, schedule, seconds, recompute="none"):
+    """One step of our pipeline over napping stages."""
+    base = named.make(schedule, ps.size("pp"), MICROBATCHES)
+    mine = base.stages_of(ps.index("pp"))
+    stages = {s: OurStage({k: v / len(mine) for k, v in seconds.items()}, HIDDEN) for s in mine}
+    pipeline = Pipeline(stages, ps=ps, schedule=base, num_microbatches=MICROBATCHES, recompute=recompute)
+    batch = {"x": torch.randn(MICROBATCHES, HIDDEN), "target": torch.zeros(MICROBATCHES, HIDDEN)}
+    return lambda: pipeline.step(batch, lambda y, part: ((y - part["target"]).square().sum(), y.numel()))
+
+
+def torch_step(schedule, ps, modules, x, target, loss_fn):
+    """One step of torch's schedule of the same name over these modules."""
+    placement = named.placement(schedule, ps.size("pp"))
+    mine = [s for s, rank in enumerate(placement) if rank == ps.index("pp")]
+    made = [PipelineStage(m, s, len(placement), torch.device("cpu")) for m, s in zip(modules, mine, strict=True)]
+    kind = get_schedule_class(TORCH[schedule])
+    single = issubclass(kind, PipelineScheduleSingle)
+    run = kind(made[0] if single else made, MICROBATCHES, loss_fn=loss_fn, scale_grads=False)
+    last = len(placement) - 1 in mine
+
+    def step():
+        for module in modules:
+            module.zero_grad(set_to_none=False)
+        losses = []
+        run.step(*((x,) if 0 in mine else ()), **({"target": target, "losses": losses} if last else {}))
+        return sum(losses)
+
+    return step
+
+
+def torch_sleep(ps, schedule, seconds):
+    chunks = len(named.placement(schedule, ps.size("pp"))) // ps.size("pp")
+    modules = [TorchStage({k: v / chunks for k, v in seconds.items()}, HIDDEN) for _ in range(chunks)]
+    x, target = torch.randn(MICROBATCHES, HIDDEN), torch.zeros(MICROBATCHES, HIDDEN)
+    return torch_step(schedule, ps, modules, x, target, F.mse_loss)
+
+
+def timed(step, together=True):
+    if together:
+        dist.barrier()
+    begin = time.perf_counter()
+    step()
+    if together:
+        dist.barrier()
+    return time.perf_counter() - begin
+
+
+def in_turns(first, second, pairs):
+    """Seconds of two steps that take turns, after two warm-ups each; every rank calls it alike."""
+    for step in (first, second, first, second):
+        step()
+    times = {0: [], 1: []}
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            times[side].append(timed((first, second)[side]))
+    return Ratio(times[0], times[1])
+
+
+def spread(values):
+    return f"{statistics.median(values):.4f} ({min(values):.4f} .. {max(values):.4f})"
+
+
+def sleeping(ps, schedule, milliseconds, pairs, say):
+    """(median step / ideal of ours, median of ours / torch)."""
+    seconds = {k: milliseconds / 1e3 for k in "FIW"}
+    ideal = MICROBATCHES * sum(seconds.values())
+    ours = our_sleep(ps, schedule, seconds)
+    ratio = in_turns(ours, torch_sleep(ps, schedule, seconds), pairs)
+    chunks = len(named.placement(schedule, 4)) // 4
+    predicted = play(named.make(schedule, 4, MICROBATCHES), Costs(**seconds).divided(chunks)).makespan / ideal
+    single = our_sleep(ParallelState.single("cpu"), schedule, seconds)
+    single()
+    alone = [timed(single, together=False) / ideal for _ in range(3)]
+    over = [[t / ideal for t in side] for side in (ratio.ours, ratio.peer)]
+    against = [o / p for o, p in zip(*over, strict=True)]
+    say(
+        f"{schedule:5s} {milliseconds:3g} ms  step/ideal: simulated {predicted:.4f}, one rank alone {spread(alone)}, "
+        f"ours {spread(over[0])}, torch {spread(over[1])}; ours/torch {spread(against)}"
+    )
+    return statistics.median(over[0]), statistics.median(against)
+
+
+def ahead(ps, schedule, pairs, say):
+    """Step with R ahead of its gradient over the step with R as a part of I, every stage recomputed."""
+    seconds = {k: 0.04 for k in "FIW"}
+    within = seconds | {"I": 0.08}
+    ratio = in_turns(our_sleep(ps, schedule, seconds, "stage"), our_sleep(ps, schedule, within), pairs)
+    gain = [o / p for o, p in zip(ratio.ours, ratio.peer, strict=True)]
+    say(f"{schedule:5s}  40 ms  full recompute: R ahead / R folded into I {spread(gain)}")
+    return statistics.median(gain)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        b, s, h = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(o.transpose(1, 2).reshape(b, s, h))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class PlainStage(nn.Module):
+    """Plain torch modules on both sides; `checkpointed` is how torch recomputes a stage."""
+
+    def __init__(self, first, last, *, checkpointed, hidden=256, layers=2, vocab=512):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden) if first else None
+        self.layers = nn.Sequential(*[Block(hidden, 4) for _ in range(layers)])
+        self.head = nn.Linear(hidden, vocab) if last else None
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.embed is not None:
+            x = self.embed(x)
+        x = checkpoint(self.layers, x, use_reentrant=False) if self.checkpointed else self.layers(x)
+        return x if self.head is None else self.head(x)
+
+
+def cross_entropy(y, labels):
+    return F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def computing(ps, recompute, pairs, say):
+    """Real stages, zb-v on 2 ranks: our step over torch's."""
+    placement = named.placement("zb-v", 2)
+    mine = [s for s, rank in enumerate(placement) if rank == ps.index("pp")]
+
+    def stages(checkpointed):
+        made = {}
+        for s in mine:
+            torch.manual_seed(100 + s)
+            made[s] = PlainStage(s == 0, s == len(placement) - 1, checkpointed=checkpointed)
+        return made
+
+    torch.manual_seed(1)
+    x = torch.randint(512, (MICROBATCHES, 128))
+    batch = {"x": x, "labels": x.roll(-1, 1)}
+    ours, theirs = stages(False), stages(recompute == "stage")
+    pipeline = Pipeline(ours, ps=ps, schedule="zb-v", num_microbatches=MICROBATCHES, recompute=recompute)
+
+    def our_step():
+        for module in ours.values():
+            module.zero_grad(set_to_none=False)
+        pipeline.step(batch, lambda y, part: (cross_entropy(y, part["labels"]), part["labels"].numel()))
+
+    peer = torch_step("zb-v", ps, list(theirs.values()), x, batch["labels"], cross_entropy)
+    our_step()
+    peer()
+    for s in mine:
+        for (name, a), b in zip(ours[s].named_parameters(), theirs[s].parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+    ratio = in_turns(our_step, peer, pairs)
+    against = [o / p for o, p in zip(ratio.ours, ratio.peer, strict=True)]
+    say(
+        f"zb-v, 2 ranks, real stages, recompute={recompute}: ours {spread(ratio.ours)} s, "
+        f"torch {spread(ratio.peer)} s, ours/torch {spread(against)}"
+    )
+    return statistics.median(against)
+
+
+def four_ranks(ps, quick, say):
+    result, pairs = {}, 2 if quick else 5
+    for schedule, ms, key in (("zb-v", 40, "step_over_ideal_zbv"), ("1f1b", 40, "step_over_ideal_1f1b")):
+        result[key], against = sleeping(ps, schedule, ms, pairs, say)
+        if schedule == "zb-v":
+            result["zbv_vs_torch_40ms"] = against
+    more = pairs if quick else 11  # short steps are noisier
+    result["step_over_ideal_zbv_4ms"], result["zbv_vs_torch_4ms"] = sleeping(ps, "zb-v", 4, more, say)
+    result["step_over_ideal_1f1b_4ms"], _ = sleeping(ps, "1f1b", 4, more, say)
+    result["recompute_ahead_gain_1f1b"] = ahead(ps, "1f1b", pairs, say)
+    result["recompute_ahead_gain_zbv"] = ahead(ps, "zb-v", pairs, say)
+    return result
+
+
+def two_ranks(ps, quick, say):
+    pairs = 2 if quick else 5
+    return {
+        "compute_zbv_stage_recompute_vs_torch": computing(ps, "stage", pairs, say),
+        "compute_zbv_vs_torch": computing(ps, "none", pairs, say),
+    }
+
+
+def work(rank, world, port, quick, queue):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    precise_naps()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    ps = ParallelState.build(ParallelConfig(pipeline=world), device="cpu")
+    say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
+    result = (four_ranks if world == 4 else two_ranks)(ps, quick, say)
+    if rank == 0:
+        queue.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(world, quick):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(work, (world, port, quick, queue), nprocs=world)
+    return queue.get()
+
+
+def main():
+    args = arguments(__doc__).parse_args()
+    print("4 and 2 gloo ranks on 2 cores, 8 microbatches, one thread each; sleeping stages cost F = I = W")
+    report(launch(4, args.quick) | launch(2, args.quick), args.json)
+
+
+if __name__ == "__main__":
+    main()
