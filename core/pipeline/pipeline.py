@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from core.autograd import GradSync, NullGradSync
-from core.parallel_state.collectives import all_gather_objects, all_reduce
+from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.state import ParallelState
@@ -23,7 +23,7 @@ from core.pipeline.passes import add_recompute, forward_only
 from core.pipeline.player import check, play
 from core.pipeline.schedules import make
 from core.pipeline.stage import Stage, StepFacts
-from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, split_microbatches
+from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
 from core.pipeline.timeline import Event, Timeline
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
@@ -122,6 +122,10 @@ class Pipeline:
         outputs = self._forward(batch, None).outputs
         return join_outputs([outputs[m] for m in sorted(outputs)]) if outputs else None
 
+    def from_last_stage(self, value: Tensor) -> Tensor:
+        """`value` of the rank of the last stage, in place on all pipeline ranks. Broadcast over pp."""
+        return broadcast(value, self.ps.group("pp"), self.schedule.placement[-1])
+
     def timeline(self) -> Timeline:
         """When each pipeline rank did what in the last step, in seconds since its start. All-gather over pp."""
         return Timeline(tuple(all_gather_objects(self._events, self.ps.group("pp"))))
@@ -132,10 +136,8 @@ class Pipeline:
             stage.close()
 
     def _forward(self, batch: Batch | None, loss_fn: LossFn | None) -> Executor:
-        rows = _rows(batch)
-        sizes = all_gather_objects(rows, self.ps.group("pp"))  # ranks without a batch follow the others
-        known = next((n for n in sizes if n is not None), 0)
-        count = gcd(known, self.num_microbatches) or 1
+        sizes = all_gather_objects(rows_of(batch), self.ps.group("pp"))  # ranks without a batch follow the others
+        count = gcd(next((n for n in sizes if n is not None), 1), self.num_microbatches)
         facts = self._facts(batch, count, loss_fn)
         executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts)
         with ExitStack() as stack:
@@ -197,11 +199,6 @@ class Pipeline:
                     "give every rank the same schedule, num_microbatches and recompute"
                 )
         return everyone[0][2]
-
-
-def _rows(batch: Batch | None) -> int | None:
-    entries = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
-    return next((x.shape[0] for x in entries if isinstance(x, Tensor) and x.dim()), None)
 
 
 def _refuse_main_grad(modules: Sequence[nn.Module]) -> None:

@@ -20,6 +20,7 @@ from core.pipeline.step import (
     evaluating,
     forward_arguments,
     join_outputs,
+    parts_of,
     split_microbatches,
     stage_seed,
     sums,
@@ -97,7 +98,7 @@ class SingleStage:
         return self._result(found)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        """The global sums without gradients, in eval mode. One all-reduce over dp-cp."""
+        """The global sums without gradients, in eval mode; any number of rows. One all-reduce over dp-cp."""
         return self._result(self._each(batch, lambda output, part: sums(*loss_fn(output, part), self.ps.device)))
 
     def forward(self, batch: Batch) -> Any:
@@ -113,7 +114,7 @@ class SingleStage:
         used = []
         with evaluating(self.model):
             try:
-                for m, part in enumerate(split_microbatches(batch, self.num_microbatches)):
+                for m, part in enumerate(split_microbatches(batch, parts_of(batch, self.num_microbatches))):
                     self.grad_sync.before_forward(self.model)
                     with self._begin(m):
                         used.append(use(call_stage(self.model, part, self._arguments), part))
@@ -126,6 +127,10 @@ class SingleStage:
         microbatch = self.ps.index("dp") * self.num_microbatches + m
         self.stage.begin(seed=self.seed, step=self.step_index, microbatch=microbatch)
         return seeded(self.ps.device, stage_seed(self.seed, self.step_index, microbatch))
+
+    def from_last_stage(self, value: Tensor) -> Tensor:
+        """`value`: the last stage is here."""
+        return value
 
     def _result(self, found: list[Tensor]) -> StepResult:
         total = all_reduce(torch.stack(found).sum(0), self.ps.group("dp-cp"))

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -129,6 +130,17 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
     if isinstance(batch, Mapping):
         return cut
     return [tuple(part.values()) if isinstance(batch, tuple) else part[0] for part in cut]
+
+
+def rows_of(batch: Batch | None) -> int | None:
+    """Rows of the first tensor that is cut into microbatches; None without one."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
+    return next((value.shape[0] for value in values if _is_cut(value)), None)
+
+
+def parts_of(batch: Batch | None, num_microbatches: int) -> int:
+    """How many microbatches a batch of any size is cut into where nothing depends on it: at most so many."""
+    return gcd(rows_of(batch) or num_microbatches, num_microbatches)
 
 
 def _is_cut(value: Any) -> bool:

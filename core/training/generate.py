@@ -1,5 +1,8 @@
 """A text sample: the whole prefix again for every token, which is enough to see what a model has learnt."""
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
@@ -7,13 +10,32 @@ from core.models.gpt import GPTModel
 from core.pipeline.step import evaluating
 
 
+class Forward(Protocol):
+    """What generation needs of an executor whose model is spread over pipeline stages."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        """Logits on the rank of the last stage, None elsewhere."""
+        ...
+
+    def from_last_stage(self, value: Tensor) -> Tensor:
+        """`value` of the rank of the last stage, on all of them."""
+        ...
+
+
 def generate(
-    model: GPTModel, prompt: list[int], *, new_tokens: int, temperature: float = 0.0, seed: int = 0
+    model: GPTModel,
+    prompt: list[int],
+    *,
+    new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    executor: Forward | None = None,
 ) -> list[int]:
     """`prompt` and `new_tokens` more, the likeliest each (temperature 0) or drawn; stops at the last position.
 
-    Collective over the tensor ranks: every one of them calls it and gets the same tokens. Under sequence
-    parallelism the positions that can be used are a multiple of the tensor ranks.
+    model: the whole model; or any stage of it, with the `Pipeline` of all stages as `executor`.
+    Collective over the tensor and pipeline ranks: every one of them calls it and gets the same tokens. Under
+    sequence parallelism the positions that can be used are a multiple of the tensor ranks.
     Raises ValueError: an empty prompt, or one longer than the model's positions.
     """
     device, multiple = model.parallel.device, model.place.tp if model.place.splits_sequence else 1
@@ -24,11 +46,18 @@ def generate(
         raise ValueError(f"temperature={temperature} must be at least 0 (0 takes the likeliest token)")
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    with evaluating(model):
-        for n in range(len(prompt), min(len(prompt) + new_tokens, longest)):
-            padded = torch.tensor([tokens + [0] * (-n % multiple)], device=device)  # padding is not attended to
-            logits = model.gather_logits(model(padded)) if model.parallel_output else model(padded)
-            tokens.append(_pick(logits[0, n - 1], temperature, generator))
+    for n in range(len(prompt), min(len(prompt) + new_tokens, longest)):
+        padded = torch.tensor([tokens + [0] * (-n % multiple)], device=device)  # padding is not attended to
+        if executor is None:
+            with evaluating(model):
+                logits = model(padded)
+        else:
+            logits = executor.forward({"tokens": padded})
+        found = torch.zeros(1, dtype=torch.int64, device=device)
+        if logits is not None:
+            whole = model.gather_logits(logits) if model.parallel_output else logits
+            found.fill_(_pick(whole[0, n - 1], temperature, generator))
+        tokens.append(int((found if executor is None else executor.from_last_stage(found)).item()))
     return tokens
 
 
