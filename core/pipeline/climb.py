@@ -7,8 +7,10 @@ import math
 import random
 from collections.abc import Sequence
 
-from core.pipeline.flat import F, Flat, I, Orders, R, W
+from core.pipeline.flat import F, Flat, I, Orders
 
+HOT, COLD = 0.3, 0.02  # how much longer a step may get, first and last, in the mean time of an action
+REACH = 4  # so far from the chain, in actions, a move may begin or end
 Segment = tuple[int, int, int]  # rank, first, last: a run of the longest chain on one rank
 
 
@@ -17,14 +19,18 @@ class Climber:
 
     def __init__(self, flat: Flat, orders: Orders, limits: Sequence[float], rng: random.Random) -> None:
         self.flat, self.limits, self.rng = flat, limits, rng
-        self.orders = [list(order) for order in orders]
-        self.rows = [flat.row(order)[0] for order in self.orders]
-        self.spent = 0
-        found = flat.ends(self.orders, self.rows)
+        self.spent, self.best_orders = 0, orders
+        self.restart()
+        self.best = self.makespan
+        self.unit = sum(map(sum, self.rows)) / max(1, flat.actions)  # the mean time of an action
+
+    def restart(self) -> None:
+        """Back to the best orders."""
+        self.orders = [list(order) for order in self.best_orders]
+        self.rows = [self.flat.row(order)[0] for order in self.orders]
+        found = self.flat.ends(self.orders, self.rows)
         assert found is not None
         self.makespan, self.end = found
-        self.best, self.best_orders = self.makespan, [list(order) for order in self.orders]
-        self.unit = sum(map(sum, self.rows)) / max(1, flat.actions)  # the mean time of an action
 
     def chain(self) -> list[Segment]:
         """The longest chain, last rank first: each action in it starts when the one before it ends."""
@@ -50,28 +56,27 @@ class Climber:
         """(rank, from, to): an action of the segment, or one close to it, somewhere else in or around it."""
         rank, first, last = segment
         order, draw = self.orders[rank], self.rng.random
-        reach = 4
-        low, high = max(0, first - reach), min(len(order) - 1, last + reach)
+        low, high = max(0, first - REACH), min(len(order) - 1, last + REACH)
         at = low + int(draw() * (high - low + 1))
         a = order[at]
-        kind = a & 3
-        before, after = self.neighbours(a, kind)
-        start, stop = at, at
-        while start > low and order[start - 1] != before:
+        start = stop = at
+        while start > low and not self.needs(order[start - 1], a):
             start -= 1
-        while stop < high and order[stop + 1] != after:
+        while stop < high and not self.needs(a, order[stop + 1]):
             stop += 1
         if start == stop:
             return None
         to = start + int(draw() * (stop - start))
         return rank, at, to if to < at else to + 1
 
-    def neighbours(self, a: int, kind: int) -> tuple[int, int]:
-        """What an action's own stage does with the microbatch just before and after it (-1: nothing)."""
-        again = self.flat.recomputed[a // self.flat.step]
-        before = -1 if kind == F else a - 2 if kind == I and not again else a - 1
-        after = -1 if kind == W else a + 2 if kind == F and not again else a + 1
-        return before, after
+    def needs(self, first: int, then: int) -> bool:
+        """Whether `then` can only come after `first`, on the same rank: both of one microbatch, F F .. I I .."""
+        step = self.flat.step
+        if (first % step ^ then % step) > 3:
+            return False
+        if then & 3 == F or (first & 3 == I and then & 3 == I):
+            return True
+        return (first & 3 == F and then & 3 == I) or first // step == then // step
 
     def attempt(self, rank: int, at: int, to: int, allowed: float) -> bool:
         """Move an action if memory and the makespan allow it."""
@@ -91,17 +96,18 @@ class Climber:
         self.makespan, self.end = found
         return True
 
-    def anneal(self, budget: int, bound: float, hot: float = 0.3, cold: float = 0.01) -> None:
+    def anneal(self, budget: int, bound: float) -> None:
         """Until `budget` actions are looked at or the makespan is `bound`."""
         draw = self.rng.random
         begin, stop = self.spent, self.spent + budget
+        self.restart()
         segments = self.chain()
-        while self.spent < stop and self.best > bound:
+        while self.spent + 3 * self.flat.actions < stop and self.best > bound:
             self.spent += 4
             move = self.propose(segments[int(draw() * len(segments))])
             if move is None:
                 continue
-            heat = self.unit * hot * (cold / hot) ** ((self.spent - begin) / budget)
+            heat = self.unit * HOT * (COLD / HOT) ** ((self.spent - begin) / budget)
             if not self.attempt(*move, self.makespan - heat * math.log(1.0 - draw())):
                 continue
             segments = self.chain()

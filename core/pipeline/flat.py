@@ -12,7 +12,7 @@ from core.pipeline.actions import Action, Schedule
 from core.pipeline.passes import add_recompute, split_backward
 from core.pipeline.player import Costs
 
-F, R, I, W = range(4)
+F, R, I, W = range(4)  # noqa: E741  (the kinds' own letters)
 KINDS = "FRIW"
 Orders = list[list[int]]
 
@@ -20,9 +20,9 @@ Orders = list[list[int]]
 class Flat:
     """Placement, microbatches and costs in flat lists, and the fast twin of `play`.
 
-    duration[a], source[a]: time of action a, and the action of another stage whose result it needs (-1: none);
-    delay[a]: time that this result travels. takes[a]: memory that a changes, F and R when they start, I and W
-    when they end.
+    work[rank]: time of all its actions; pace: of the busiest rank for one microbatch. Of action a: duration[a];
+    source[a], the action of another stage whose result it needs (-1: none); delay[a], how long that travels;
+    takes[a], the memory it adds, F and R when they start, I and W when they end.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class Flat:
         self.source, self.delay = [-1] * self.size, [0.0] * self.size
         for s in range(self.stages):
             self._fill_stage(s, costs)
+        self.work = [microbatches * sum(map(self.stage_work, mine)) for mine in self.stages_of]
+        self.pace = max(self.work) / max(1, microbatches)
 
     def _fill_stage(self, s: int, costs: Costs) -> None:
         saved, graph, waiting = (costs.at(name, s) for name in ("saved", "graph", "waiting"))
@@ -55,6 +57,27 @@ class Flat:
                 source = self.source[first + kind]
                 away = source >= 0 and self.placement[source // self.step] != self.placement[s]
                 self.delay[first + kind] = costs.comm if away else 0.0
+
+    def stage_work(self, s: int) -> float:
+        """Time of everything that a stage does for a microbatch, R included."""
+        return sum(self.duration[s * self.step + k] for k in range(4) if k != R or self.recomputed[s])
+
+    def bound(self) -> float:
+        """No schedule is faster: a rank's first F waits for the stages before, then the rank has all its work.
+
+        R is left out where I follows F directly: the rank rests meanwhile, at least for the next stage's F and I.
+        """
+        least = 0.0
+        for mine, work in zip(self.stages_of, self.work, strict=True):
+            for s in mine:
+                first, after = s * self.step, (s + 1) * self.step
+                rest = self.duration[after + F] + self.duration[after + I] if s < self.stages - 1 else 0.0
+                if self.recomputed[s]:
+                    work -= self.microbatches * max(0.0, self.duration[first + R] - rest)
+            before = range(mine[0])
+            head = sum(self.duration[s * self.step] + self.delay[(s + 1) * self.step] for s in before)
+            least = max(least, head + work)
+        return least
 
     def action(self, kind: int, stage: int, microbatch: int) -> int:
         """The number of an action."""
@@ -83,13 +106,13 @@ class Flat:
         ready = list(range(self.ranks))
         while ready:
             rank = ready.pop()
-            order, times, now, k = orders[rank], durations[rank], clock[rank], position[rank]
-            for k in range(k, len(order)):
+            order, times, now = orders[rank], durations[rank], clock[rank]
+            for k in range(position[rank], len(order)):
                 a = order[k]
                 if (needs := source[a]) >= 0:
                     arrival = end[needs]
                     if arrival < 0:
-                        end[needs] = -2.0 - rank
+                        end[needs], position[rank] = -2.0 - rank, k
                         break
                     arrival += delay[a]
                     if arrival > now:
@@ -100,8 +123,8 @@ class Flat:
                 if waiter < -1:
                     ready.append(int(-2 - waiter))
             else:
-                k = len(order)
-            clock[rank], position[rank] = now, k
+                position[rank] = len(order)
+            clock[rank] = now
         if any(k < len(order) for k, order in zip(position, orders, strict=True)):
             return None
         return max(clock), end
@@ -116,10 +139,10 @@ class Flat:
         """Integers to actions, without the R that cost nothing."""
 
         def decode(order: list[int]) -> list[Action]:
-            free = {b for a, b, c in zip(order, order[1:], order[2:], strict=False) if a + 1 == b == c - 1 and b & 3 == R}
-            return [
-                Action(KINDS[a & 3], a // self.step, a % self.step // 4) for a in order if a not in free
-            ]
+            free = {
+                b for a, b, c in zip(order, order[1:], order[2:], strict=False) if a + 1 == b == c - 1 and b & 3 == R
+            }
+            return [Action(KINDS[a & 3], a // self.step, a % self.step // 4) for a in order if a not in free]
 
         return Schedule.make(self.placement, map(decode, orders), name)
 
@@ -128,7 +151,9 @@ class Flat:
         if any(not self.recomputed[s] for s, _ in schedule.recomputed):
             return None
         found: Orders = []
-        for order in split_backward(add_recompute(schedule, [s for s, yes in enumerate(self.recomputed) if yes])).orders:
+        for order in split_backward(
+            add_recompute(schedule, [s for s, yes in enumerate(self.recomputed) if yes])
+        ).orders:
             row: list[int] = []
             for kind, s, m in order:
                 if kind not in KINDS or m is None:

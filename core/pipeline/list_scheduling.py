@@ -5,7 +5,8 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from core.pipeline.flat import KINDS, F, Flat, I, Orders, R, W
 
@@ -21,6 +22,7 @@ class Policy:
     something that an action of a preferred kind would have to wait for is not started, when that arrives within
     this part of its time. deep: among equals the deepest stage goes first, else the oldest microbatch. waiting:
     W goes first as soon as so many wait. direct: I of the last stage follows F at once, so that no R is needed.
+    pace: microbatches enter the pipeline no closer than this part of the work of one.
     """
 
     kinds: str = "IFRW"
@@ -30,26 +32,47 @@ class Policy:
     deep: bool = True
     waiting: int = FOREVER
     direct: bool = True
+    pace: float = 0.0
 
 
-def policies(flat: Flat, seed: int = 0) -> Iterator[Policy]:
-    """All of them, the plain ones first, the rest in an order drawn from `seed`."""
-    ranks, chunks = flat.ranks, max(map(len, flat.stages_of))
-    again = any(flat.recomputed)
-    kinds = [k for k in map("".join, itertools.permutations(KINDS)) if (again or k[-1] == "R") and k[0] in "IFW"]
-    in_flight = sorted({FOREVER, 2 * ranks, ranks + ranks // 2, ranks, -(-ranks * 3 // 4), max(1, ranks // 2), 2})
-    waiting = (FOREVER, chunks * ranks, chunks, 1)
-    direct = (True, False) if flat.recomputed[-1] else (True,)
-    everything = list(
-        itertools.product(
-            kinds, reversed(in_flight), (1, 2, 0) if again else (0,), (0.0, 0.5, 1.0), (True, False), waiting, direct
-        )
-    )
-    random.Random(seed).shuffle(everything)
-    first = [("IFRW", cap, 1 if again else 0, 0.0, True, FOREVER, True) for cap in (FOREVER, ranks)]
-    first += [("IRFW", FOREVER, 2, 0.0, True, FOREVER, True), ("IFRW", FOREVER, 0, 0.0, True, FOREVER, True)]
-    for policy in itertools.chain(first, everything):
-        yield Policy(*policy)
+PLAIN = (
+    Policy(),
+    Policy(kinds="IRFW", ahead=2),
+    Policy(ahead=0),
+    Policy(kinds="FIWR", patience=0.5, deep=False, pace=0.5),
+    Policy(kinds="IFWR", pace=1.0),
+)
+
+
+class Policies:
+    """Endless policies, the plain ones first: `draw` any, `vary` one field of a good one."""
+
+    def __init__(self, flat: Flat, rng: random.Random) -> None:
+        ranks, chunks, again = flat.ranks, max(map(len, flat.stages_of)), any(flat.recomputed)
+        caps = (2, ranks // 2, ranks * 3 // 4, ranks, ranks * 3 // 2, 2 * ranks)
+        self.rng, self.plain = rng, list(PLAIN)
+        self.choices: dict[str, tuple[Any, ...]] = {
+            "kinds": tuple(k for k in map("".join, itertools.permutations(KINDS)) if k[0] != "R"),
+            "in_flight": (FOREVER, *sorted({max(1, cap) for cap in caps})),
+            "ahead": (0, 1, 2) if again else (0,),
+            "patience": (0.0, 0.5, 1.0),
+            "deep": (True, False),
+            "waiting": (FOREVER, chunks * ranks, chunks, 1),
+            "direct": (True, False) if flat.recomputed[-1] else (True,),
+            "pace": (0.0, 0.5, 0.75, 0.9, 1.0),
+        }
+
+    def draw(self) -> Policy:
+        """A plain one as long as there is one, then any."""
+        if self.plain:
+            return self.plain.pop(0)
+        return Policy(**{name: self.rng.choice(values) for name, values in self.choices.items()})
+
+    def vary(self, policy: Policy) -> Policy:
+        """Another value for one field."""
+        name = self.rng.choice([name for name, values in self.choices.items() if len(values) > 1])
+        others = [value for value in self.choices[name] if value != getattr(policy, name)]
+        return replace(policy, **{name: self.rng.choice(others)})
 
 
 class _Memory:
@@ -142,17 +165,18 @@ class _Run:
         self.end = [-1.0] * flat.size
         self.orders: Orders = [[] for _ in range(flat.ranks)]
         self.free = [0.0] * flat.ranks
+        self.pace = policy.pace * flat.pace
         self.events = [(0.0, rank) for rank in range(flat.ranks)]
 
     def arrival(self, a: int) -> float:
         """When the input of an action is there (-1: not yet known)."""
         source = self.flat.source[a]
         if source < 0:
-            return 0.0
+            return self.pace * (a // 4)
         end = self.end[source]
         return end if end < 0 else end + self.flat.delay[a]
 
-    def options(self, rank: int) -> Iterator[tuple[int, int, int, float, bool]]:
+    def options(self, rank: int) -> Iterator[tuple[int, int, int, float, int]]:
         """(place, stage, microbatch, arrival, kind) of every action that order and memory allow."""
         flat, policy, fits = self.flat, self.policy, self.memory.fits
         done_f, done_r, done_i, _ = self.count
@@ -199,10 +223,21 @@ class _Run:
         return now, best
 
     def start(self, rank: int, now: float, stage: int, microbatch: int, kind: int) -> float:
-        """Do it; returns its end."""
-        flat = self.flat
-        a = flat.action(kind, stage, microbatch)
-        end = self.end[a] = now + flat.duration[a]
+        """Do it, and I with F where that is wanted; returns the end."""
+        flat, policy, recomputed = self.flat, self.policy, self.flat.recomputed[stage]
+        end = self.book(rank, flat.action(kind, stage, microbatch), now)
+        if kind == F and stage == flat.stages - 1 and policy.direct and self.count[I][stage] == microbatch:
+            if recomputed and self.memory.fits(rank, stage, microbatch, R):
+                self.book(rank, flat.action(R, stage, microbatch), end, free=True)
+            elif recomputed:
+                return end
+            return self.book(rank, flat.action(I, stage, microbatch), end)
+        return end
+
+    def book(self, rank: int, a: int, now: float, free: bool = False) -> float:
+        """Write one action down and tell the rank that waits for it."""
+        flat, kind, stage, microbatch = self.flat, a & 3, a // self.flat.step, a % self.flat.step // 4
+        end = self.end[a] = now if free else now + flat.duration[a]
         self.orders[rank].append(a)
         self.memory.do(rank, stage, microbatch, kind)
         self.count[kind][stage] += 1
@@ -214,13 +249,6 @@ class _Run:
         if kind in (F, I) and 0 <= neighbour < flat.stages and flat.placement[neighbour] != rank:
             consumer = a + flat.step if kind == F else a - flat.step
             heapq.heappush(self.events, (end + flat.delay[consumer], flat.placement[neighbour]))
-        last = kind == F and stage == flat.stages - 1
-        if last and self.policy.direct and self.count[I][stage] == microbatch:
-            if not flat.recomputed[stage]:
-                return self.start(rank, end, stage, microbatch, I)
-            if self.memory.fits(rank, stage, microbatch, R):
-                self.start(rank, end - flat.duration[flat.action(R, stage, microbatch)], stage, microbatch, R)
-                return self.start(rank, end, stage, microbatch, I)
         return end
 
     def go(self) -> Orders | None:
