@@ -136,8 +136,8 @@ def _boxes(row: Sequence[Event], left: float, y: float, lane: float, scale: floa
             f'stroke-width="{line}"><title>{event.action}: {event.start:.6g} to {event.end:.6g}</title></rect>'
         )
         number = "" if microbatch is None else str(microbatch)
-        size = min(11.0, (width - 1.5) / (0.62 * len(number))) if number else 0.0  # a digit is 0.62 of it wide
-        if size >= 5.5:
+        size = min(11.0, (width - 3) / (0.62 * len(number))) if number else 0.0  # a digit is 0.62 of it wide
+        if size >= 7:
             middle, base = x + width / 2, y + lane / 2 + 0.36 * size
             yield f'<text x="{middle:.2f}" y="{base:.2f}" class="m" font-size="{size:.1f}">{number}</text>'
 
