@@ -57,12 +57,12 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     lengths = sorted(event.end - event.start for event, _ in cells)
     unit = max(lengths[len(lengths) // 10], sum(lengths) / len(lengths) / 2) or 1.0
     scale = (max(len(label) for _, label in cells) + 1) / unit
-    lines = [_line(row, scale, round(timeline.makespan * scale)) for row in rows]
+    lines = [_line(row, scale, _column(timeline.makespan, scale)) for row in rows]
     names = [f"rank {rank} |" for rank in range(len(lines))]
     names = [name.rjust(max(map(len, names))) for name in names]
     room = max(width - len(names[0]) - 1, 1)
     # equal panels that begin with a cell's first column where all actions are equally long
-    cell = round(unit * scale)
+    cell = _column(unit, scale)
     room -= room % cell if room > cell else 0
     panels = [
         "".join(f"{name} {line[begin : begin + room].rstrip()}\n" for name, line in zip(names, lines, strict=True))
@@ -71,11 +71,16 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     return "\n".join([*panels, _legend(cells)])
 
 
+def _column(time: float, scale: float) -> int:
+    """The nearest column, halves always up (`round` goes to even ones), so that equal lengths are drawn alike."""
+    return int(time * scale + 0.5 + 1e-6)
+
+
 def _line(row: Sequence[tuple[Event, str]], scale: float, columns: int) -> str:
     line = ["."] * columns
     for event, label in row:
-        begin = round(event.start * scale)
-        wide = max(round(event.end * scale) - begin, 1)
+        begin = _column(event.start, scale)
+        wide = max(_column(event.end, scale) - begin, 1)
         text = label[:wide].ljust(wide)
         line[begin : begin + wide] = text
     return "".join(line)[:columns]
