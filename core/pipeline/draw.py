@@ -44,6 +44,12 @@ def _labelled(row: Sequence[Event]) -> list[tuple[Event, str]]:
     return cells
 
 
+def _unit(timeline: Timeline) -> float:
+    """The time that gets room for a label: the least, but very short actions may not stretch all the others."""
+    lengths = sorted(event.end - event.start for row in timeline.rows for event in row) or [0.0]
+    return max(lengths[len(lengths) // 10], sum(lengths) / len(lengths) / 2) or 1.0
+
+
 def draw_text(timeline: Timeline, width: int = 118) -> str:
     """One row per rank, cells like `F0 F1 I0 W0`, `.` where nothing runs; the legend is the last line.
 
@@ -53,9 +59,7 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     cells = [cell for row in rows for cell in row]
     if not cells:
         return "nothing ran\n"
-    # very short actions may lose their number: made wide enough for it, they would stretch all the others
-    lengths = sorted(event.end - event.start for event, _ in cells)
-    unit = max(lengths[len(lengths) // 10], sum(lengths) / len(lengths) / 2) or 1.0
+    unit = _unit(timeline)
     scale = (max(len(label) for _, label in cells) + 1) / unit
     lines = [_line(row, scale, _column(timeline.makespan, scale)) for row in rows]
     names = [f"rank {rank} |" for rank in range(len(lines))]
@@ -64,9 +68,10 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     # equal panels that begin with a cell's first column where all actions are equally long
     cell = _column(unit, scale)
     room -= room % cell if room > cell else 0
+    last = max(len(line.rstrip(". ")) for line in lines)  # no panel for the end of the last cell alone
     panels = [
         "".join(f"{name} {line[begin : begin + room].rstrip()}\n" for name, line in zip(names, lines, strict=True))
-        for begin in range(0, len(lines[0]), room)
+        for begin in range(0, last, room)
     ]
     return "\n".join([*panels, _legend(cells)])
 
@@ -101,8 +106,9 @@ def draw_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
 
     The heading holds the title, the time of the step (in `unit`) and the bubble.
     """
-    left, top, lane, gap, wide = 64.0, 58.0, 26.0, 5.0, 1080.0
+    left, top, lane, gap = 64.0, 58.0, 26.0, 5.0
     total = timeline.makespan or 1.0
+    wide = min(max(1080.0, 16 * total / _unit(timeline)), 2400.0)  # room for two digits where there are many boxes
     bottom = top + len(timeline.rows) * (lane + gap)
     body = list[str]()
     for rank, row in enumerate(timeline.rows):
@@ -114,7 +120,7 @@ def draw_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
     height = bottom + 58
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 24:g} {height:g}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 24:.0f} {height:.0f}" '
             'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
             "<style>.a{font-size:12px;fill:#3c4043}.m{fill:#17212b;text-anchor:middle}"
             ".t{font-size:17px;font-weight:600;fill:#17212b}.e{text-anchor:end}.c{text-anchor:middle}</style>",
