@@ -79,19 +79,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m core.pipeline.simulate", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("schedule", nargs="?", default="zb-v", help=f"one of {', '.join(NAMED)} (default: zb-v)")
-    add("--stages", type=int, default=4, metavar="P", help="pipeline ranks, Megatron's pipeline_model_parallel_size; "
-        "each rank holds one stage per chunk (default: 4)")  # fmt: skip
+    add(
+        "--stages",
+        type=int,
+        default=4,
+        metavar="P",
+        help="pipeline ranks, Megatron's pipeline_model_parallel_size; "
+        "each rank holds one stage per chunk (default: 4)",
+    )
     add("--microbatches", type=int, default=8, metavar="M", help="default: 8")
-    add("--chunks", type=int, metavar="V", help="stages on each rank, Megatron's virtual stages, where a schedule "
-        "leaves it open")  # fmt: skip
-    add("--costs", default="", help="time of F, I, W, R of a rank's whole slice for one microbatch, and comm of one "
+    add(
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="stages on each rank, Megatron's virtual stages, where a schedule leaves it open",
+    )
+    add(
+        "--costs",
+        default="",
+        help="time of F, I, W, R of a rank's whole slice for one microbatch, and comm of one "
         "message; memory: graph after F or R, saved after an F that is recomputed, waiting between I and W "
-        f"(default: {DEFAULT_COSTS})")  # fmt: skip
+        f"(default: {DEFAULT_COSTS})",
+    )
     add("--recompute", action="store_true", help="run every forward again right before its backward")
-    add("--fused-backward", action="store_true", help="the message of a B leaves after its W, as in most other "
-        "implementations; ours is I, message, W")  # fmt: skip
-    add("--memory-limit", type=float, metavar="X", help="in full-rank microbatch activations; exit code 1 if a rank "
-        "needs more")  # fmt: skip
+    add(
+        "--fused-backward",
+        action="store_true",
+        help="the message of a B leaves after its W, as in most other implementations; ours is I, message, W",
+    )
+    add(
+        "--memory-limit",
+        type=float,
+        metavar="X",
+        help="in full-rank microbatch activations; exit code 1 if a rank needs more",
+    )
     add("--list", action="store_true", help="a table of all named schedules at this size")
     add("--width", type=int, default=118, help="columns of the drawing (default: 118)")
     for name, what in (("svg", "a picture"), ("trace", "a trace for ui.perfetto.dev"), ("csv", "torch's CSV")):
@@ -144,7 +165,8 @@ def _run(options: argparse.Namespace) -> None:
         chunks = {name: options.chunks if its.any_chunks else None for name, its in NAMED.items()}
         return [outcome_of(make(name, ranks, microbatches, chunks[name])) for name in NAMED]
 
-    title = f"{ranks} ranks, {microbatches} microbatches{', recompute' * options.recompute}"
+    sizes = f"{ranks} rank{'s'[: ranks != 1]}, {microbatches} microbatch{'es'[: 2 * (microbatches != 1)]}"
+    title = sizes + ", recompute" * options.recompute
     if options.list:
         print(f"{title}\n{table(all_named(), limit)}", end="")
         return

@@ -102,6 +102,8 @@ def test_what_cannot_be_ends_with_1_and_says_why(arguments, message, capsys):
 
 
 def test_a_memory_limit_that_is_met(capsys):
+    assert main(["v-min", "--memory-limit", "2", "--stages", "1", "--microbatches", "1"]) == 0
+    assert capsys.readouterr().out.startswith("v-min, 1 rank, 1 microbatch\n")
     assert main(["v-min", "--memory-limit", "2"]) == 0
 
 
