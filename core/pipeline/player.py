@@ -190,7 +190,7 @@ def _memory(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tuple[tup
 
 
 def _circle(schedule: Schedule, position: Sequence[int], done: Mapping) -> str:
-    """Follow who waits for whom until a rank comes back."""
+    """Follow who waits for whom until a rank comes back, or has ended without the action."""
     stuck = [r for r, order in enumerate(schedule.orders) if position[r] < len(order)]
     rank, path, text = stuck[0], [], []
     while rank not in path:
@@ -201,4 +201,7 @@ def _circle(schedule: Schedule, position: Sequence[int], done: Mapping) -> str:
         away = schedule.placement[source[1]]
         text.append(f"rank {rank} stops at {action} and waits for {Action(*source)} of rank {away}")
         rank = away
-    return f"schedule {schedule.name!r} never ends: {', '.join(text)}, which comes no sooner"
+        if rank not in stuck:
+            return f"schedule {schedule.name!r} never ends: {', '.join(text)}, which has ended without it"
+    circle = ", ".join(text[path.index(rank) :])
+    return f"schedule {schedule.name!r} never ends: {circle}, which comes no sooner"

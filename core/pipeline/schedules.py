@@ -4,7 +4,7 @@ A schedule of your own is any function `(ranks, microbatches) -> Schedule`; `mak
 Every one works for any number of ranks and microbatches, also fewer microbatches than ranks.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -145,45 +145,52 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     return _v_pattern("dualpipe-v", ranks, microbatches, 2 * ranks, pattern)
 
 
-def _repeated(name: str, ranks: int, microbatches: int, slopes: Sequence[int], pauses: Sequence[int]) -> Schedule:
+def _repeated(
+    name: str, ranks: int, microbatches: int, slopes: Sequence[int], pauses: Sequence[int], most: int
+) -> Schedule:
     """Every microbatch does the same, six units after the one before (the building blocks of 2405.15362).
 
     A unit is one F, I or W of a chunk. One microbatch's F goes down the V, up again, then its I down and up;
     `slopes` says how many units apart neighbouring ranks are on these four legs, `pauses` how many more than
-    one pass at the three turns. On each rank four of every six units are so taken, and W take the others; the
-    pauses are the least with which legs never meet in one unit, on any rank.
+    one pass at the three turns: the least with which legs never meet in one unit, on any rank. So four of every
+    six units are taken on each rank. W take the others, two units after their I, or more: they are to fill
+    waits, not to cause them. Only where `most` chunk activations are held, a W must go before an F.
     """
     last, legs = ranks - 1, ("F0", "F1", "I1", "I0")
 
     def row(rank: int) -> Iterator[Action]:
         starts, begin = {}, 0
         for leg, slope, pause in zip(legs, slopes, (*pauses, 0), strict=True):
-            down = leg in ("F0", "I1")
-            starts[leg] = begin + slope * (rank if down else last - rank)
+            starts[leg] = begin + slope * (rank if leg in ("F0", "I1") else last - rank)
             begin += slope * last + 1 + pause
         assert len({start % 6 for start in starts.values()}) == 4, f"{name}: legs meet on rank {rank} of {ranks}"
         units = {start + 6 * m: (leg, m) for leg, start in starts.items() for m in range(microbatches)}
-        stages, waiting = {"0": rank, "1": 2 * ranks - 1 - rank}, list[Action]()
+        waiting, held = deque[tuple[int, Action]](), 0
         for unit in range(max(units) + 1):
-            if unit in units:
-                leg, m = units[unit]
-                yield Action(leg[0], stages[leg[1]], m)
-                waiting += [Action("W", stages[leg[1]], m)] if leg[0] == "I" else []
-            elif waiting:
-                yield waiting.pop(0)
-        yield from waiting
+            leg, m = units.get(unit, ("W", -1))
+            if waiting and (held == most if leg[0] == "F" else leg == "W" and unit >= waiting[0][0] + 2):
+                yield waiting.popleft()[1]
+                held -= 1
+            if leg != "W":
+                stage = rank if leg[1] == "0" else 2 * ranks - 1 - rank
+                yield Action(leg[0], stage, m)
+                held += leg[0] == "F"
+                waiting += [(unit, Action("W", stage, m))] if leg[0] == "I" else []
+        yield from (action for _, action in waiting)
 
     return Schedule.make(v_shape(ranks), map(row, range(ranks)), name)
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half the memory of 1F1B and a bubble half of its (2405.15362)."""
-    return _repeated("v-half", ranks, microbatches, (2, 1, 2, 1), (1, 0 if ranks % 2 else 3, 0))
+    """Half the memory of 1F1B and half its bubble (2405.15362)."""
+    pauses = (1, 0 if ranks % 2 else 3, 0)
+    return _repeated("v-half", ranks, microbatches, (2, 1, 2, 1), pauses, most=2 * ((ranks + 2) // 2))
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of the memory of 1F1B, the least a V allows, and a bubble two thirds of its (2405.15362)."""
-    return _repeated("v-min", ranks, microbatches, (1, 1, 1, 1), (0, 0 if ranks % 3 else 2, 0))
+    """A third of the memory of 1F1B, the least on a V, and two thirds of its bubble (2405.15362)."""
+    pauses = (0, 0 if ranks % 3 else 2, 0)
+    return _repeated("v-min", ranks, microbatches, (1, 1, 1, 1), pauses, most=2 * ((ranks + 4) // 3))
 
 
 class Named(NamedTuple):

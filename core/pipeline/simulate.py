@@ -1,0 +1,197 @@
+"""What a schedule comes to, before anything runs: `python -m core.pipeline.simulate zb-v --microbatches 8`.
+
+Prints the drawing, the step over its ideal, the bubble and the memory of each rank.
+"""
+
+# Standard library only, argparse included: this runs on a laptop without torch.
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+from core.pipeline.actions import Schedule
+from core.pipeline.draw import draw_svg, draw_text, draw_trace
+from core.pipeline.passes import add_recompute
+from core.pipeline.player import Costs, Played, play
+from core.pipeline.schedules import NAMED, make
+from core.pipeline.torch_csv import write_csv
+
+DEFAULT_COSTS = "F=1,I=1,W=1,R=1,comm=0,saved=0,graph=1,waiting=1"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A schedule, played. ideal: the work of the busiest rank; no step is shorter."""
+
+    schedule: Schedule
+    played: Played
+
+    @property
+    def ideal(self) -> float:
+        """The work of the busiest rank."""
+        return max(map(self.played.timeline.busy, range(self.schedule.ranks)))
+
+    @property
+    def over_ideal(self) -> float:
+        """Step over ideal, 1 or more."""
+        return self.played.makespan / self.ideal if self.ideal else 1.0
+
+    def fits(self, memory_limit: float | None) -> bool:
+        """Whether every rank stays within the limit."""
+        return memory_limit is None or self.played.peak <= memory_limit + 1e-9
+
+
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, recompute: bool = False, fused_backward: bool = False
+) -> Outcome:
+    """Play a schedule; `costs` are those of a rank's whole slice for one microbatch."""
+    whole = add_recompute(schedule) if recompute else schedule
+    each = (costs or Costs()).divided(max(1, schedule.stages // schedule.ranks))
+    return Outcome(whole, play(whole, each, fused_backward=fused_backward))
+
+
+def parse_costs(text: str) -> Costs:
+    """`F=1,comm=.05`: what is not named is as in `DEFAULT_COSTS`. Raises ValueError."""
+    known, given = [field.name for field in fields(Costs)], {}
+    for word in f"{DEFAULT_COSTS},{text}".split(","):
+        name, _, value = word.strip().partition("=")
+        if not word.strip():
+            continue
+        try:
+            given[name] = float(value)
+        except ValueError:
+            given[name] = -1.0
+        if name not in known or not 0 <= given[name] < float("inf"):
+            raise ValueError(f"cost {word.strip()!r}: write name=number, 0 or more, names: {', '.join(known)}")
+    return Costs(**given)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Every mistake in the arguments ends with exit code 1 and one line, as a schedule's own errors do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(1, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m core.pipeline.simulate", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("schedule", nargs="?", default="zb-v", help=f"one of {', '.join(NAMED)} (default: zb-v)")
+    add(
+        "--stages",
+        type=int,
+        default=4,
+        metavar="P",
+        help="pipeline ranks, Megatron's pipeline_model_parallel_size; "
+        "each rank holds one stage per chunk (default: 4)",
+    )
+    add("--microbatches", type=int, default=8, metavar="M", help="default: 8")
+    add(
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="stages on each rank, Megatron's virtual stages, where a schedule leaves it open",
+    )
+    add(
+        "--costs",
+        default="",
+        help="time of F, I, W, R of a rank's whole slice for one microbatch, and comm of one "
+        "message; memory: graph after F or R, saved after an F that is recomputed, waiting between I and W "
+        f"(default: {DEFAULT_COSTS})",
+    )
+    add("--recompute", action="store_true", help="run every forward again right before its backward")
+    add(
+        "--fused-backward",
+        action="store_true",
+        help="the message of a B leaves after its W, as in most other implementations; ours is I, message, W",
+    )
+    add(
+        "--memory-limit",
+        type=float,
+        metavar="X",
+        help="in full-rank microbatch activations; exit code 1 if a rank needs more",
+    )
+    add("--list", action="store_true", help="a table of all named schedules at this size")
+    add("--width", type=int, default=118, help="columns of the drawing (default: 118)")
+    for name, what in (("svg", "a picture"), ("trace", "a trace for ui.perfetto.dev"), ("csv", "torch's CSV")):
+        add(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
+    return parser
+
+
+def table(outcomes: Sequence[Outcome], memory_limit: float | None = None) -> str:
+    """One line per outcome: step over ideal, bubble, memory of the rank that holds most."""
+    lines = [f"{'schedule':18}{'step/ideal':>11}{'bubble':>9}{'peak memory':>13}"]
+    for outcome in outcomes:
+        played, over = outcome.played, "" if outcome.fits(memory_limit) else "   over the limit"
+        bubble = f"{100 * played.bubble:.1f} %"
+        lines.append(f"{outcome.schedule.name:18}{outcome.over_ideal:11.3f}{bubble:>9}{played.peak:13.2f}{over}")
+    return "\n".join(lines) + "\n"
+
+
+def _over_the_limit(outcome: Outcome, limit: float, named: Sequence[Outcome]) -> str:
+    least = min(named, key=lambda other: other.played.peak)
+    fitting = [other.schedule.name for other in sorted(named, key=lambda o: o.over_ideal) if other.fits(limit)]
+    remedy = f"within it, the fastest first: {', '.join(fitting)}" if fitting else "no named schedule is within it"
+    rank = outcome.played.peaks.index(outcome.played.peak)
+    return (
+        f"{outcome.schedule.name} needs {outcome.played.peak:.4g} microbatch activations on rank {rank}, the memory "
+        f"limit is {limit:g}; {remedy}; the least is {least.played.peak:.4g}, of {least.schedule.name}"
+    )
+
+
+def _write(options: argparse.Namespace, plain: Schedule, outcome: Outcome, title: str) -> None:
+    texts: dict[str, Callable[[], str]] = {
+        "svg": lambda: draw_svg(outcome.played.timeline, title),
+        "trace": lambda: draw_trace(outcome.played.timeline),
+        "csv": lambda: write_csv(plain),
+    }
+    for name, text in texts.items():
+        path: Path | None = getattr(options, name)
+        if path is not None:
+            path.write_text(text())
+            print(f"wrote {path}")
+
+
+def _run(options: argparse.Namespace) -> None:
+    costs, limit = parse_costs(options.costs), options.memory_limit
+    ranks, microbatches = options.stages, options.microbatches
+
+    def outcome_of(schedule: Schedule) -> Outcome:
+        return simulate(schedule, costs, recompute=options.recompute, fused_backward=options.fused_backward)
+
+    def all_named() -> list[Outcome]:
+        chunks = {name: options.chunks if its.any_chunks else None for name, its in NAMED.items()}
+        return [outcome_of(make(name, ranks, microbatches, chunks[name])) for name in NAMED]
+
+    sizes = f"{ranks} rank{'s'[: ranks != 1]}, {microbatches} microbatch{'es'[: 2 * (microbatches != 1)]}"
+    title = sizes + ", recompute" * options.recompute
+    if options.list:
+        print(f"{title}\n{table(all_named(), limit)}", end="")
+        return
+    plain = make(options.schedule, ranks, microbatches, options.chunks)
+    outcome = outcome_of(plain)
+    played = outcome.played
+    print(f"{plain.name}, {title}\n\n{draw_text(played.timeline, options.width)}")
+    print(f"step {played.makespan:.4g}, {outcome.over_ideal:.3f} of the ideal {outcome.ideal:.4g} (the busiest rank)")
+    print(f"bubble {100 * played.bubble:.1f} % of all ranks' time")
+    print(f"peak memory {' '.join(f'{peak:.3g}' for peak in played.peaks)} (rank 0, 1 ..., in full microbatches)")
+    _write(options, plain, outcome, f"{plain.name}, {title}")
+    if not outcome.fits(limit):
+        raise ValueError(_over_the_limit(outcome, limit, all_named()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
