@@ -66,6 +66,10 @@ class WeightGradBag:
         """The parameter of every thunk in the bag, repeated per use; complete once I has ended."""
         return [thunk.parameter for thunk in self._thunks]
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that is held until W."""
+        return [tensor for thunk in self._thunks for tensor in thunk.tensors()]
+
     def run_one(self) -> Parameter:
         """W of the newest thunk: accumulate, let its tensors go, return its parameter."""
         thunk = self._thunks.pop()

@@ -3,7 +3,7 @@
 import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from math import gcd
 from typing import Any
 
@@ -14,7 +14,8 @@ from core.parallel_state.collectives import all_gather_objects, all_reduce, broa
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.state import ParallelState
-from core.pipeline.actions import Schedule
+from core.pipeline.actions import Schedule, check_placement
+from core.pipeline.auto import Tuner, auto_placement, first_schedule
 from core.pipeline.channel import Channel
 from core.pipeline.executor import Clock, Executor
 from core.pipeline.failure import told_to_all
@@ -36,7 +37,9 @@ class Pipeline:
         `nn.Module`. A stage takes what the one before returned (a tensor, a tuple positionally, a mapping by
         name); whatever else its forward takes by name comes from the microbatch.
     schedule: a name (`python -m core.pipeline.simulate --list`), a `Schedule`, a function
-        (ranks, microbatches) -> Schedule, or "auto".
+        (ranks, microbatches) -> Schedule, or "auto": two steps are measured (the first counts bytes, the second
+        times), then the best schedule found for these costs is used, and said on rank 0.
+    memory_limit: of "auto", bytes of activations per rank; default: what the first schedule holds.
     recompute: "none", "selective", "layer" (see `apply_recompute`), "stage" (the whole stage, as an action of
         the schedule), or a list with one of these (or names and classes of modules) per stage of the model.
     grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
@@ -56,15 +59,18 @@ class Pipeline:
         recompute: str | Sequence[Any] = "none",
         grad_sync: GradSync | None = None,
         seed: int = 0,
+        memory_limit: float | None = None,
         receive_ahead: int = 4,
     ) -> None:
         self.ps, self.num_microbatches, self.seed, self.receive_ahead = ps, num_microbatches, seed, receive_ahead
-        self.step_index = 0
+        self.step_index, self._calls = 0, 0
         self._ranks = ps.grid.members(ps.rank, "pp")
         modules = list(modules_of(stages).values())
         self.schedule = _resolve(schedule, stages, ps, num_microbatches)
         policies = _policies(recompute, self.schedule.stages)
-        self.schedule = add_recompute(self.schedule, [s for s, policy in enumerate(policies) if policy == "stage"])
+        again = [s for s, policy in enumerate(policies) if policy == "stage"]
+        self.schedule = add_recompute(self.schedule, again)
+        self._tuner = Tuner(ps, num_microbatches, again, memory_limit) if schedule == "auto" else None
         check(self.schedule, num_microbatches)
         play(self.schedule)  # ends, or says who waits for whom
         self._key = self._agree(
@@ -102,13 +108,14 @@ class Pipeline:
                 counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
         self.grad_sync.begin_step(counts)
         executor = self._executor(self.schedule, facts)
-        with told_to_all(self.ps, f"{self._key}/{self.step_index}", lambda: executor.doing):
+        with self._told_to_all(executor):
             self._run(executor)
             self.grad_sync.finish()
             if isinstance(self.grad_sync, NullGradSync):
                 self._sum_tied()
             result = self._result(executor.sums(self.ps.device))
         self.step_index += 1
+        self._tune()
         return result
 
     def evaluate(self, batch: Batch | None, loss_fn: LossFn) -> StepResult:
@@ -143,14 +150,28 @@ class Pipeline:
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(evaluating(stage.module))
-            stack.enter_context(told_to_all(self.ps, f"{self._key}/{uuid.uuid4()}", lambda: executor.doing))
+            stack.enter_context(self._told_to_all(executor))
             self._run(executor)
         return executor
 
     def _facts(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **more: Any) -> StepFacts:
         parts = split_microbatches(batch, count) if batch is not None else [None] * count
         first = self.ps.index("dp") * count
-        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, **more)
+        memory = self._tuner.memory if self._tuner is not None and self._tuner.wants_memory else None
+        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, memory=memory, **more)
+
+    def _tune(self) -> None:
+        """After the first steps of "auto": measured costs, and the schedule that they lead to."""
+        if self._tuner is None or self._tuner.done:
+            return
+        better = self._tuner.after_step(self.schedule, self._events)
+        if better is not None:
+            self.schedule = better
+            self._plans.clear()
+
+    def _told_to_all(self, executor: Executor) -> AbstractContextManager[None]:
+        self._calls += 1
+        return told_to_all(self.ps, f"{self._key}/{self._calls}", lambda: executor.doing)
 
     def _executor(self, schedule: Schedule, facts: StepFacts) -> Executor:
         me = self.ps.index("pp")
@@ -216,6 +237,8 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
     modules = modules_of(stages)
     if isinstance(schedule, Schedule):
         found = schedule
+    elif schedule == "auto":
+        found = first_schedule(_placement(stages, ps), microbatches)
     else:
         found = make(schedule, ps.size("pp"), microbatches, len(modules) if isinstance(schedule, str) else None)
     mine = found.stages_of(ps.index("pp"))
@@ -227,6 +250,24 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
             f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this placement"
         )
     return found
+
+
+def _placement(stages: Modules, ps: ParallelState) -> tuple[int, ...]:
+    """Where the stages are, as the mappings of all ranks say; of lists, a V for two each, else in a loop."""
+    mine = sorted(stages) if isinstance(stages, Mapping) else None
+    everyone = all_gather_objects((mine, len(modules_of(stages))), ps.group("pp"))
+    if any(numbers is None for numbers, _ in everyone):
+        return auto_placement(len(everyone), len(modules_of(stages)))
+    owner = {s: rank for rank, (numbers, _) in enumerate(everyone) for s in numbers}
+    count = sum(each for _, each in everyone)
+    if sorted(owner) != list(range(count)):
+        raise ValueError(
+            f"the ranks hold stages {[numbers for numbers, _ in everyone]}: together they must be 0 to {count - 1}, "
+            "each once"
+        )
+    placement = tuple(owner[s] for s in range(count))
+    check_placement(placement, len(everyone))
+    return placement
 
 
 def _policies(recompute: str | Sequence[Any], stages: int) -> list[Any]:

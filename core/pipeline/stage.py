@@ -1,6 +1,7 @@
 """One stage on its rank: forward, recomputation, input gradients and weight gradients of its microbatches."""
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.parallel_state.random import seeded
 from core.pipeline.backward import stage_backward_input
+from core.pipeline.memory import MemoryProbe, StageMemory
 from core.pipeline.step import LossFn, call_next_stage, call_stage, check_loss, forward_arguments, stage_seed, sums
 
 
@@ -43,6 +45,7 @@ class StepFacts:
 
     step: its number. first: the global index of this replica's first microbatch. parts: the microbatches.
     loss_fn: None where outputs are wanted. training: whether backward follows. sync: who reduces gradients.
+    memory: where the bytes of each stage are noted, if they are counted.
     """
 
     step: int
@@ -52,6 +55,11 @@ class StepFacts:
     sync: GradSync
     training: bool = False
     loss_scale: float = 1.0
+    memory: dict[int, StageMemory] | None = None
+
+
+def _watched(probe: MemoryProbe | None) -> AbstractContextManager[Any]:
+    return probe.watching() if probe is not None else nullcontext()
 
 
 class Stage:
@@ -123,12 +131,17 @@ class Stage:
         """The module's output; on the last stage (loss_sum, num_tokens)."""
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part = facts.parts[m]
-        with seeded(self.device, stage_seed(self.seed, facts.step, held.microbatch, self.index)):
+        probe = MemoryProbe(self.module) if facts.memory is not None and torch.is_grad_enabled() else None
+        with seeded(self.device, stage_seed(self.seed, facts.step, held.microbatch, self.index)), _watched(probe):
             if self.first:
                 output = call_stage(self.module, part, self._arguments)
             else:
                 output = call_next_stage(self.module, held.received, part, self._arguments)
-            return facts.loss_fn(output, part) if self.last and facts.loss_fn is not None else output
+            if self.last and facts.loss_fn is not None:
+                output = facts.loss_fn(output, part)
+        if probe is not None and facts.memory is not None:
+            facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
+        return output
 
     def _keep(self, held: _Held, output: Any, facts: StepFacts) -> None:
         """Remember where gradients enter the graph of this output."""
@@ -148,6 +161,8 @@ class Stage:
         facts.sync.before_input_grad(self.module)
         found = stage_backward_input(held.ends, held.seed if gradients is None else gradients, held.leaves)
         facts.sync.after_input_grad(self.module)
+        if facts.memory is not None:
+            facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, self.module)
         found = [torch.zeros_like(x) if g is None else g for x, g in zip(held.leaves, found, strict=True)]
         held.received, held.leaves, held.ends, held.seed = None, [], [], []
         return found

@@ -1,0 +1,146 @@
+"""The automatic schedule: measure two steps, search, tell every rank, and say how well the prediction held."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.state import ParallelState
+from core.pipeline.actions import Schedule, looped, v_shape
+from core.pipeline.memory import StageMemory
+from core.pipeline.player import Costs, play
+from core.pipeline.schedules import NAMED, make, placement
+from core.pipeline.search import Found, search
+from core.pipeline.timeline import Event, Timeline
+
+
+def auto_placement(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Where `auto` places stages that nobody placed: a V for two per rank, else in a loop."""
+    return v_shape(ranks) if chunks == 2 else looped(ranks, chunks)
+
+
+def candidates(stages: Sequence[int], microbatches: int) -> list[Schedule]:
+    """Every named schedule of this placement."""
+    ranks = max(stages) + 1
+    chunks = len(stages) // ranks
+    found = []
+    for name, its in NAMED.items():
+        each = chunks if its.any_chunks else its.chunks
+        if placement(name, ranks, each) == tuple(stages):
+            found.append(make(name, ranks, microbatches, each))
+    return found
+
+
+def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:
+    """What runs until the costs are known: the named schedule with the smallest bubble that holds no more than one
+    microbatch per rank, or (a placement without a name) what the search finds for equal costs."""
+    ranks = max(stages) + 1
+    each = Costs().divided(-(-len(stages) // ranks))
+    named = [s for s in candidates(stages, microbatches) if play(s, each).peak <= ranks + 0.5]
+    if named:
+        return min(named, key=lambda s: play(s, each).makespan)
+    return search(stages, microbatches, each, budget=1_000_000).schedule
+
+
+def measured_costs(schedule: Schedule, timeline: Timeline, memory: Mapping[int, StageMemory]) -> Costs:
+    """Medians per stage of what a step took; an R that never ran costs what F does."""
+    times: dict[str, list[list[float]]] = {k: [[] for _ in range(schedule.stages)] for k in "FIWR"}
+    for row in timeline.rows:
+        for action, start, end in row:
+            times[action.kind][action.stage].append(end - start)
+    per_stage: dict[str, Any] = {
+        kind: tuple(median(seen) if seen else median(times["F"][s]) for s, seen in enumerate(times[kind]))
+        for kind in "FIWR"
+    }
+    for name in ("saved", "graph", "waiting"):
+        per_stage[name] = tuple(float(getattr(memory[s], name)) for s in range(schedule.stages))
+    return Costs(**per_stage, comm=_delay(schedule, timeline))
+
+
+def _delay(schedule: Schedule, timeline: Timeline) -> float:
+    """How long after its source an action starts whose rank had nothing else to do: the median."""
+    ends = {event.action: event.end for row in timeline.rows for event in row}
+    waits = []
+    for rank, row in enumerate(timeline.rows):
+        free = 0.0
+        for action, start, end in row:
+            kind, s, m = action
+            source = type(action)(kind, s - 1 if kind == "F" else s + 1, m)
+            sent = ends.get(source)
+            if kind in "FI" and sent is not None and schedule.placement[source.stage] != rank and free < sent < start:
+                waits.append(start - sent)
+            free = end
+    return median(waits) if waits else 0.0
+
+
+@dataclass
+class Tuner:
+    """After the first step of a pipeline (memory) and the second (times), a schedule for the following ones.
+
+    limit: bytes of activations per rank; by default what the first schedule holds on its fullest rank.
+    """
+
+    ps: ParallelState
+    microbatches: int
+    recomputed: Sequence[int]
+    limit: float | None
+    memory: dict[int, StageMemory] = field(default_factory=dict)
+    found: Found | None = None
+    steps: int = 0
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether this step is the one in which bytes are counted."""
+        return self.steps == 0
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do or to say."""
+        return self.steps > 2
+
+    def after_step(self, schedule: Schedule, events: tuple[Event, ...]) -> Schedule | None:
+        """What to run from now on, or None. All-gathers over pp and, once, over the world."""
+        self.steps += 1
+        if self.steps == 1 or (self.done and self.steps > 3):
+            return None
+        timeline = Timeline(tuple(all_gather_objects(events, self.ps.group("pp"))))
+        if self.done:
+            self._compare(timeline)
+            return None
+        memory: dict[int, StageMemory] = {}
+        for part in all_gather_objects(self.memory, self.ps.group("pp")):
+            memory |= part
+        text, error = "", None
+        if self.ps.rank == 0:
+            try:
+                self.found = self._search(schedule, measured_costs(schedule, timeline, memory))
+                text = self.found.schedule.text()
+                print(self.found.summary(), flush=True)
+            except ValueError as problem:
+                error = str(problem)
+        text, error = all_gather_objects((text, error), self.ps.world)[0]
+        if error:
+            raise ValueError(error)
+        return Schedule.parse(text)
+
+    def _search(self, schedule: Schedule, costs: Costs) -> Found:
+        limit = self.limit if self.limit is not None else play(schedule, costs).peak
+        named = candidates(schedule.placement, self.microbatches)
+        return search(
+            schedule.placement,
+            self.microbatches,
+            costs,
+            recompute=self.recomputed,
+            memory_limit=limit,
+            candidates=[*named, schedule] if schedule.name not in NAMED else named,
+        )
+
+    def _compare(self, timeline: Timeline) -> None:
+        if self.found is not None:
+            played = self.found.played
+            print(
+                f"auto: step predicted {1e3 * played.makespan:.1f} ms, measured {1e3 * timeline.makespan:.1f} ms; "
+                f"bubble predicted {100 * played.bubble:.1f} %, measured {100 * timeline.bubble:.1f} %",
+                flush=True,
+            )

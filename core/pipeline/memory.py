@@ -1,0 +1,57 @@
+"""How many bytes a stage keeps for its backward: counted in one step, for the automatic schedule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from core.autograd import WeightGradBag
+
+
+class MemoryProbe:
+    """Bytes that a stage keeps for backward, counted once per storage, its parameters left out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+        self._seen: dict[int, int] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self._seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        """What was counted."""
+        return sum(self._seen.values())
+
+    def watching(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Inside this context autograd's saved tensors are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
+
+
+@dataclass
+class StageMemory:
+    """Bytes of one stage and microbatch: `saved` by F when an R follows, by a `graph`, `waiting` between I and W."""
+
+    saved: int = 0
+    graph: int = 0
+    waiting: int = 0
+
+    def see_graph(self, probe: MemoryProbe, received: Sequence[Tensor]) -> None:
+        """After the forward that made a graph; the stage's input belongs to it."""
+        inputs = MemoryProbe(nn.Module())
+        for tensor in received:
+            probe.keep(tensor)
+            inputs.keep(tensor)
+        self.saved, self.graph = inputs.bytes, probe.bytes
+
+    def see_bag(self, bag: WeightGradBag, module: nn.Module) -> None:
+        """After I."""
+        probe = MemoryProbe(module)
+        for tensor in bag.tensors():
+            probe.keep(tensor)
+        self.waiting = probe.bytes
