@@ -115,7 +115,7 @@ class Later(Tensor):
             if packet in _LIKES:  # random numbers are drawn as ever
                 return _apply(func, [_blank(leaf) for leaf in leaves], spec)
             if packet is aten.native_dropout:
-                return _postpone_dropout(laters[0], *args)
+                return _postpone_dropout(*args)
         if func._schema.is_mutable:  # what was postponed wants the value of before
             state.make_all()
         values = {id(later.value()): later for later in laters}

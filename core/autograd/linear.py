@@ -152,6 +152,8 @@ class _Linear(torch.autograd.Function):
             y = _multiply(x, matrix, vector, comm)
         else:
             y = region.multiply(partial(_multiply, x.detach(), matrix, vector, comm))
+        if y._is_view():  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
+            y = y.detach()
         if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
