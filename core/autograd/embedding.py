@@ -66,6 +66,8 @@ class _Embedding(torch.autograd.Function):
             y.masked_fill_((local == rows)[..., None], 0)
         if comm.after_forward is not None:
             y = comm.after_forward(y)
+        if y._is_view():  # autograd lets nobody write into a view that a Function returns
+            y = y.detach()
         ctx.save_for_backward(local)
         ctx.weight, ctx.whole, ctx.comm, ctx.bag = weight, whole, comm, stage.bag
         ctx.in_region = running_again.get()

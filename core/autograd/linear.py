@@ -9,7 +9,7 @@ Shapes: x [..., i], W [o..., i] (a weight may keep several output dims; they are
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import StageContext, accumulate, delivers
+from core.autograd.later import calls
 from core.autograd.recompute import running_again
 
 
@@ -123,6 +124,15 @@ class _LinearThunk:
         _add_product(into, x, gy)
 
 
+def _multiply(x: Tensor, matrix: Tensor, vector: Tensor | None, comm: Comm) -> Tensor:
+    if comm.before_forward is not None:
+        x = comm.before_forward(x)
+    if comm.after_forward is None:
+        return F.linear(x, matrix, vector)
+    y = comm.after_forward(F.linear(x, matrix))
+    return y if vector is None else y.add_(vector)
+
+
 class _Linear(torch.autograd.Function):
     """The Parameter is kept on ctx, never in save_for_backward: a checkpoint's pack hook would detach it."""
 
@@ -137,13 +147,13 @@ class _Linear(torch.autograd.Function):
         if not x.is_meta and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             cast = torch.get_autocast_dtype(kind)
             x, matrix, vector = x.to(cast), matrix.to(cast), None if vector is None else vector.to(cast)
-        whole = x if comm.before_forward is None else comm.before_forward(x)
-        if comm.after_forward is None:
-            y = F.linear(whole, matrix, vector)
+        region = calls.get()
+        if region is None:
+            y = _multiply(x, matrix, vector, comm)
         else:
-            y = comm.after_forward(F.linear(whole, matrix))
-            if vector is not None:
-                y.add_(vector)
+            y = region.multiply(partial(_multiply, x.detach(), matrix, vector, comm))
+        if y._is_view():  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
+            y = y.detach()
         if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
