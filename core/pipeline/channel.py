@@ -216,6 +216,13 @@ class Channel:
         for sent in self._sent.pop(action, ()):
             sent.wait()
 
+    def drop(self) -> None:
+        """After a failure: hold no message any more, so that the connections can be closed."""
+        self._sent.clear()
+        for inbox in self._inboxes.values():
+            inbox.posted.clear()
+            inbox.header = None
+
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         for action in list(self._sent):

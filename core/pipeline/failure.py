@@ -26,5 +26,15 @@ def told_to_all(ps: ParallelState, key: str, where: Callable[[], str]) -> Iterat
             raise
         mine = f"rank {ps.rank}, {where()}: {type(error).__name__}: {error}"
         text = first_failure(key, f"{traceback.format_exc()}{mine}")
+        _let_go(error)
         ps.abandon()
         raise PipelineError(f"the step failed. The first failure, its traceback before it:\n{text}") from error
+
+
+def _let_go(error: BaseException) -> None:
+    """Forget the local variables of the frames that failed: gloo keeps a connection open, and the peer waiting, as
+    long as somebody holds one message or collective under way."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__

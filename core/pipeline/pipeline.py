@@ -79,8 +79,12 @@ class Pipeline:
             resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
+        try:
+            self._key = self._agree(resolved, problem)
+        except Exception:
             self.close()
-        self._key = self._agree(resolved, problem)
+            raise
+        self._connect(self.schedule)  # before anything can fail: others would wait for a connection, not in one
 
     def _build(
         self,
@@ -189,6 +193,7 @@ class Pipeline:
         if better is not None:
             self.schedule = better
             self._plans.clear()
+            self._connect(better)
 
     def _told_to_all(self) -> AbstractContextManager[None]:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
@@ -196,24 +201,31 @@ class Pipeline:
         self._where = "before its first action"
         return told_to_all(self.ps, f"{self._key}/{self._calls}", lambda: self._where)
 
-    def _executor(self, schedule: Schedule, facts: StepFacts) -> Executor:
-        me = self.ps.index("pp")
+    def _connect(self, schedule: Schedule) -> Plan:
+        """This rank's plan; connected to all whom it talks to. Collective over pp where the schedule is new."""
         if schedule not in self._plans:
-            self._plans[schedule] = plan(schedule, me)
-        todo = self._plans[schedule]
+            self._plans[schedule] = plan(schedule, self.ps.index("pp"))
+            self.ps.connect((self._rank(a), self._rank(b)) for a, b in self._plans[schedule].links)
+        return self._plans[schedule]
 
-        def rank(index: int) -> int:
-            return self.ps.rank if index == -1 else self._ranks[index]
+    def _rank(self, index: int) -> int:
+        """The global rank of a pipeline rank; of this one for -1."""
+        return self.ps.rank if index == -1 else self._ranks[index]
 
-        made = self.ps.connect((rank(a), rank(b)) for a, b in todo.links)
-        groups = {(a, b): made[rank(a), rank(b)] for a, b in todo.links}
-        channel = Channel(todo, groups, rank, self.ps.device, self.receive_ahead)
+    def _executor(self, schedule: Schedule, facts: StepFacts) -> Executor:
+        todo = self._connect(schedule)
+        made = self.ps.connect((self._rank(a), self._rank(b)) for a, b in todo.links)
+        groups = {(a, b): made[self._rank(a), self._rank(b)] for a, b in todo.links}
+        channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead)
         return Executor(todo, self.stages, channel, facts)
 
     def _run(self, executor: Executor) -> tuple[Event, ...]:
         clock = Clock(self.ps.device)
         try:
             executor.run(clock)
+        except BaseException:
+            executor.channel.drop()
+            raise
         finally:
             self._where = executor.where
             for stage in self.stages.values():
@@ -253,7 +265,6 @@ class Pipeline:
                 raise ValueError(f"rank {rank} cannot build its part of the pipeline: {told}")
             if theirs != everyone[0][0]:
                 ours, other = next((a, b) for a, b in zip(everyone[0][0], theirs, strict=True) if a != b)
-                self.close()
                 raise ValueError(
                     f"ranks 0 and {rank} were given different schedules:\nrank 0: {ours}\nrank {rank}: {other}\n"
                     "give every rank the same schedule, num_microbatches and recompute"
@@ -295,6 +306,7 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
     modules = modules_of(stages)
     if isinstance(schedule, Schedule):
         found = schedule
+        check_placement(found.placement, found.ranks)
     elif schedule == "auto":
         found = first_schedule(_placement(stages, ps), microbatches)
     else:
