@@ -58,21 +58,22 @@ def norm_of(stages, ps, tokens):
 
 
 @cache
-def reference(microbatches, tied, dropout, rows=1, masked=False, style="llama"):
+def reference(microbatches, tied, dropout, rows=1, masked=False, style="llama", num_layers=LAYERS):
     """(gradients by global name, loss, norm) of one process and one stage; `rows` per microbatch."""
     ps = ParallelState.single("cpu")
     made = {"share_embeddings_and_output_weights": tied, "parallel": ps}
-    model = GPTModel(config(dropout, style), spec(style), VOCAB, S, **made)
+    model = GPTModel(config(dropout, style, num_layers=num_layers), spec(style), VOCAB, S, **made)
     sync = PerParameterGradSync(model, ps)
     executor = SingleStage(model, ps=ps, num_microbatches=microbatches, grad_sync=sync, seed=SEED)
     result = executor.step(batch(microbatches * rows, masked), next_token_loss)
     return gradients_of([model]), result.loss.item(), norm_of([model], ps, result.num_tokens)
 
 
-def build(placement, ps, tied=False, dropout=0.0, style="llama", **more):
+def build(placement, ps, tied=False, dropout=0.0, style="llama", num_layers=LAYERS, **more):
     """(stages of this rank, their gradients' owner)."""
     facts = {"share_embeddings_and_output_weights": tied, "parallel": ps, "placement": placement}
-    stages = gpt_stages(config(dropout, style), spec(style), VOCAB, S, **facts | more)
+    model = config(dropout, style, num_layers=num_layers)
+    stages = gpt_stages(model, spec(style), VOCAB, S, **facts | more)
     return stages, PerParameterGradSync(stages, ps)
 
 
