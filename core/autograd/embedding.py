@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import StageContext, accumulate, delivers
-from core.autograd.linear import NO_COMM, Comm
+from core.autograd.products import NO_COMM, Comm
 from core.autograd.recompute import running_again
 
 
@@ -96,5 +96,14 @@ def deferred_embedding(
 ) -> Tensor:
     """ids [...] -> [..., h]: rows of `weight` [n, h]. Unless `whole`, the table is the part [first, first + n)
     of a larger one, and ids outside it give zero rows (to be summed over the ranks by `comm`)."""
+    if torch.compiler.is_compiling():
+        return _eagerly(ids, weight, first, whole, stage, comm)
+    y: Tensor = _Embedding.apply(ids, weight, first, whole, stage, comm)
+    return y
+
+
+@torch.compiler.disable
+def _eagerly(ids: Tensor, weight: Parameter, first: int, whole: bool, stage: StageContext, comm: Comm) -> Tensor:
+    """A break in the compiled graph: a lookup has nothing to be fused with."""
     y: Tensor = _Embedding.apply(ids, weight, first, whole, stage, comm)
     return y
