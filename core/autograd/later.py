@@ -173,7 +173,17 @@ def _postpone(func: Any, leaves: list, spec: Any, one: Later) -> Tensor:
         value: Tensor = _apply(func, [leaf.value() if isinstance(leaf, Later) else leaf for leaf in leaves], spec)
         return value
 
-    return one._calls.later(_apply(func, [_on_meta(leaf) for leaf in leaves], spec), one.device, make)
+    like = one._like
+    if func.overloadpacket not in _SUMS or not all(_fits(leaf, like) for leaf in leaves):
+        like = _apply(func, [_on_meta(leaf) for leaf in leaves], spec)
+    return one._calls.later(like, one.device, make)
+
+
+def _fits(leaf: Any, like: Tensor) -> bool:
+    """An operand that changes no shape and no dtype: the common case, and torch's own answer takes 100 us."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape == like.shape and leaf.dtype == like.dtype and leaf.stride() == like.stride()
+    return type(leaf) in (int, float) and like.is_floating_point()
 
 
 def _postpone_dropout(x: Later, p: float, train: bool | None) -> tuple[Tensor, Tensor]:

@@ -230,6 +230,24 @@ def tensors_only(args, grads):
     return [g for a, g in pairs if isinstance(a, torch.Tensor)]
 
 
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        for mine, theirs in zip(tree_leaves(found[name]), tree_leaves(value), strict=True):
+            assert (mine is None) == (theirs is None), name
+            if theirs is not None:
+                torch.testing.assert_close(
+                    mine, theirs, rtol=1e-11, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+                )
+
+
+def twins(make):
+    torch.manual_seed(0)
+    module = make().double()
+    torch.manual_seed(0)
+    return module, make().double()
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ZOO)
 def test_gradients_are_the_plain_ones(name, split):
@@ -338,6 +356,15 @@ def test_a_module_of_two_stages():
     assert "forward" in shared.__dict__ and "forward" not in first[0].__dict__
     handles[1].remove()
     assert "forward" not in shared.__dict__
+
+
+def test_a_derivative_inside_a_region_leaves_nothing_in_the_bag():
+    module, twin = twins(force_field)
+    expected, stage = plain(twin, X, 2), StageContext()
+    reroute(module, stage)
+    holder = nn.ModuleList([module])
+    apply_recompute(holder, "layer", stage=stage)
+    assert_equal(ours(module, stage, X, 2, True), expected)
 
 
 def llama_layers(transformers):
