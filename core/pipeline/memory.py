@@ -2,18 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from core.autograd import WeightGradBag
 
 
 class MemoryProbe:
-    """Bytes that a stage keeps for backward, counted once per storage, its parameters left out."""
+    """Bytes that a stage keeps for backward, counted once per storage; its parameters are left out, and the
+    microbatch: a view of the batch, which the caller holds anyway."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    def __init__(self, module: nn.Module, microbatch: Any = None) -> None:
+        given = [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, Tensor)]
+        own = (*module.parameters(), *module.buffers(), *given)
+        self._own = {t.untyped_storage().data_ptr() for t in own}
         self._seen: dict[int, int] = {}
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -49,9 +54,8 @@ class StageMemory:
             inputs.keep(tensor)
         self.saved, self.graph = inputs.bytes, probe.bytes
 
-    def see_bag(self, bag: WeightGradBag, module: nn.Module) -> None:
+    def see_bag(self, bag: WeightGradBag, probe: MemoryProbe) -> None:
         """After I."""
-        probe = MemoryProbe(module)
         for tensor in bag.tensors():
             probe.keep(tensor)
         self.waiting = probe.bytes

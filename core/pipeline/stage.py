@@ -135,7 +135,7 @@ class Stage:
         """The module's output; on the last stage (loss_sum, num_tokens)."""
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part = facts.parts[m]
-        probe = MemoryProbe(self.module) if facts.memory is not None and torch.is_grad_enabled() else None
+        probe = MemoryProbe(self.module, part) if facts.memory is not None and torch.is_grad_enabled() else None
         with seeded(self.device, stage_seed(self.seed, facts.step, held.microbatch, self.index)), _watched(probe):
             if self.first:
                 output = call_stage(self.module, part, self._arguments)
@@ -166,7 +166,8 @@ class Stage:
         found = stage_backward_input(held.ends, held.seed if gradients is None else gradients, held.leaves)
         facts.sync.after_input_grad(self.module)
         if facts.memory is not None:
-            facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, self.module)
+            probe = MemoryProbe(self.module, facts.parts[m])
+            facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, probe)
         found = [torch.zeros_like(x) if g is None else g for x, g in zip(held.leaves, found, strict=True)]
         held.received, held.leaves, held.ends, held.seed = None, [], [], []
         return found
