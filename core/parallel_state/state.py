@@ -116,7 +116,7 @@ class ParallelState:
         i = stages.index(self.rank)
         return stages[i - 1], stages[(i + 1) % len(stages)]
 
-    @cached_property
+    @property
     def _timeout_s(self) -> float:
         return self.world.timeout.total_seconds() if self.world is not None else DEFAULT_TIMEOUT_S
 

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
+from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import seeded
 from core.pipeline.backward import stage_backward_input
 from core.pipeline.memory import MemoryProbe, StageMemory
@@ -36,6 +37,7 @@ class _Held:
     microbatch: int
     ends: list[GradientEdge | None] = field(default_factory=list)
     seed: list[Tensor] = field(default_factory=list)  # the loss's own gradient, on the last stage
+    versions: list[int] = field(default_factory=list)  # of what an R will start from, before F
     bag: WeightGradBag = field(default_factory=WeightGradBag)
 
 
@@ -56,6 +58,10 @@ class StepFacts:
     training: bool = False
     loss_scale: float = 1.0
     memory: dict[int, StageMemory] | None = None
+
+
+def _versions(*values: Any) -> list[int]:
+    return [version_of(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _watched(probe: MemoryProbe | None) -> AbstractContextManager[Any]:
@@ -85,7 +91,11 @@ class Stage:
                 raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained now."""
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     def close(self) -> None:
         """Give the module its own forwards back."""
@@ -112,6 +122,8 @@ class Stage:
 
         received = pytree.tree_map(leaf, received) if facts.training else received
         held = _Held(received, leaves, facts.first + m)
+        if not keep:
+            held.versions = _versions(received, facts.parts[m])
         facts.sync.before_forward(self.module)
         with torch.set_grad_enabled(keep):
             output = self._call(m, held, facts)
@@ -127,6 +139,11 @@ class Stage:
     def recompute(self, m: int, facts: StepFacts) -> None:
         """R: the graph of the microbatch again, from the same input, weights and random numbers."""
         held = self._held[m]
+        if held.versions != _versions(held.received, facts.parts[m]):
+            raise RuntimeError(
+                f"stage {self.index} changed its input or its microbatch in place: it cannot be recomputed from it; "
+                "clone it in the stage, or use recompute='none'"
+            )
         facts.sync.before_forward(self.module)
         with torch.enable_grad():
             self._keep(held, self._call(m, held, facts), facts)

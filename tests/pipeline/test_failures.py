@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from core.autograd import StageContext
-from core.pipeline import PipelineError
+from core.parallel_state.collectives import all_reduce
+from core.pipeline import Pipeline, PipelineError
 from tests.pipeline import tiny
 from tests.pool import Pool, RankError
+from tests.states import state
 
 M, BAD, WORLD = 6, 3, 4  # microbatches, the one that fails, ranks
 
@@ -98,10 +100,10 @@ def fails(where, stage, schedule, recompute="none", during="step"):
 
 CASES = [  # where, stage, its rank, schedule, recompute
     ("F", 1, 1, "1f1b", "none"),
-    ("I", 2, 2, "1f1b", "none"),
+    pytest.param("I", 2, 2, "1f1b", "none", marks=pytest.mark.full),
     ("W", 1, 1, "zb-h1", "none"),
     ("R", 2, 2, "zb-h1", "stage"),
-    ("loss", 7, 0, "zb-v", "none"),
+    pytest.param("loss", 7, 0, "zb-v", "none", marks=pytest.mark.full),
     ("I", 5, 2, "zb-v", "stage"),
 ]
 
@@ -138,7 +140,7 @@ def caught(stage, folder):
     )
 
 
-@pytest.mark.parametrize("stage", [2, 0])
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.full)])
 def test_a_rank_that_is_killed_is_named_by_the_others(apart, tmp_path, stage):
     with pytest.raises(RankError, match=f"rank {stage} of 4: the process died, exit code 7"):
         apart(caught, stage, tmp_path, world=WORLD)
@@ -185,3 +187,88 @@ def later_step():
 def test_a_failure_in_a_later_step(apart):
     for text in apart(later_step, world=2):
         assert "rank 0, stage 3, microbatch 2, action F (3F2): KeyError: 'late'" in text
+
+
+class Together(nn.Module):
+    """A collective over the tensor ranks in the middle of the stage; one of them fails before it."""
+
+    def __init__(self, s, ps, bad):
+        super().__init__()
+        self.inner, self.ps, self.bad, self.stage = tiny.part(s), ps, bad, StageContext()
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.bad and self.stage.microbatch % 3 == 1:
+            raise ArithmeticError("mine")
+        return all_reduce(y.detach().clone(), self.ps.group("tp")) * 0 + y
+
+
+def meshed(tp, late):
+    """The last rank fails; its tensor peer waits in a collective, another replica in the sum of the results."""
+    ps = state(tp=tp, pp=2)
+    pipe = Pipeline(
+        [Together(ps.index("pp"), ps, ps.rank == 3)], ps=ps, num_microbatches=M, schedule="zb-h1", seed=late
+    )
+    begin = time.perf_counter()
+    with pytest.raises(PipelineError) as error:
+        pipe.step(tiny.rows(M), tiny.squares)
+    return time.perf_counter() - begin, str(error.value)
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_failure_reaches_tensor_peers_and_other_replicas(apart, tp):
+    for seconds, text in apart(meshed, tp, 0, world=WORLD):
+        assert seconds < 10
+        assert f"rank 3, stage 1, microbatch 1, action F (1F1)" in text and "ArithmeticError: mine" in text
+
+
+def hangs():
+    """A rank that never comes: the time of a wait is bounded, and who is missing is named."""
+    pipe = tiny.pipeline("1f1b", M)
+    pipe.step(tiny.rows(M), tiny.squares)
+    pipe.ps.set_timeout(1.5)
+    if pipe.ps.rank == 1:
+        time.sleep(4)
+    begin = time.perf_counter()
+    with pytest.raises(PipelineError) as error:
+        pipe.step(tiny.rows(M), tiny.squares)
+    return time.perf_counter() - begin, str(error.value)
+
+
+def test_a_rank_that_hangs_is_named_when_the_time_is_over(apart):
+    first, second = apart(hangs)
+    assert 1 < first[0] < 3
+    for _, text in (first, second):
+        assert "from rank 1, which did not send it within 1.5 s or is gone" in text and "rank 0, stage 0" in text
+
+
+class InPlace(nn.Module):
+    def __init__(self, s, what):
+        super().__init__()
+        self.inner, self.index, self.what = tiny.part(s), s, what
+        self.register_buffer("last", torch.zeros(1, tiny.WIDTH, dtype=torch.float64))
+
+    def forward(self, x, _=None):
+        if self.what == "input" and self.index == 0:
+            x.mul_(2)
+        y = self.inner(x)
+        return (y, self.last.copy_(y.detach())) if self.what == "buffer" and self.index == 0 else y
+
+
+def in_place(what):
+    pipe = tiny.pipeline("gpipe", M, lambda s: InPlace(s, what), recompute="stage" if what == "input" else "none")
+    with pytest.raises(PipelineError) as error:
+        pipe.step(tiny.rows(M), tiny.squares)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("input", "stage 0 changed its input or its microbatch in place: it cannot be recomputed from it"),
+        ("buffer", "was written while it was being sent"),
+    ],
+)
+def test_what_is_changed_in_place_is_not_silently_wrong(apart, what, told):
+    for text in apart(in_place, what):
+        assert told in text

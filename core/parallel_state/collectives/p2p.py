@@ -41,13 +41,27 @@ class Sent:
     """A message under way; holds its tensor until `wait()`."""
 
     def __init__(self, tensor: Tensor, works: list[Any], timeout: timedelta, extra: Tensor | None = None) -> None:
-        self._held, self._works, self._timeout = (tensor, extra), works, timeout
+        self._held: tuple[Tensor | None, ...] = (tensor, extra)
+        self._works, self._timeout, self._version = works, timeout, version_of(tensor)
 
     def wait(self) -> None:
-        """Block until the receiver has it, then let the tensor go."""
+        """Block until the receiver has it, then let the tensor go.
+
+        Raises RuntimeError: somebody wrote into the tensor meanwhile; what arrived is anyone's guess.
+        """
         for work in self._works:
             work.wait(self._timeout)
-        self._held = ()  # type: ignore[assignment]
+        if self._held and self._held[0] is not None and version_of(self._held[0]) != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self._held[0].shape)} was written while it was being sent; clone what is "
+                "changed in place before it is handed over"
+            )
+        self._held = ()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _header(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
