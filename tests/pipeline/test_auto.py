@@ -75,7 +75,11 @@ def halves(action):
 
 @pytest.mark.parametrize(
     "placement, recompute, as_list",
-    [((0, 1, 1, 0), "none", True), ((0, 1, 1, 0), "stage", False), ((1, 0, 1), ["stage", "none", "none"], False)],
+    [
+        pytest.param((0, 1, 1, 0), "none", True, marks=pytest.mark.full),
+        ((0, 1, 1, 0), "stage", True),
+        ((1, 0, 1), ["stage", "none", "none"], False),
+    ],
 )
 def test_all_ranks_learn_the_same_schedule_and_gradients_stay(ranks, placement, recompute, as_list):
     (texts, said), (others, silent) = ranks(learns, placement, recompute, as_list)
@@ -125,7 +129,7 @@ def bytes_of_one(ps):
     return sum(max(m.graph, m.waiting) for m in seen.values())
 
 
-@pytest.mark.parametrize("factor", [1.5, 4])
+@pytest.mark.parametrize("factor", [1.5, pytest.param(4, marks=pytest.mark.full)])
 def test_a_limit_in_bytes_is_kept(ranks, factor):
     (peaks, limit, text), (nothing, _, other) = ranks(limited, factor)
     assert nothing is None, "only rank 0 searches"
