@@ -12,7 +12,7 @@ from core.pipeline.memory import StageMemory
 from core.pipeline.player import Costs, play
 from core.pipeline.schedules import NAMED, make, placement
 from core.pipeline.search import Found, search
-from core.pipeline.timeline import Event, Timeline
+from core.pipeline.timeline import Measured, Timeline
 
 
 def auto_placement(ranks: int, chunks: int) -> tuple[int, ...]:
@@ -99,12 +99,12 @@ class Tuner:
         """Whether there is nothing left to do or to say."""
         return self.steps > 2
 
-    def after_step(self, schedule: Schedule, events: tuple[Event, ...]) -> Schedule | None:
+    def after_step(self, schedule: Schedule, measured: Measured) -> Schedule | None:
         """What to run from now on, or None. All-gathers over pp and, once, over the world."""
         self.steps += 1
         if self.steps == 1 or (self.done and self.steps > 3):
             return None
-        timeline = Timeline(tuple(all_gather_objects(events, self.ps.group("pp"))))
+        timeline = Timeline.of(all_gather_objects(measured, self.ps.group("pp")))
         if self.done:
             self._compare(timeline)
             return None

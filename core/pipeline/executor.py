@@ -11,7 +11,7 @@ from core.pipeline.actions import Action
 from core.pipeline.channel import Channel
 from core.pipeline.lower import Plan
 from core.pipeline.stage import Stage, StepFacts
-from core.pipeline.timeline import Event
+from core.pipeline.timeline import Event, Measured
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[Action, Any, Any]] = []
-        self.begin = self.now()
+        self.begin = self._end = self.now()
 
     def now(self) -> Any:
         """A moment: seconds, or an event of the device, which nobody waits for here."""
@@ -34,13 +34,23 @@ class Clock:
         """`action` began at `start` and has just ended."""
         self._marks.append((action, start, self.now()))
 
-    def events(self) -> tuple[Event, ...]:
-        """In seconds since the clock was made; waits for the device."""
+    def stop(self) -> None:
+        """The step has ended, here and on all other ranks."""
+        self._end = self.now()
+
+    def measured(self) -> Measured:
+        """What was added, in seconds since the clock was made, and when it was stopped; waits for the device."""
         if self._device.type == "cpu":
-            return tuple(Event(a, start - self.begin, end - self.begin) for a, start, end in self._marks)
-        torch.accelerator.synchronize(self._device)
-        since = self.begin.elapsed_time
-        return tuple(Event(a, since(start) / 1e3, since(end) / 1e3) for a, start, end in self._marks)
+
+            def since(mark: Any) -> float:
+                return float(mark - self.begin)
+        else:
+            torch.accelerator.synchronize(self._device)
+
+            def since(mark: Any) -> float:
+                return float(self.begin.elapsed_time(mark)) / 1e3
+
+        return Measured(tuple(Event(a, since(start), since(end)) for a, start, end in self._marks), since(self._end))
 
 
 class Executor:

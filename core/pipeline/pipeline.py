@@ -25,7 +25,7 @@ from core.pipeline.player import check, play
 from core.pipeline.schedules import make
 from core.pipeline.stage import Stage, StepFacts
 from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
-from core.pipeline.timeline import Event, Timeline
+from core.pipeline.timeline import Measured, Timeline
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 
@@ -69,7 +69,7 @@ class Pipeline:
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.stages: dict[int, Stage] = {}
         self._plans: dict[Schedule, Plan] = {}
-        self._events: tuple[Event, ...] = ()
+        self._clock: Clock | None = None  # of the last step
         self._where = ""  # what was under way when a call failed
         self._agree(_given(schedule, num_microbatches, recompute))
         problem: Exception | None = None
@@ -135,10 +135,13 @@ class Pipeline:
             self.grad_sync.begin_step(counts)
             tied = self._tied() if isinstance(self.grad_sync, NullGradSync) else {}
             executor = self._executor(self.schedule, facts)
-            self._events = self._run(executor)
+            clock = Clock(self.ps.device)
+            self._run(executor, clock)
             self.grad_sync.finish()
             self._sum_tied(tied)
             result = self._result(executor.sums(self.ps.device))
+            clock.stop()
+        self._clock = clock
         self.step_index += 1
         self._tune()
         return result
@@ -161,7 +164,7 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """When each pipeline rank did what in the last step, in seconds since its start. All-gather over pp."""
-        return Timeline(tuple(all_gather_objects(self._events, self.ps.group("pp"))))
+        return Timeline.of(all_gather_objects(self._measured(), self.ps.group("pp")))
 
     def close(self) -> None:
         """Give the modules their own forwards back."""
@@ -176,7 +179,7 @@ class Pipeline:
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(evaluating(stage.module))
-            self._run(executor)
+            self._run(executor, Clock(self.ps.device))
         return executor
 
     def _facts(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **more: Any) -> StepFacts:
@@ -189,11 +192,15 @@ class Pipeline:
         """After the first steps of "auto": measured costs, and the schedule that they lead to."""
         if self._tuner is None or self._tuner.done:
             return
-        better = self._tuner.after_step(self.schedule, self._events)
+        better = self._tuner.after_step(self.schedule, self._measured())
         if better is not None:
             self.schedule = better
             self._plans.clear()
             self._connect(better)
+
+    def _measured(self) -> Measured:
+        """This rank's part of the timeline; the device is waited for here and not in every step."""
+        return self._clock.measured() if self._clock is not None else Measured()
 
     def _told_to_all(self) -> AbstractContextManager[None]:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
@@ -219,8 +226,7 @@ class Pipeline:
         channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead)
         return Executor(todo, self.stages, channel, facts)
 
-    def _run(self, executor: Executor) -> tuple[Event, ...]:
-        clock = Clock(self.ps.device)
+    def _run(self, executor: Executor, clock: Clock) -> None:
         try:
             executor.run(clock)
         except BaseException:
@@ -230,7 +236,6 @@ class Pipeline:
             self._where = executor.where
             for stage in self.stages.values():
                 stage.clear()
-        return clock.events()
 
     def _tied(self) -> dict[Any, Tensor | None]:
         """The parameters that live on both ends, and the gradients that they bring from earlier steps, set apart."""

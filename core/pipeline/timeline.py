@@ -1,5 +1,6 @@
 """When each rank did what: the one form of a prediction and of a measurement. Standard library only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,11 +15,24 @@ class Event(NamedTuple):
     end: float
 
 
+class Measured(NamedTuple):
+    """One rank's events since it began a step, and how long it took until a collective let all ranks go."""
+
+    events: tuple[Event, ...] = ()
+    length: float = 0.0
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """rows[r]: the events of rank r, in order; time 0 is the start of the step."""
+    """rows[r]: the events of rank r, in order; time 0 is the start of the step on the rank that was first."""
 
     rows: tuple[tuple[Event, ...], ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[Measured]) -> "Timeline":
+        """Ranks do not begin at one time, nor do their clocks agree; but they leave the last collective together."""
+        longest = max(rank.length for rank in ranks)
+        return cls(tuple(_later(rank.events, longest - rank.length) for rank in ranks))
 
     @property
     def makespan(self) -> float:
@@ -34,3 +48,7 @@ class Timeline:
         """The part of all ranks' time in which nothing ran, 0 to 1."""
         total = len(self.rows) * self.makespan
         return 1 - sum(map(self.busy, range(len(self.rows)))) / total if total else 0.0
+
+
+def _later(events: tuple[Event, ...], by: float) -> tuple[Event, ...]:
+    return tuple(Event(action, start + by, end + by) for action, start, end in events)

@@ -58,7 +58,7 @@ def learns(placement, recompute, as_list):
             texts.append(pipe.schedule.text())
             assert pipe.step(tiny.rows(6), tiny.squares).loss_sum.item() == pytest.approx(want, rel=1e-12)
             tiny.assert_equal(tiny.gradients(pipe), gradients)
-            assert [e.action for e in pipe._events] == [a for a in orders(texts[-1])[ps.index("pp")]]
+            assert [e.action for e in pipe._measured().events] == [a for a in orders(texts[-1])[ps.index("pp")]]
     pipe.evaluate(tiny.rows(6), tiny.squares)
     pipe.close()
     return texts, said.getvalue()

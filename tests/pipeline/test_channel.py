@@ -166,7 +166,7 @@ def orders():
     taken = []
     for _ in range(3):
         pipe.step(tiny.rows(6), tiny.squares)
-        taken.append([event.action for event in pipe._events])
+        taken.append([event.action for event in pipe._measured().events])
     return taken, [a for a in plan(pipe.schedule, pipe.ps.index("pp")).order if a.kind in "FIWR"]
 
 

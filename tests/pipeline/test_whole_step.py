@@ -1,5 +1,6 @@
 """Around the step: the timeline, evaluation, sampling, resuming, loss scale, what is given back."""
 
+import time
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt_stages
 from core.parallel_state import ParallelState
-from core.pipeline import Pipeline, SingleStage
+from core.pipeline import Action, Pipeline, SingleStage
 from core.pipeline import schedules as named
 from core.pipeline.passes import split_backward
 from core.training import next_token_loss
@@ -41,6 +42,30 @@ def timelines(cases):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_timeline_holds_the_schedules_actions(ranks, world):
     ranks(timelines, [(name, recompute) for name in named.NAMED for recompute in ("none", "stage")], world=world)
+
+
+def late(rank):
+    """One rank begins a step later than the others, which are in it already."""
+    pipe = tiny.pipeline("zb-v", 4)
+    for _ in range(2):
+        pipe.step(tiny.rows(4), tiny.squares)
+    if pipe.ps.rank == rank:
+        time.sleep(0.5)
+    pipe.step(tiny.rows(4), tiny.squares)
+    timeline = pipe.timeline()
+    ends = {event.action: event.end for row in timeline.rows for event in row}
+    for row in timeline.rows:
+        for (kind, s, m), start, _ in row:
+            source = Action(kind, s - 1 if kind == "F" else s + 1, m)
+            if kind in "FI" and source in ends:
+                assert ends[source] < start + 0.25, f"{source} ends after {kind}{s} of microbatch {m} begins"
+    return timeline.makespan
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_of_ranks_that_begin_late_stand_where_they_belong(ranks, rank):
+    first, second = ranks(late, rank)
+    assert first == second and (rank == 0 or first > 0.5)
 
 
 PROMPT = [5, 50, 3]
