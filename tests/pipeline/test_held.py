@@ -199,3 +199,30 @@ def sends_held(schedule, microbatches):
 def test_trap_12_sends_are_let_go_when_a_later_message_proves_that_they_arrived(ranks):
     held = ranks(sends_held, "1f1b", 16, world=4)
     assert all(count <= 2 * 4 for count in held), f"{held}: of 16 outputs and 16 gradients"
+
+
+def tensors():
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
+def nothing_left(schedules):
+    """Tensors alive in Python before and after a step and an evaluation, without the garbage collector's help."""
+    for schedule, recompute in schedules:
+        pipe = tiny.pipeline(schedule, 5, recompute=recompute)
+        rows = tiny.rows(5)
+        pipe.step(rows, tiny.squares)
+        gc.collect()
+        gc.disable()
+        try:
+            before = tensors()
+            pipe.step(rows, tiny.squares)
+            pipe.evaluate(rows, tiny.squares)
+            pipe.forward(rows)
+            assert tensors() == before, (schedule, recompute)
+        finally:
+            gc.enable()
+        pipe.close()
+
+
+def test_after_a_step_no_output_input_or_gradient_is_alive(ranks):
+    ranks(nothing_left, [("1f1b", "none"), ("zb-v", "stage"), ("interleaved-zb", "none")])

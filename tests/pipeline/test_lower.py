@@ -137,7 +137,7 @@ def test_receipts_free_nearly_every_send_before_the_end():
 
 
 def test_trap_14_zb_v_uses_messages_out_of_order():
-    """9 of 96 at 4 ranks and 8 microbatches, 35 of 448 at 8 and 16; 1F1B and interleaved none."""
+    """6 of 96 overtake another at 4 ranks and 8 microbatches, 28 of 448 at 8 and 16; 1F1B and interleaved none."""
 
     def out_of_order(name, ranks, m):
         late = total = 0
@@ -152,8 +152,7 @@ def test_trap_14_zb_v_uses_messages_out_of_order():
         return late, total
 
     assert out_of_order("1f1b", 4, 8)[0] == out_of_order("interleaved-1f1b", 4, 8)[0] == 0
-    assert [out_of_order("zb-v", 4, 8)[1], out_of_order("zb-v", 8, 16)[1]] == [96, 448]
-    assert 0 < out_of_order("zb-v", 4, 8)[0] < 20 and 0 < out_of_order("zb-v", 8, 16)[0] < 70
+    assert [out_of_order("zb-v", 4, 8), out_of_order("zb-v", 8, 16)] == [(6, 96), (28, 448)]
 
 
 def test_trap_17_an_input_gradient_is_sent_before_its_weight_gradient_is_computed():
