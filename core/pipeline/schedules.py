@@ -248,6 +248,11 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
     return chunks
 
 
+def auto_placement(ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """Where "auto" has stages that nobody placed: a V for two per rank, else in a loop."""
+    return v_shape(ranks) if chunks == 2 else looped(ranks, chunks)
+
+
 def placement(schedule: str | Generator, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
     """The rank of each stage, before the number of microbatches is known.
 
