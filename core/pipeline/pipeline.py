@@ -150,7 +150,8 @@ class Pipeline:
 
     def _forward(self, batch: Batch | None, loss_fn: LossFn | None) -> Executor:
         sizes = all_gather_objects(rows_of(batch), self.ps.group("pp"))  # ranks without a batch follow the others
-        count = gcd(next((n for n in sizes if n is not None), 1), self.num_microbatches)
+        known = next((n for n in sizes if n is not None), self.num_microbatches)
+        count = gcd(known, self.num_microbatches)
         facts = self._facts(batch, count, loss_fn)
         executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts)
         with ExitStack() as stack:
