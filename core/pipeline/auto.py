@@ -10,21 +10,9 @@ from core.parallel_state.state import ParallelState
 from core.pipeline.actions import Schedule
 from core.pipeline.memory import StageMemory
 from core.pipeline.player import Costs, play
-from core.pipeline.schedules import NAMED, make, placement
+from core.pipeline.schedules import NAMED, candidates
 from core.pipeline.search import Found, search
 from core.pipeline.timeline import Event, Timeline
-
-
-def candidates(stages: Sequence[int], microbatches: int) -> list[Schedule]:
-    """Every named schedule of this placement."""
-    ranks = max(stages) + 1
-    chunks = len(stages) // ranks
-    found = []
-    for name, its in NAMED.items():
-        each = chunks if its.any_chunks else its.chunks
-        if placement(name, ranks, each) == tuple(stages):
-            found.append(make(name, ranks, microbatches, each))
-    return found
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:

@@ -287,3 +287,14 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
     check(made, microbatches)
     play(made)
     return made
+
+
+def candidates(stages: Sequence[int], microbatches: int) -> list[Schedule]:
+    """Every named schedule of this placement of stages."""
+    ranks = max(stages) + 1
+    found = []
+    for name, its in NAMED.items():
+        chunks = len(stages) // ranks if its.any_chunks else None
+        if placement(name, ranks, chunks) == tuple(stages):
+            found.append(make(name, ranks, microbatches, chunks))
+    return found
