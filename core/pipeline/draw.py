@@ -179,8 +179,8 @@ def _key(timeline: Timeline, x: float, y: float) -> Iterator[str]:
     entries = [(kind, f"{kind} {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
     for kind, text in [*entries, ("", "idle")]:
         shades = [shade(kind, c, chunks) for c in range(chunks)] if kind else [_IDLE]
-        for shade in shades:
-            yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{shade}"/>'
+        for fill in shades:
+            yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill}"/>'
             x += 15
         yield f'<text x="{x + 5}" y="{y + 11}" class="a">{text}</text>'
         x += 5 + 6.6 * len(text) + 18
