@@ -28,6 +28,11 @@ def commands():
             yield pytest.param(found.group().replace("\\\n", " ").split("#")[0], id=name)
 
 
+def plain(word):
+    """A flag's value; a flag is followed by the next one."""
+    return True if word.startswith("--") else int(word) if word.isdigit() else word
+
+
 @pytest.mark.parametrize("command", list(commands()))
 def test_a_torchrun_command_describes_a_run_that_fits_together(command):
     words = shlex.split(command)
