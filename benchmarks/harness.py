@@ -35,16 +35,22 @@ class Ratio:
 
 
 def take_turns(ours, peer, *, pairs, warmup=3, before=lambda: None):
-    """Time `ours` and `peer` in pairs; each pair starts with the other side, so that drift hits both alike."""
+    """Time `ours` and `peer` in pairs; each pair starts with the other side, so that drift hits both alike.
+
+    A side with a method `prepare` is prepared before each call, outside of its time.
+    """
+    prepare = {side: getattr(side, "prepare", lambda: None) for side in (ours, peer)}
     for _ in range(warmup):
-        ours()
-        peer()
+        for side in (ours, peer):
+            prepare[side]()
+            side()
     gc.collect()
     gc.disable()
     times = {ours: [], peer: []}
     try:
         for pair in range(pairs):
             for side in (ours, peer) if pair % 2 == 0 else (peer, ours):
+                prepare[side]()
                 before()
                 begin = time.perf_counter()
                 side()

@@ -2,7 +2,8 @@
 
 from core.autograd.bag import StageContext, WeightGradBag
 from core.autograd.embedding import deferred_embedding
-from core.autograd.linear import Comm, deferred_linear
+from core.autograd.linear import deferred_linear
+from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
 from core.autograd.recompute import recompute
 from core.autograd.regions import apply_recompute, has_regions

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.autograd.tickets import Ticket
+
 
 class Thunk(Protocol):
     """One use of one parameter whose weight gradient is still to be computed."""
@@ -54,6 +56,7 @@ class WeightGradBag:
     def __init__(self, *, checked: bool = False) -> None:
         self._thunks: list[Thunk] = []
         self._checked = checked
+        self.ticket: Ticket | None = Ticket(self)  # compiled code's
 
     def __len__(self) -> int:
         return len(self._thunks)

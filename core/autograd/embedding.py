@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import StageContext, accumulate, delivers
-from core.autograd.linear import NO_COMM, Comm
+from core.autograd.products import NO_COMM, Comm
 from core.autograd.recompute import running_again
 
 
@@ -66,6 +66,8 @@ class _Embedding(torch.autograd.Function):
             y.masked_fill_((local == rows)[..., None], 0)
         if comm.after_forward is not None:
             y = comm.after_forward(y)
+        if y._is_view():  # autograd lets nobody write into a view that a Function returns
+            y = y.detach()
         ctx.save_for_backward(local)
         ctx.weight, ctx.whole, ctx.comm, ctx.bag = weight, whole, comm, stage.bag
         ctx.in_region = running_again.get()
@@ -94,5 +96,14 @@ def deferred_embedding(
 ) -> Tensor:
     """ids [...] -> [..., h]: rows of `weight` [n, h]. Unless `whole`, the table is the part [first, first + n)
     of a larger one, and ids outside it give zero rows (to be summed over the ranks by `comm`)."""
+    if torch.compiler.is_compiling():
+        return _eagerly(ids, weight, first, whole, stage, comm)
+    y: Tensor = _Embedding.apply(ids, weight, first, whole, stage, comm)
+    return y
+
+
+@torch.compiler.disable
+def _eagerly(ids: Tensor, weight: Parameter, first: int, whole: bool, stage: StageContext, comm: Comm) -> Tensor:
+    """A break in the compiled graph: a lookup has nothing to be fused with."""
     y: Tensor = _Embedding.apply(ids, weight, first, whole, stage, comm)
     return y

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
+from core.autograd.later import Calls, Later, calls
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
@@ -50,10 +52,22 @@ class _Autocast:
             return call()
 
 
+def _ends(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list, list[Tensor]]:
+    """Of an output without a value only the gradient edge is kept."""
+    wanted = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+    return [get_gradient_edge(o) if isinstance(o, Later) else o for o, _ in wanted], [g for _, g in wanted]
+
+
 class Checked:
-    """Whether the parameters named for a region were found complete. Walking a graph takes time: once is enough."""
+    """What is known of a region from its earlier runs.
+
+    done: the parameters named for it are complete; walking a graph takes time, once is enough.
+    tries: how often its second run may still leave out the last product (core/autograd/later.py) in vain. Two, as
+    a first run may be held by chance: an error caught in some import keeps the frames under it.
+    """
 
     done = False
+    tries = 2
 
 
 class _Region:
@@ -68,7 +82,7 @@ class _Region:
         self.constants = [None if _is(leaf) else leaf for leaf in leaves]
         self.tensors: list[Tensor] = list({id(leaf): leaf for leaf in leaves if _is(leaf)}.values())
         self.count = len(self.tensors)
-        self.checked = Checked()
+        self.checked, self.calls = Checked(), Calls()
         self.out_spec: Any = None
         self.out_places: list[bool] = []
         self.out_constants: list = []
@@ -93,25 +107,46 @@ class _Region:
     def call_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first run, without grad mode; returns the tensors among the outputs and remembers the others."""
         versions = [t._version for t in tensors]
-        outputs = self.call(tensors)
+        token = calls.set(self.calls)
+        try:
+            outputs = self.call(tensors)
+        finally:
+            calls.reset(token)
         if versions != [t._version for t in tensors]:
             raise RuntimeError("recompute: the region writes into its input, so it cannot run again; clone it first")
         self.out_places = [_is(out) for out in outputs]
         self.out_constants = [None if _is(out) else out for out in outputs]
         return [out for out in outputs if _is(out)]
 
-    def call_again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The second run: same bag, same random numbers, same autocast; the present is put back after it."""
+    def call_again(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list, list[Tensor]]:
+        """The second run, which stops early where it may: where backward starts, and with which gradients."""
+        if not self.checked.tries:
+            return _ends(self._call_as_first(tensors, None), gradients)
+        self.calls.again = True
+        try:
+            ends = _ends(self._call_as_first(tensors, self.calls), gradients)
+            self.calls.end()
+        except Exception:  # perhaps of something that passes torch's dispatch by and found no value
+            if not self.calls.postponed:
+                raise
+            self.checked.tries = 0
+            return _ends(self._call_as_first(tensors, None), gradients)
+        self.checked.tries -= self.calls.looked
+        return ends
+
+    def _call_as_first(self, tensors: Sequence[Tensor], count: Calls | None) -> list[Tensor]:
+        """Same bag, same random numbers, same autocast; the present is put back after it."""
         now, now_stage = _random_state(self.device), self.stage.snapshot() if self.stage is not None else None
         _set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
-        token = running_again.set(True)
+        token, other = running_again.set(True), calls.set(count)
         try:
             with torch.enable_grad():
                 return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
         finally:
             running_again.reset(token)
+            calls.reset(other)
             _set_random_state(self.device, now)
             if self.stage is not None:
                 self.stage.restore(now_stage)  # type: ignore[arg-type]
@@ -124,11 +159,11 @@ class _Region:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
-def _check_listed(outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def _check_listed(ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tensor]) -> None:
     """A parameter that the region read without naming it would silently get no gradient."""
     named = {id(t) for t in sources}
     seen = {t.grad_fn for t in sources}  # beyond a computed source its own graph takes over
-    todo = [out.grad_fn for out in outputs]
+    todo = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in ends]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -166,17 +201,16 @@ class _Recompute(torch.autograd.Function):
         # a pack hook (offloading, an outer checkpoint) may have saved a copy that asks for nothing
         saved = zip(ctx.saved_tensors, needs, strict=False)
         inputs = [t.detach().requires_grad_(need) for t, need in saved]
-        outputs = region.call_again(inputs)
-        wanted = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        ends, given = region.call_again(inputs, gradients)
         sources = (*inputs, *ctx.parameters)
         asked = [need and t.requires_grad for t, need in zip(sources, needs, strict=True)]
         found: list = [None] * sum(asked)
-        if wanted and found:
-            ends, starts = [o for o, _ in wanted], [t for t, ask in zip(sources, asked, strict=True) if ask]
+        if ends and found:
+            starts = [t for t, ask in zip(sources, asked, strict=True) if ask]
             if not region.checked.done:
                 _check_listed(ends, sources)
                 region.checked.done = True
-            found = list(torch.autograd.grad(ends, starts, [g for _, g in wanted], allow_unused=True))
+            found = list(torch.autograd.grad(ends, starts, given, allow_unused=True))
         rest = iter(found)
         return None, *(next(rest) if ask else None for ask in asked)
 

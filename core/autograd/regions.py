@@ -21,7 +21,8 @@ class _RecomputedForward(StandIn):
         super().__init__(module)
         self.stage, self.checked = stage, Checked()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward as a region."""
         # asked for at every call: parameters are unfrozen, replaced, sharded after the model is built
         parameters = list(self.module.parameters())
         return run_region(self.plain, args, kwargs, self.stage, parameters, self.checked)

@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from core.autograd.bag import StageContext
+from core.autograd.compiled import give_ticket
 from core.autograd.embedding import deferred_embedding
 from core.autograd.linear import deferred_linear
 from core.autograd.standin import StandIn, standins
@@ -24,7 +25,11 @@ def _is_plain(weight: object) -> bool:
 def _is_usual(x: Tensor) -> bool:
     """What an autograd Function takes: no tensor of another kind, no torch.func around us."""
     kind = type(x)
-    return (kind is Tensor or kind is Parameter) and not (x.is_nested or torch._C._are_functorch_transforms_active())
+    return (kind is Tensor or kind is Parameter) and not (x.is_nested or _in_torch_func())
+
+
+def _in_torch_func() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 class _Rerouted(StandIn):
@@ -38,7 +43,7 @@ class _Rerouted(StandIn):
         super().__init__(module)
         self.stages: list[StageContext] = []
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def call(self, input: Tensor) -> Tensor:
         """The module's output; its own forward where anything is unusual."""
         filling = [stage for stage in self.stages if stage.bag is not None]
         if len(filling) == 1 and _is_plain(self.module.weight) and _is_usual(input):
@@ -117,12 +122,14 @@ def reroute(module: nn.Module, stage: StageContext) -> RerouteHandle:
             standin = lowest
         elif lowest is not None and lowest.below is None:  # under a region
             standin = make(child)
-            standin.below, lowest.below = None, standin
+            standin.below, lowest.below = None, standin.call
         elif "forward" not in child.__dict__:
             standin = make(child)
             standin.put()
         else:
             continue
+        if make is _Linear and getattr(child.weight, "_deferral", None) is None:
+            give_ticket(child.weight)
         if not any(known is stage for known in standin.stages):
             standin.stages.append(stage)
             names.append(name)

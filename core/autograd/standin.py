@@ -7,14 +7,14 @@ from torch import nn
 
 
 class StandIn:
-    """Stands in for a module's `forward`. An object and not a closure: a copy of the model must run its own.
+    """Stands in for a module's `forward`. A method and not a closure: a copy of the model must run its own.
 
     below: what it stands in for, another's stand-in; None for the class's own forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.below = module.__dict__.get("forward")
+        self.below = module.__dict__.get("forward")  # ours appear as the bound method `call`
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without this object."""
@@ -24,27 +24,28 @@ class StandIn:
 
     def put(self) -> None:
         """From now on this is the module's forward."""
-        self.module.forward = self
+        self.module.forward = self.call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward now."""
         return self.plain(*args, **kwargs)
 
     def remove(self) -> None:
         """Give back what was there, also from under other stand-ins; under somebody else's wrapper it stays."""
-        top = self.module.__dict__.get("forward")
-        above = next((s for s in standins(self.module) if s.below is self), None)
-        if above is not None:
-            above.below = self.below
-        elif top is self and self.below is not None:
+        chain = list(standins(self.module))
+        if self not in chain:
+            return
+        if chain[0] is not self:
+            chain[chain.index(self) - 1].below = self.below
+        elif self.below is not None:
             self.module.forward = self.below
-        elif top is self:
+        else:
             del self.module.forward
 
 
 def standins(module: nn.Module) -> Iterator[StandIn]:
     """The stand-ins of a module, the outermost first, as far as they are ours."""
-    found = module.__dict__.get("forward")
+    found = getattr(module.__dict__.get("forward"), "__self__", None)
     while isinstance(found, StandIn):
         yield found
-        found = found.below
+        found = getattr(found.below, "__self__", None)

@@ -1,0 +1,118 @@
+"""The product of a weight gradient, the thunk that makes it later, and the collectives around a matmul."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.autograd.bag import accumulate
+
+
+class Pending(Protocol):
+    """A tensor under way."""
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Comm:
+    """The collectives around one matmul; None where there is none. Built by tensor parallelism.
+
+    before_forward: x as held -> x as multiplied (sequence parallel: all-gather); called again for dW.
+    after_forward: y as multiplied -> y as returned (row parallel: all-reduce or reduce-scatter). What it
+        returns must be its own: the bias is added in place, after it.
+    before_backward: dy as received -> dy as multiplied (the conjugate of after_forward), for dx and db;
+        called again for a deferred dW.
+    after_backward: starts dx as multiplied -> dx as returned (the conjugate of before_forward), beside dW.
+    start_again: starts before_forward for a dW computed at once, beside dx.
+    """
+
+    before_forward: Callable[[Tensor], Tensor] | None = None
+    after_forward: Callable[[Tensor], Tensor] | None = None
+    before_backward: Callable[[Tensor], Tensor] | None = None
+    after_backward: Callable[[Tensor], Pending] | None = None
+    start_again: Callable[[Tensor], Pending] | None = None
+
+
+NO_COMM = Comm()
+
+
+@cache
+def _multiplies_into_float32(device_type: str) -> bool:
+    """Whether this device has the mixed product (16-bit factors, float32 sum); tried once."""
+    try:
+        a = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
+        out = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+        return bool(out[0, 0] == 16)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def matrix_of(weight: Tensor) -> Tensor:
+    """[o..., i] -> [o, i]."""
+    return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
+
+
+def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | None:
+    """dy^T x, added straight into `main_grad` where there is one (then None is returned, else the gradient).
+
+    The sum is in main_grad's dtype without an intermediate where dtypes are equal, or where the device
+    multiplies 16-bit factors into float32; otherwise the product is rounded once and added.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return product(parameter, x, gy)
+    _add_product(main_grad, x, gy)
+    return None
+
+
+def product(weight: Tensor, x: Tensor, gy: Tensor) -> Tensor:
+    """dy^T x, as a tensor of its own."""
+    return gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])).view(weight.shape)
+
+
+def _add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
+    x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
+    into = matrix_of(main_grad)
+    if main_grad.dtype == x.dtype:
+        into.addmm_(gy.t(), x)
+    elif main_grad.dtype == torch.float32 and _multiplies_into_float32(x.device.type):
+        torch.addmm(into, gy.t(), x, out_dtype=torch.float32, out=into)
+    else:
+        into.add_(gy.t().mm(x))
+
+
+class LinearThunk:
+    """dW of one use: holds x and dy as they are between the ranks (sharded), and gathers them again."""
+
+    __slots__ = ("_comm", "_gy", "_x", "parameter")
+
+    def __init__(self, parameter: Parameter, x: Tensor, gy: Tensor, comm: Comm) -> None:
+        self.parameter, self._x, self._gy, self._comm = parameter, x, gy, comm
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The input and the output gradient."""
+        return self._x, self._gy
+
+    def run(self) -> None:
+        """Add the product into `main_grad`, or into `.grad`."""
+        x, gy, comm = self._x, self._gy, self._comm
+        if comm.before_forward is not None:
+            x = comm.before_forward(x)
+        if comm.before_backward is not None:
+            gy = comm.before_backward(gy)
+        parameter = self.parameter
+        into = getattr(parameter, "main_grad", None)
+        if into is None:
+            into = parameter.grad
+            if into is None or into.dtype != x.dtype or into.layout is not torch.strided:
+                accumulate(parameter, product(parameter, x, gy))
+                return
+        _add_product(into, x, gy)
