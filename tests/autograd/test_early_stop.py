@@ -197,6 +197,23 @@ def test_the_collectives_of_the_product_go_with_it(bias):
         close(mine, theirs)
 
 
+def test_a_product_that_is_only_garbage_on_one_rank_calls_no_collective():
+    calls, kept = [], []
+    comm = Comm(after_forward=lambda y: calls.append("reduce") or y.clone())
+    w, stage = parameter(3, 4), StageContext()
+    x, r = torch.randn(2, 4, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+
+    def region(x, r):
+        y = deferred_linear(torch.tanh(x), w, stage=stage, comm=comm)
+        kept.append(y)
+        return r + y
+
+    loss = recompute(region, x, r, parameters=[w]).square().sum()
+    torch.autograd.grad(loss, [x, r, w])
+    assert calls == ["reduce"] and len(kept) == 2
+    assert torch.equal(kept[1] + 0, kept[0] + 0) and calls == ["reduce"] * 2, "who looks gets the value"
+
+
 def test_outputs_in_any_form_and_regions_in_regions():
     w, v, stage = parameter(4, 4), parameter(4, 4), StageContext()
     x = torch.randn(2, 4, requires_grad=True)
