@@ -161,7 +161,7 @@ def _climb(flat: Flat, starts: _Starts, budget: int, seed: int) -> int:
     """Improve `starts` until the budget is spent or the bound is reached; returns what was spent."""
     rng, bound = random.Random(seed), flat.bound() * (1 + SLACK)
     # a third for list scheduling, and at most so many passes that nothing new is to be expected
-    passes = min(budget // 3 // (PASS * max(1, flat.actions)), 400)
+    passes = min(budget // 3 // (PASS * max(1, flat.actions)), 1500)
     spent = _list_schedules(flat, starts, passes, bound, rng) * PASS * flat.actions
     looks = (budget - spent) // max(1, flat.actions)
     count = min(len(starts.best), CLIMBERS, looks // 1000 + 1)
