@@ -229,15 +229,14 @@ class _Run:
 
     def start(self, rank: int, now: float, stage: int, microbatch: int, kind: int) -> float:
         """Do it, and I with F where that is wanted; returns the end."""
-        flat, policy, recomputed = self.flat, self.policy, self.flat.recomputed[stage]
+        flat, fits = self.flat, self.memory.fits
         end = self.book(rank, flat.action(kind, stage, microbatch), now)
-        if kind == F and stage == flat.stages - 1 and policy.direct and self.count[I][stage] == microbatch:
-            if recomputed and self.memory.fits(rank, stage, microbatch, R):
-                self.book(rank, flat.action(R, stage, microbatch), end, free=True)
-            elif recomputed:
-                return end
-            return self.book(rank, flat.action(I, stage, microbatch), end)
-        return end
+        last = kind == F and stage == flat.stages - 1 and self.count[I][stage] == microbatch
+        if not (last and self.policy.direct and all(fits(rank, stage, microbatch, k) for k in (R, I))):
+            return end
+        if flat.recomputed[stage]:
+            self.book(rank, flat.action(R, stage, microbatch), end, free=True)
+        return self.book(rank, flat.action(I, stage, microbatch), end)
 
     def book(self, rank: int, a: int, now: float, free: bool = False) -> float:
         """Write one action down and tell the rank that waits for it."""

@@ -78,9 +78,11 @@ def search(
     candidate itself where nothing is faster. budget: how many actions to look at, over all schedules tried
     (default: `default_budget`); candidates are always played.
     Raises ValueError: no schedule meets the limit (names the smallest that works), a candidate of another placement
-    or another number of microbatches.
+    or number of microbatches, a rank without a stage.
     """
     check_placement(placement, max(placement) + 1)
+    if microbatches < 1:
+        raise ValueError(f"{microbatches} microbatches; a step needs at least 1")
     flat = Flat(placement, microbatches, costs, recompute)
     limits = _limits(memory_limit, flat.ranks)
     allowed = [limit * (1 + SLACK) for limit in limits or [INFINITE] * flat.ranks]
