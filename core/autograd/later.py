@@ -36,6 +36,10 @@ class Calls:
         self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = None  # of the first run's latest product
         self._made: list[weakref.ref[Later]] = []
 
+    def begin_again(self) -> None:
+        """The second run starts; a graph that is retained may start it several times."""
+        self.again, self.looked, self._counts[1], self._made = True, False, 0, []
+
     def multiply(self, product: Callable[[], Tensor]) -> Tensor:
         """The product, or what stands for it."""
         self._counts[self.again] += 1
