@@ -27,8 +27,8 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._seen.get(key)
-        if (known is not None and known() is not None) or not storage.data_ptr():  # no value: no bytes
-            return
+        if (known is not None and known() is not None) or size <= 8 or not storage.data_ptr():
+            return  # seen before, a single number, a tensor without a value
 
         def dead(_):
             if self._seen.pop(key, None) is not None and key not in self._ignored:

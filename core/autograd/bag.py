@@ -122,7 +122,7 @@ class StageContext:
         self.bag, self.seed, self.step, self.microbatch, self.driven = snapshot
 
 
-def delivers(node: Any, parameter: Tensor, in_region: bool) -> bool:
+def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
     """Whether a backward (`node`, its input 1 the parameter) may put the gradient there by itself, past autograd.
 
     Not where somebody waits for it in autograd: a computed weight's own graph, a hook on the parameter
@@ -132,7 +132,7 @@ def delivers(node: Any, parameter: Tensor, in_region: bool) -> bool:
         return False
     if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
         return False
-    if in_region:  # whose own backward asks for everything, and passes on what it gets
+    if region is not None and region.in_backward:  # asks for everything, and passes on what it gets
         return True
     try:
         return bool(torch._C._will_engine_execute_node(node.next_functions[1][0]))

@@ -70,13 +70,13 @@ class _Embedding(torch.autograd.Function):
             y = y.detach()
         ctx.save_for_backward(local)
         ctx.weight, ctx.whole, ctx.comm, ctx.bag = weight, whole, comm, stage.bag
-        ctx.in_region = running_again.get()
+        ctx.region = running_again.get()
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (local,) = ctx.saved_tensors
-        directly = delivers(ctx, ctx.weight, ctx.in_region)
+        directly = delivers(ctx, ctx.weight, ctx.region)
         if directly and ctx.bag is not None:
             ctx.bag.put(_EmbeddingThunk(ctx.weight, local, gy, ctx.whole, ctx.comm))
             return (None,) * 6

@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
-        ctx.in_region = running_again.get()
+        ctx.region = running_again.get()
         return y
 
     @staticmethod
@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
         pending = dx = dw = db = None
         if wants_dw:
             (x,) = ctx.saved_tensors
-            directly = delivers(ctx, weight, ctx.in_region)
+            directly = delivers(ctx, weight, ctx.region)
             waits = directly and bag is not None
             if not waits and comm.start_again is not None:
                 again = comm.start_again(x)

@@ -4,7 +4,8 @@ No unpack hooks: the region is one autograd Function whose inputs are its tensor
 gradients, `torch.autograd.grad`, post-accumulate hooks and DDP see an ordinary node.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +19,7 @@ from core.autograd.later import Calls, Later, calls
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
-running_again: ContextVar[bool] = ContextVar("running_again", default=False)
+running_again: ContextVar["_Region | None"] = ContextVar("running_again", default=None)
 
 
 def _is(value: Any) -> bool:
@@ -83,6 +84,7 @@ class _Region:
         self.tensors: list[Tensor] = list({id(leaf): leaf for leaf in leaves if _is(leaf)}.values())
         self.count = len(self.tensors)
         self.checked, self.calls = Checked(), Calls()
+        self.in_backward = False  # its own; one inside `fn` is another
         self.out_spec: Any = None
         self.out_places: list[bool] = []
         self.out_constants: list = []
@@ -122,7 +124,7 @@ class _Region:
         """The second run, which stops early where it may: where backward starts, and with which gradients."""
         if not self.checked.tries:
             return _ends(self._call_as_first(tensors, None), gradients)
-        self.calls.again = True
+        self.calls.begin_again()
         try:
             ends = _ends(self._call_as_first(tensors, self.calls), gradients)
             self.calls.end()
@@ -140,7 +142,7 @@ class _Region:
         _set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
-        token, other = running_again.set(True), calls.set(count)
+        token, other = running_again.set(self), calls.set(count)
         try:
             with torch.enable_grad():
                 return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
@@ -178,6 +180,25 @@ def _check_listed(ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tenso
         todo.extend(following for following, _ in node.next_functions)
 
 
+@contextmanager
+def _hooks_wait(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks on parameters run once, outside, when autograd has the region's whole gradient.
+
+    Something stays in their place, as an operation asks whether a parameter has hooks.
+    """
+    hooks: list[dict] = [p._backward_hooks for p in parameters if p._backward_hooks]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+        each[-1] = lambda gradient: None
+    try:
+        yield
+    finally:
+        for each, old in zip(hooks, kept, strict=True):
+            each.clear()
+            each.update(old)
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: _Region, *tensors: Tensor) -> Any:
@@ -210,7 +231,9 @@ class _Recompute(torch.autograd.Function):
             if not region.checked.done:
                 _check_listed(ends, sources)
                 region.checked.done = True
-            found = list(torch.autograd.grad(ends, starts, given, allow_unused=True))
+            region.in_backward = True
+            with _hooks_wait(ctx.parameters):
+                found = list(torch.autograd.grad(ends, starts, given, allow_unused=True))
         rest = iter(found)
         return None, *(next(rest) if ask else None for ask in asked)
 
@@ -224,7 +247,7 @@ def run_region(
     checked: Checked,
 ) -> Any:
     """`recompute`, with the arguments apart, so that none of theirs is taken for ours."""
-    if not torch.is_grad_enabled() or running_again.get():
+    if not torch.is_grad_enabled() or running_again.get() is not None:
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs, stage)
     region.remember(parameters)

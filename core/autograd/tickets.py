@@ -4,6 +4,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ class Ticket:
     def __init__(self, of: Any) -> None:
         number = next(_numbers)
         _table[number] = of
-        self.number = torch.tensor(number, device="cpu")
+        self.number = torch.from_numpy(np.asarray(number))  # no operation that a dispatch mode would see
 
     def __reduce__(self) -> Any:
         return _none, ()

@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.autograd import Comm, StageContext, WeightGradBag, deferred_embedding, deferred_linear, reroute
+from core.autograd import (
+    Comm,
+    StageContext,
+    WeightGradBag,
+    apply_recompute,
+    deferred_embedding,
+    deferred_linear,
+    reroute,
+)
 from core.autograd import compiled as module_under_test
 from tests.autograd.tiny import close, parameter
 from tests.models.gpt import batch, gpt
@@ -272,3 +280,24 @@ def test_layers_of_a_gpt(single, backend, style, dropout):
         found, now = step(defer)
         assert now == thunks * defer
         assert_same(found, expected, 1e-10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_regions(backend, compiled_first):
+    stage = StageContext()
+    model = nn.ModuleList([Layer(stage) for _ in range(2)])
+    inputs = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(2)]
+    both = nn.Sequential(*model)
+    expected, thunks = run(both, stage, inputs, True)
+    if not compiled_first:
+        apply_recompute(model, "layer", stage=stage)
+    for layer in model:
+        layer.compile(backend=backend)
+    if compiled_first:
+        apply_recompute(model, "layer", stage=stage)
+    for _ in range(2):
+        found, now = run(both, stage, inputs, True)
+        assert now == thunks
+        assert_same(found, expected)

@@ -248,3 +248,16 @@ def test_dtypes_of_a_tail_with_numbers(dtype):
     expected = torch.autograd.grad(region(x), (x, w), torch.ones_like(x))
     found = torch.autograd.grad(recompute(region, x, parameters=[w]), (x, w), torch.ones_like(x))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_retained_graph_stops_early_each_time():
+    ours, _, stage, holder = pair(FREE["residual"])
+    apply_recompute(holder, "layer", stage=stage)
+    stage.begin(seed=0, step=0, microbatch=0, bag=WeightGradBag())
+    loss = ours(torch.randn(2, 3, 4)).sum()
+    counts = []
+    for _ in range(3):
+        with Products() as backward:
+            loss.backward(retain_graph=True)
+        counts.append(backward.count)
+    assert counts == [2] * 3  # `up` again, and dx of `down`

@@ -223,3 +223,28 @@ def test_gradients_that_somebody_asks_for_by_name():
     (found,) = torch.autograd.grad(module(x).sum(), module.weight)
     close(found, x.sum(0).expand(4, 4))
     assert len(bag) == 0
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_hooks_on_parameters_of_a_region_run_once(deferring):
+    """Also on one that waits in no bag because of them."""
+
+    def step(recomputed):
+        torch.manual_seed(3)
+        model, stage, log = nn.ModuleList([nn.Linear(4, 4)]), StageContext(), []
+        weight = model[0].weight
+        weight.register_hook(lambda g: log.append(("tensor", g.sum().item())) or g * 3)
+        weight.register_post_accumulate_grad_hook(lambda p: log.append(("after", p.grad.sum().item())))
+        if deferring:
+            reroute(model, stage)
+        if recomputed:
+            apply_recompute(model, "layer", stage=stage)
+        stage.begin(seed=0, step=0, microbatch=0, bag=WeightGradBag())
+        for _ in range(2):
+            model[0](torch.ones(2, 4)).square().sum().backward()
+        assert len(stage.bag) == 0 and len(weight._backward_hooks) == 1
+        return log, weight.grad
+
+    (log, gradient), (plain_log, plain) = step(True), step(False)
+    assert log == plain_log and len(log) == 4
+    close(gradient, plain)

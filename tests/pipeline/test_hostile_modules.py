@@ -358,6 +358,15 @@ def test_a_module_of_two_stages():
     assert "forward" not in shared.__dict__
 
 
+def test_a_derivative_inside_a_region_leaves_nothing_in_the_bag():
+    module, twin = twins(force_field)
+    expected, stage = plain(twin, X, 2), StageContext()
+    reroute(module, stage)
+    holder = nn.ModuleList([module])
+    apply_recompute(holder, "layer", stage=stage)
+    assert_equal(ours(module, stage, X, 2, True), expected)
+
+
 def llama_layers(transformers):
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
