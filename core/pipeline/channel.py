@@ -65,8 +65,20 @@ class Form:
         shape = tuple(numbers[4 : 4 + numbers[3]])
         return cls(_LEAF, (None,), ((shape, DTYPES[numbers[2]]),))
 
+    @property
+    def values(self) -> list[Any]:
+        """What is no tensor."""
+        return [c[0] for c in self.constants if c is not None]
+
     def __str__(self) -> str:
         return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
+
+
+def _equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    try:
+        return bool(a == b)
+    except (RuntimeError, TypeError, ValueError):  # arrays do not say yes or no
+        return pickle.dumps(a) == pickle.dumps(b)
 
 
 _LEAF = pytree.tree_flatten(0)[1]
@@ -128,6 +140,12 @@ class Channel:
                     f"stage {action.stage} returns {form} for microbatch {action.microbatch}, and returned {known} "
                     "before in this step: within a step every microbatch must have the same shape (pad them); "
                     "between steps shapes may change"
+                )
+            elif not _equal(known.constants, form.constants):
+                raise ValueError(
+                    f"stage {action.stage} returns other values beside its tensors for microbatch "
+                    f"{action.microbatch} than before in this step ({form.values} and {known.values}): what changes "
+                    "between microbatches must be a tensor"
                 )
         self._sent[action] = works + [isend(t, other, group, header=False) for t in tensors]
 
@@ -197,6 +215,13 @@ class Channel:
     def _settle(self, action: Action) -> None:
         for sent in self._sent.pop(action, ()):
             sent.wait()
+
+    def drop(self) -> None:
+        """After a failure: hold no message any more, so that the connections can be closed."""
+        self._sent.clear()
+        for inbox in self._inboxes.values():
+            inbox.posted.clear()
+            inbox.header = None
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""

@@ -47,7 +47,7 @@ class Executor:
     """Runs a rank's plan for one batch.
 
     stages: the stages of this rank by index. outputs[m]: what the last stage gave for microbatch m, on the rank
-    that has it: [2] sums with a loss, else the output. doing: the action under way, for the report of a failure.
+    that has it: [2] sums with a loss, else the output. where: what is under way, for the report of a failure.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stage], channel: Channel, facts: StepFacts) -> None:
@@ -67,8 +67,17 @@ class Executor:
                 clock.add(action, start)
             else:
                 self._communicate(action)
-        self.channel.finish()
         self.doing = None
+        self.channel.finish()
+
+    @property
+    def where(self) -> str:
+        """Stage, microbatch and action under way, in words."""
+        if self.doing is None:
+            return "after its last action"
+        kind, stage, microbatch = self.doing
+        of = "" if microbatch is None else f", microbatch {microbatch}"
+        return f"stage {stage}{of}, action {kind} ({self.doing})"
 
     def _compute(self, action: Action) -> None:
         kind, s, m = action

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 from core.parallel_state.collectives.failure import first_failure
 from core.parallel_state.state import ParallelState
-from core.pipeline.actions import Action
 
 
 class PipelineError(RuntimeError):
@@ -14,23 +13,28 @@ class PipelineError(RuntimeError):
 
 
 @contextmanager
-def told_to_all(ps: ParallelState, key: str, doing: Callable[[], Action | None]) -> Iterator[None]:
+def told_to_all(ps: ParallelState, key: str, where: Callable[[], str]) -> Iterator[None]:
     """Turn an exception in the block into a PipelineError of the first failure of the job, on every rank.
 
     Others wait for this rank in messages and collectives: after publishing what happened it leaves its groups,
-    which makes their calls fail at once. A single process sees its own exception.
+    which makes their calls fail at once. A single process sees its own exception. where: what was under way.
     """
     try:
         yield
     except Exception as error:
         if ps.world is None:
             raise
-        action = doing()
-        where = "after its last action"
-        if action is not None:
-            of = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-            where = f"stage {action.stage}{of}, action {action.kind} ({action})"
-        mine = f"rank {ps.rank}, {where}: {type(error).__name__}: {error}"
+        mine = f"rank {ps.rank}, {where()}: {type(error).__name__}: {error}"
         text = first_failure(key, f"{traceback.format_exc()}{mine}")
+        _let_go(error)
         ps.abandon()
         raise PipelineError(f"the step failed. The first failure, its traceback before it:\n{text}") from error
+
+
+def _let_go(error: BaseException) -> None:
+    """Forget the local variables of the frames that failed: gloo keeps a connection open, and the peer waiting, as
+    long as somebody holds one message or collective under way."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__

@@ -1,15 +1,15 @@
 """A model in stages over the pipeline ranks, trained one step at a time under any schedule."""
 
-import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from math import gcd
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from core.autograd import GradSync, NullGradSync
+from core.autograd import GradSync, NullGradSync, has_regions
 from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
@@ -46,8 +46,9 @@ class Pipeline:
     grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
     receive_ahead: receives posted beyond the one that is needed. step_index: of the next step; set it to resume.
 
-    Collective over the world. Raises ValueError: a schedule that does not fit the stages, misses or repeats an
-    action, never ends, or differs between ranks; a `main_grad` without its owner.
+    Collective over the world. Raises ValueError, on every rank: a schedule that does not fit the stages, misses or
+    repeats an action, never ends, or differs between ranks; a stage recomputed by R and inside as well; a `main_grad`
+    without its owner.
     """
 
     def __init__(
@@ -66,27 +67,50 @@ class Pipeline:
         self.ps, self.num_microbatches, self.seed, self.receive_ahead = ps, num_microbatches, seed, receive_ahead
         self.step_index, self._calls = 0, 0
         self._ranks = ps.grid.members(ps.rank, "pp")
-        modules = list(modules_of(stages).values())
-        self.schedule = _resolve(schedule, stages, ps, num_microbatches)
+        self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
+        self.stages: dict[int, Stage] = {}
+        self._plans: dict[Schedule, Plan] = {}
+        self._events: tuple[Event, ...] = ()
+        self._where = ""  # what was under way when a call failed
+        self._agree(_given(schedule, num_microbatches, recompute))
+        problem: Exception | None = None
+        resolved: list[str] = []
+        try:
+            self._build(stages, schedule, recompute, memory_limit, alone=grad_sync is None)
+            resolved = [self.schedule.text()]
+        except Exception as error:
+            problem = error
+        try:
+            self._key = self._agree(resolved, problem)
+        except Exception:
+            self.close()
+            raise
+        self._connect(self.schedule)  # before anything can fail: others would wait for a connection, not in one
+
+    def _build(
+        self,
+        stages: Modules,
+        schedule: ScheduleLike,
+        recompute: str | Sequence[Any],
+        memory_limit: float | None,
+        *,
+        alone: bool,
+    ) -> None:
+        """Schedule and stages. Raises ValueError, on this rank: see the class."""
+        ps, modules = self.ps, list(modules_of(stages).values())
+        self.schedule = _resolve(schedule, stages, ps, self.num_microbatches)
         policies = _policies(recompute, self.schedule.stages)
         again = [s for s, policy in enumerate(policies) if policy == "stage"]
         self.schedule = add_recompute(self.schedule, again)
-        self._tuner = Tuner(ps, num_microbatches, again, memory_limit) if schedule == "auto" else None
-        check(self.schedule, num_microbatches)
+        self._tuner = Tuner(ps, self.num_microbatches, again, memory_limit) if schedule == "auto" else None
+        check(self.schedule, self.num_microbatches)
         play(self.schedule)  # ends, or says who waits for whom
-        self._key = self._agree(
-            [self.schedule.text(), f"num_microbatches={num_microbatches}", f"recompute={policies}"]
-        )
-        if grad_sync is None:
+        if alone:
             _refuse_main_grad(modules)
-        self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
-        mine = self.schedule.stages_of(ps.index("pp"))
-        self.stages = {
-            s: Stage(module, s, self.schedule.stages, policy=policies[s], seed=seed, device=ps.device)
-            for s, module in zip(mine, modules, strict=True)
-        }
-        self._plans: dict[Schedule, Plan] = {}
-        self._events: tuple[Event, ...] = ()
+        count = self.schedule.stages
+        for s, module in zip(self.schedule.stages_of(ps.index("pp")), modules, strict=True):
+            _refuse_twice(s, module, policies[s], self.schedule)
+            self.stages[s] = Stage(module, s, count, policy=policies[s], seed=self.seed, device=ps.device)
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -100,20 +124,21 @@ class Pipeline:
         ranks; None on a rank whose stages take nothing from it. loss_fn(output, microbatch) ->
         (loss_sum, num_tokens) is called on the rank of the last stage; nothing divides here. The result is global,
         on every rank (an all-reduce over pp and one over dp-cp, beside those of `grad_sync`).
-        Raises ValueError: a batch that does not divide. PipelineError: any rank's failure, on every rank.
+        Raises PipelineError: any rank's failure (a batch that does not divide, say), on every rank. A single process
+        raises the failure itself, as ValueError a batch that does not divide.
         """
-        facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
-        counts: dict[Any, int] = {}
-        for stage in self.stages.values():
-            for parameter in stage.parameters:
-                counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
-        self.grad_sync.begin_step(counts)
-        executor = self._executor(self.schedule, facts)
-        with self._told_to_all(executor):
-            self._run(executor)
+        with self._told_to_all():
+            facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
+            counts: dict[Any, int] = {}
+            for stage in self.stages.values():
+                for parameter in stage.parameters:
+                    counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
+            self.grad_sync.begin_step(counts)
+            tied = self._tied() if isinstance(self.grad_sync, NullGradSync) else {}
+            executor = self._executor(self.schedule, facts)
+            self._events = self._run(executor)
             self.grad_sync.finish()
-            if isinstance(self.grad_sync, NullGradSync):
-                self._sum_tied()
+            self._sum_tied(tied)
             result = self._result(executor.sums(self.ps.device))
         self.step_index += 1
         self._tune()
@@ -121,13 +146,14 @@ class Pipeline:
 
     def evaluate(self, batch: Batch | None, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows."""
-        executor = self._forward(batch, loss_fn)
-        return self._result(executor.sums(self.ps.device))
+        with self._told_to_all():
+            return self._result(self._forward(batch, loss_fn).sums(self.ps.device))
 
     def forward(self, batch: Batch | None) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0; None on ranks
         without the last stage."""
-        outputs = self._forward(batch, None).outputs
+        with self._told_to_all():
+            outputs = self._forward(batch, None).outputs
         return join_outputs([outputs[m] for m in sorted(outputs)]) if outputs else None
 
     def from_last_stage(self, value: Tensor) -> Tensor:
@@ -157,7 +183,6 @@ class Pipeline:
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(evaluating(stage.module))
-            stack.enter_context(self._told_to_all(executor))
             self._run(executor)
         return executor
 
@@ -175,58 +200,102 @@ class Pipeline:
         if better is not None:
             self.schedule = better
             self._plans.clear()
+            self._connect(better)
 
-    def _told_to_all(self, executor: Executor) -> AbstractContextManager[None]:
+    def _told_to_all(self) -> AbstractContextManager[None]:
+        """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
         self._calls += 1
-        return told_to_all(self.ps, f"{self._key}/{self._calls}", lambda: executor.doing)
+        self._where = "before its first action"
+        return told_to_all(self.ps, f"{self._key}/{self._calls}", lambda: self._where)
+
+    def _connect(self, schedule: Schedule) -> Plan:
+        """This rank's plan; connected to all whom it talks to. Collective over pp where the schedule is new."""
+        if schedule not in self._plans:
+            self._plans[schedule] = plan(schedule, self.ps.index("pp"))
+            self.ps.connect((self._rank(a), self._rank(b)) for a, b in self._plans[schedule].links)
+        return self._plans[schedule]
+
+    def _rank(self, index: int) -> int:
+        """The global rank of a pipeline rank; of this one for -1."""
+        return self.ps.rank if index == -1 else self._ranks[index]
 
     def _executor(self, schedule: Schedule, facts: StepFacts) -> Executor:
-        me = self.ps.index("pp")
-        if schedule not in self._plans:
-            self._plans[schedule] = plan(schedule, me)
-        todo = self._plans[schedule]
-
-        def rank(index: int) -> int:
-            return self.ps.rank if index == -1 else self._ranks[index]
-
-        made = self.ps.connect((rank(a), rank(b)) for a, b in todo.links)
-        groups = {(a, b): made[rank(a), rank(b)] for a, b in todo.links}
-        channel = Channel(todo, groups, rank, self.ps.device, self.receive_ahead)
+        todo = self._connect(schedule)
+        made = self.ps.connect((self._rank(a), self._rank(b)) for a, b in todo.links)
+        groups = {(a, b): made[self._rank(a), self._rank(b)] for a, b in todo.links}
+        channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead)
         return Executor(todo, self.stages, channel, facts)
 
-    def _run(self, executor: Executor) -> None:
+    def _run(self, executor: Executor) -> tuple[Event, ...]:
         clock = Clock(self.ps.device)
         try:
             executor.run(clock)
+        except BaseException:
+            executor.channel.drop()
+            raise
         finally:
+            self._where = executor.where
             for stage in self.stages.values():
                 stage.clear()
-        self._events = clock.events()
+        return clock.events()
 
-    def _sum_tied(self) -> None:
-        """Without a GradSync: the two halves of the gradient of a table tied over both ends."""
-        group = self.ps.group("embedding")
+    def _tied(self) -> dict[Any, Tensor | None]:
+        """The parameters that live on both ends, and the gradients that they bring from earlier steps, set apart."""
+        found = {}
         for stage in self.stages.values():
             for parameter in stage.parameters:
-                if "embedding" in layout_of(parameter).partial and parameter.grad is not None:
-                    all_reduce(parameter.grad, group)
+                if "embedding" in layout_of(parameter).partial:
+                    found[parameter], parameter.grad = parameter.grad, None
+        return found
+
+    def _sum_tied(self, tied: Mapping[Any, Tensor | None]) -> None:
+        """Without a GradSync: the two halves of this step's gradient of a table tied over both ends."""
+        for parameter, before in tied.items():
+            if parameter.grad is None:  # one end had nothing to learn; the other waits for it
+                parameter.grad = torch.zeros_like(parameter)
+            all_reduce(parameter.grad, self.ps.group("embedding"))
+            if before is not None:
+                parameter.grad += before
 
     def _result(self, total: Tensor) -> StepResult:
         total = all_reduce(all_reduce(total, self.ps.group("pp")), self.ps.group("dp-cp"))
         return StepResult(total[0], total[1])
 
-    def _agree(self, facts: list[str]) -> str:
-        """Every rank must run the same schedule; a name that this pipeline has on every rank."""
-        mine = (hashlib.blake2b("\n".join(facts).encode()).hexdigest(), facts, uuid.uuid4().hex)
-        everyone = all_gather_objects(mine, self.ps.world)
-        for rank, (digest, theirs, _) in enumerate(everyone):
-            if digest != everyone[0][0]:
-                ours, other = next((a, b) for a, b in zip(everyone[0][1], theirs, strict=True) if a != b)
+    def _agree(self, facts: list[str], problem: Exception | None = None) -> str:
+        """Raise on every rank what one rank found, or that ranks differ; a name that all share for this pipeline."""
+        told = f"{type(problem).__name__}: {problem}" if problem is not None else ""
+        everyone = all_gather_objects((facts, told, uuid.uuid4().hex), self.ps.world)
+        if problem is not None:
+            raise problem
+        for rank, (theirs, told, _) in enumerate(everyone):
+            if told:
+                raise ValueError(f"rank {rank} cannot build its part of the pipeline: {told}")
+            if theirs != everyone[0][0]:
+                ours, other = next((a, b) for a, b in zip(everyone[0][0], theirs, strict=True) if a != b)
                 raise ValueError(
                     f"ranks 0 and {rank} were given different schedules:\nrank 0: {ours}\nrank {rank}: {other}\n"
                     "give every rank the same schedule, num_microbatches and recompute"
                 )
         return everyone[0][2]
+
+
+def _given(schedule: ScheduleLike, microbatches: int, recompute: str | Sequence[Any]) -> list[str]:
+    """What the user asked for, to be compared between ranks; what a function makes is compared when it is made."""
+    asked = schedule if isinstance(schedule, str) else "a function"
+    text = schedule.text() if isinstance(schedule, Schedule) else asked
+    return [f"schedule {text}", f"num_microbatches={microbatches}", f"recompute={recompute!r}"]
+
+
+def _refuse_twice(stage: int, module: nn.Module, policy: Any, schedule: Schedule) -> None:
+    """R runs the whole stage again: regions inside it would run a third time."""
+    inside = policy not in ("none", "stage")
+    whole = policy == "stage" or any(s == stage for s, _ in schedule.recomputed)
+    if whole and (inside or has_regions(module)):
+        by = f"recompute={policy!r}" if inside else "apply_recompute"
+        raise ValueError(
+            f"stage {stage} is recomputed as a whole (an R of schedule {schedule.name!r}, or recompute='stage') and "
+            f"in regions inside ({by}), which would run 3 times; use one of the two"
+        )
 
 
 def _refuse_main_grad(modules: Sequence[nn.Module]) -> None:
@@ -244,6 +313,7 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
     modules = modules_of(stages)
     if isinstance(schedule, Schedule):
         found = schedule
+        check_placement(found.placement, found.ranks)
     elif schedule == "auto":
         found = first_schedule(_placement(stages, ps), microbatches)
     else:

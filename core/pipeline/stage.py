@@ -79,7 +79,11 @@ class Stage:
         self.context = own if isinstance(own, StageContext) else StageContext()
         self._undo: list[Any] = [reroute(module, self.context)]
         if policy not in ("none", "stage"):
-            self._undo.append(apply_recompute(module, policy, stage=self.context))
+            try:
+                self._undo.append(apply_recompute(module, policy, stage=self.context))
+            except Exception:
+                self.close()
+                raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
         self.parameters = [p for p in module.parameters() if p.requires_grad]

@@ -1,113 +1,57 @@
 """Every named schedule, recompute policy, rank and microbatch count gives one process's loss, gradients and norm."""
 
 import itertools
-from functools import cache
 
 import pytest
-import torch
 
-from core.data_parallel import PerParameterGradSync
-from core.models.gpt import GPTModel, gpt_stages, llama_spec
-from core.optimizer import AdamW, OptimizerConfig
-from core.parallel_state import ParallelState
-from core.pipeline import Pipeline, SingleStage
 from core.pipeline import schedules as named
-from core.training import next_token_loss
-from core.transformer import TransformerConfig
-from tests.parity.whole import assert_same
-from tests.states import state
+from tests.parity.pipelines import differences, one_step, reference
 
-VOCAB, S, LAYERS = 53, 8, 8
 SCHEDULES = list(named.NAMED)
 POLICIES = ["none", "selective", "layer", "stage", "mixed"]
-RANKS, MICROBATCHES = [1, 2, 4], [1, 2, 3, 8]
+RANKS, MICROBATCHES, TIED, DROPOUT = [1, 2, 4], [1, 2, 3, 8], [False, True], [0.0, 0.1]
+FACTORS = [SCHEDULES, POLICIES, RANKS, MICROBATCHES, TIED, DROPOUT]
 
 
-def config(dropout):
-    return TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=20,
-        init_method_std=0.2,
-        normalization="RMSNorm",
-        activation_func="silu",
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-        params_dtype=torch.float64,
-    )
+def cover():
+    """One configuration for each schedule and policy, in which every pair of values of two factors meets."""
+    for i, j in itertools.product(range(len(SCHEDULES)), range(len(POLICIES))):
+        world, m = RANKS[(i + j) % 3], MICROBATCHES[(i // 3 + j) % 4]
+        yield SCHEDULES[i], POLICIES[j], world, m, TIED[(i + i // 2 + j) % 2], DROPOUT[(i // 2 + j // 2) % 2]
 
 
-def batch(rows):
-    generator = torch.Generator().manual_seed(5)
-    tokens, labels = torch.randint(VOCAB, (2, rows, S), generator=generator)
-    labels[0, ::3] = -100
-    return {"tokens": tokens, "labels": labels}
+def test_the_cover_meets_every_pair():
+    for (a, one), (b, other) in itertools.combinations(enumerate(FACTORS), 2):
+        assert {(c[a], c[b]) for c in cover()} == set(itertools.product(one, other)), (a, b)
 
 
-@cache
-def reference(microbatches, tied, dropout, rows_per_microbatch=1):
-    """(gradients by global name, loss, norm) of one process and one stage."""
-    ps = ParallelState.single("cpu")
-    model = GPTModel(config(dropout), llama_spec(), VOCAB, S, share_embeddings_and_output_weights=tied, parallel=ps)
-    sync = PerParameterGradSync(model, ps)
-    optimizer = AdamW(model, ps, OptimizerConfig(lr=1e-3), grad_sync=sync)
-    executor = SingleStage(model, ps=ps, num_microbatches=microbatches, grad_sync=sync, seed=7)
-    result = executor.step(batch(microbatches * rows_per_microbatch), next_token_loss)
-    gradients = {n: p.main_grad.clone() for n, p in model.named_parameters()}
-    return gradients, result.loss.item(), optimizer.step(num_tokens=result.num_tokens).grad_norm.item()
+def compare(cases):
+    """What is wrong, by configuration, and which parameters this rank holds."""
+    wrong, names = {}, {}
+    for case in cases:
+        schedule, recompute, _, m, tied, dropout = case
+        found = one_step(schedule, recompute, m, tied, dropout)
+        names[case] = set(found[0])
+        if told := differences(found, reference(m, tied, dropout)):
+            wrong[case] = told
+    return wrong, names
 
 
-def policy(name, stages):
-    return [["none", "stage", "layer"][s % 3] for s in range(stages)] if name == "mixed" else name
+def check(ranks, cases, timeout=60.0):
+    for world in RANKS:
+        mine = [case for case in cases if case[2] == world]
+        answers = ranks(compare, mine, world=world, timeout=timeout)
+        assert [wrong for wrong, _ in answers] == [{}] * world
+        for case in mine:
+            everything = set().union(*(names[case] for _, names in answers))
+            assert everything == set(reference(*case[3:])[0]), "every parameter lives somewhere"
 
 
-def one_step(schedule, recompute, microbatches, tied, dropout, ps, **more):
-    placement = named.placement(schedule, ps.size("pp"))
-    stages = gpt_stages(
-        config(dropout),
-        llama_spec(),
-        VOCAB,
-        S,
-        placement=placement,
-        share_embeddings_and_output_weights=tied,
-        parallel=ps,
-    )
-    sync = PerParameterGradSync(stages, ps)
-    optimizer = AdamW(stages, ps, OptimizerConfig(lr=1e-3), grad_sync=sync)
-    pipeline = Pipeline(
-        stages,
-        ps=ps,
-        schedule=schedule,
-        num_microbatches=microbatches,
-        recompute=policy(recompute, len(placement)),
-        grad_sync=sync,
-        seed=7,
-        **more,
-    )
-    result = pipeline.step(batch(microbatches), next_token_loss)
-    gradients = {n: p.main_grad.clone() for stage in stages.values() for n, p in stage.named_parameters()}
-    norm = optimizer.step(num_tokens=result.num_tokens).grad_norm.item()
-    pipeline.close()
-    return gradients, result.loss.item(), norm
+def test_a_cover_of_all_schedules_equals_one_process(ranks):
+    check(ranks, list(cover()))
 
 
-def compare(schedule, recompute, microbatches, tied, dropout, **more):
-    ps = state(pp=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
-    gradients, loss, norm = reference(microbatches, tied, dropout)
-    found, got_loss, got_norm = one_step(schedule, recompute, microbatches, tied, dropout, ps, **more)
-    assert abs(got_loss - loss) <= 1e-10 * abs(loss)
-    assert_same(found, {n: gradients[n] for n in found})
-    assert abs(got_norm - norm) <= 1e-10 * norm
-    return sorted(found)
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("recompute", POLICIES)
-def test_every_schedule_equals_one_process(ranks, schedule, recompute):
-    for world, m, tied, dropout in itertools.product(RANKS, MICROBATCHES, (False, True), (0.0, 0.1)):
-        names = ranks(compare, schedule, recompute, m, tied, dropout, world=world)
-        assert set().union(*names) == set(reference(m, tied, dropout)[0]), "every parameter lives somewhere"
+def test_every_schedule_equals_one_process(ranks, schedule):
+    check(ranks, list(itertools.product([schedule], *FACTORS[1:])), 300.0)

@@ -40,3 +40,21 @@ def assert_same(found, expected, tolerance=1e-10):
         assert scale > 0, f"{name}: the reference is zero, so the comparison says nothing"
         error = (found[name] - want).abs().max().item()
         assert error <= tolerance * scale, f"{name}: error {error:.3e} of {scale:.3e}"
+
+
+def assembled(tensors, layouts, ps):
+    """Whole tensors by name where a rank holds only some of the names; who holds the same must agree bit for bit."""
+    mine = {}
+    for name, local in tensors.items():
+        layout = layouts[name]
+        part = true_part(local.detach(), layout, ps.coordinate, ps.sizes).clone()
+        mine[name] = layout.shape, layout.box(ps.coordinate, ps.sizes), part
+    result, seen = {}, {}
+    for theirs in all_gather_objects(mine, ps.world):
+        for name, (shape, box, part) in theirs.items():
+            key = name, str(box)
+            if key in seen:
+                assert torch.equal(seen[key], part), f"{name}: replicas differ by {(seen[key] - part).abs().max()}"
+            seen[key] = part
+            result.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[box] = part
+    return result

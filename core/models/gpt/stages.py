@@ -55,12 +55,13 @@ def gpt_stages(
     `more`: as for GPTModel. Raises ValueError: layers that are not all of them, a placement for other ranks.
     """
     ps = parallel if parallel is not None else current_state()
-    ends, ranks, tied = (placement[0], placement[-1]), ps.size("pp"), share_embeddings_and_output_weights
+    ranks, tied = ps.size("pp"), share_embeddings_and_output_weights
     if set(placement) != set(range(ranks)):
         raise ValueError(
             f"the placement {tuple(placement)} is for ranks {sorted(set(placement))}, the grid has {ranks} pipeline "
             "ranks; every one of them needs a stage"
         )
+    ends = placement[0], placement[-1]
     if tied and ends not in ((0, 0), (0, ranks - 1)):
         raise ValueError(
             f"tied embeddings need the first stage on pipeline rank 0 and the last on 0 or {ranks - 1}, the "
