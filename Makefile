@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 STAMP := $(VENV)/.stamp
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
 NPROC ?= 4
-LAYOUT ?= --parallel.tensor 2 --parallel.sequence-parallel
+LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel --pipeline.schedule zb-v --training.micro-batch-size 4
 TORCHRUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .PHONY: setup test test-all lint format pretrain pretrain-long benchmarks
@@ -45,3 +45,4 @@ pretrain-long: $(STAMP)
 benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.dense_step
 	$(RUN) -m benchmarks.tensor_parallel
+	$(RUN) -m benchmarks.pipeline_backward

@@ -28,6 +28,7 @@ from benchmarks.sleeping import OurStage, TorchStage, precise_naps
 from core.parallel_state import ParallelConfig, ParallelState
 from core.pipeline import Costs, Pipeline, play
 from core.pipeline import schedules as named
+from core.pipeline.search import search
 
 MICROBATCHES, HIDDEN = 8, 64
 TORCH = {"zb-v": "ZBVZeroBubble", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}
@@ -35,7 +36,8 @@ TORCH = {"zb-v": "ZBVZeroBubble", "1f1b": "1F1B", "interleaved-1f1b": "Interleav
 
 def our_sleep(ps, schedule, seconds, recompute="none"):
     """One step of our pipeline over napping stages."""
-    base = named.make(schedule, ps.size("pp"), MICROBATCHES)
+    is_name = isinstance(schedule, str)
+    base = named.make(schedule, ps.size("pp"), MICROBATCHES) if is_name else schedule
     mine = base.stages_of(ps.index("pp"))
     stages = {s: OurStage({k: v / len(mine) for k, v in seconds.items()}, HIDDEN) for s in mine}
     pipeline = Pipeline(stages, ps=ps, schedule=base, num_microbatches=MICROBATCHES, recompute=recompute)
@@ -125,6 +127,29 @@ def ahead(ps, schedule, pairs, say):
     return statistics.median(gain)
 
 
+def automatic(ps, memory_limit, pairs, say):
+    """(simulated step / ideal, measured / simulated) of what the search finds, every stage recomputed."""
+    whole = {"F": 0.04, "R": 0.04, "I": 0.046, "W": 0.034}
+    costs, stages = Costs(**whole, saved=0.1).divided(2), named.auto_placement(4)
+    found = search(
+        stages,
+        MICROBATCHES,
+        costs,
+        recompute=range(8),
+        memory_limit=memory_limit,
+        candidates=named.candidates(stages, MICROBATCHES),
+    )
+    predicted, ideal = found.played.makespan, MICROBATCHES * sum(whole.values())
+    step = our_sleep(ps, found.schedule, whole, "stage")
+    step()
+    measured = [timed(step) / predicted for _ in range(pairs)]
+    say(
+        f"auto   40 ms  full recompute, memory {memory_limit}: simulated step/ideal {predicted / ideal:.4f}, "
+        f"measured / simulated {spread(measured)}"
+    )
+    return predicted / ideal, statistics.median(measured)
+
+
 class Block(nn.Module):
     def __init__(self, hidden, heads):
         super().__init__()
@@ -211,6 +236,9 @@ def four_ranks(ps, quick, say):
     result["step_over_ideal_1f1b_4ms"], _ = sleeping(ps, "1f1b", 4, more, say)
     result["recompute_ahead_gain_1f1b"] = ahead(ps, "1f1b", pairs, say)
     result["recompute_ahead_gain_zbv"] = ahead(ps, "zb-v", pairs, say)
+    for limit in (2, 4):
+        key = f"auto_step_over_ideal_memory_{limit}"
+        result[key], result[f"auto_measured_over_simulated_memory_{limit}"] = automatic(ps, limit, pairs, say)
     return result
 
 

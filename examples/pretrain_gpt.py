@@ -1,7 +1,7 @@
-"""Pretrain a GPT on real text, over tensor and data parallel ranks, on CPUs or accelerators.
+"""Pretrain a GPT on real text, over tensor, pipeline and data parallel ranks, on CPUs or accelerators.
 
     python examples/pretrain_gpt.py --help      # one process
-    torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py --parallel.tensor 2 --model.num-layers 8
+    torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py --parallel.tensor 2 --parallel.pipeline 2
 
 Without data of your own it reads the interpreter's standard library.
 """
@@ -15,19 +15,20 @@ import tyro
 from torch import Tensor
 
 from core import parallel_state
-from core.autograd import apply_recompute
 from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel
 from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import ParallelConfig, ParallelState
-from core.pipeline import SingleStage
-from core.training import DataConfig, ModelConfig, TrainingConfig, check_run, evaluate_bits_per_byte, train
+from core.pipeline.draw import draw_text
+from core.training import DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run, train
+from core.training.build import build_executor, build_stages, count_parameters
 from core.training.compare import first_step_alone
 from core.training.console import Console
 from core.training.data import Corpus, open_corpus
+from core.training.evaluate import evaluate_bits_per_byte
 from core.training.generate import generate
 from core.training.metrics import MetricsLog, flops_per_token
-from core.training.report import write_report
+from core.training.report import headline, last_step, write_report
 
 STEPS = 260
 
@@ -38,6 +39,7 @@ class Run:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(train_steps=STEPS))
     optimizer: OptimizerConfig = field(
@@ -48,13 +50,12 @@ class Run:
     device: str | None = None  # cpu, cuda, npu, xpu; default: the accelerator if there is one
 
 
-def describe(model: GPTModel, corpus: Corpus, console: Console) -> None:
+def describe(stages: dict[int, GPTModel], ps: ParallelState, corpus: Corpus, console: Console) -> None:
     """Who holds what."""
-    ps = model.parallel
     console.say(f"{ps.config.world_size} ranks on {ps.device.type}, sequence parallel: {ps.config.sequence_parallel}")
     console.say(ps.grid.table())
-    here = sum(p.numel() for p in model.parameters())
-    console.say(f"parameters: {model.num_parameters():,} in all, {here:,} on each rank (with padding)")
+    total, here = count_parameters(stages, ps)
+    console.say(f"parameters: {total:,} in all, {here:,} on rank 0 (with padding)")
     console.say(f"text: {corpus.train.num_tokens:,} tokens to train on, {corpus.valid.num_tokens:,} to validate")
 
 
@@ -63,17 +64,12 @@ def pretrain(run: Run, ps: ParallelState) -> None:
     console = Console(ps.rank, run.training.train_steps)
     corpus = open_corpus(run.data, ps)
     batches, valid = corpus.batches(run.data, run.training), corpus.validation(run.data, run.training)
-    config, vocab, s = run.model.transformer(), corpus.tokenizer.vocab_size, run.data.sequence_length
-    tied, rank, size = run.model.tie_embeddings, ps.index("dp"), ps.size("dp")
-    model = GPTModel(
-        config, run.model.spec(), vocab, s, share_embeddings_and_output_weights=tied, parallel=ps, seed=run.model.seed
-    )
-    apply_recompute(model, run.training.recompute, stage=model.stage)
-    sync = PerParameterGradSync(model, ps)
-    optimizer = AdamW(model, ps, run.optimizer, grad_sync=sync)
-    m = run.training.global_batch_size // size // run.training.micro_batch_size
-    executor = SingleStage(model, ps=ps, num_microbatches=m, grad_sync=sync, seed=run.training.seed)
-    describe(model, corpus, console)
+    vocab, s, rank, size = corpus.tokenizer.vocab_size, run.data.sequence_length, ps.index("dp"), ps.size("dp")
+    stages = build_stages(run.model, run.pipeline, vocab, s, ps)
+    sync = PerParameterGradSync(stages, ps)
+    optimizer = AdamW(stages, ps, run.optimizer, grad_sync=sync)
+    executor = build_executor(stages, run.pipeline, run.training, ps, sync)
+    describe(stages, ps, corpus, console)
     output = Path(run.training.output)
     log = MetricsLog(output if ps.rank == 0 else None)
 
@@ -90,20 +86,22 @@ def pretrain(run: Run, ps: ParallelState) -> None:
             optimizer,
             lambda step: here(batches.batch(step, rank, size)),
             run.training,
-            flops_per_token=flops_per_token(config, vocab, s),
+            flops_per_token=flops_per_token(run.model.transformer(), vocab, s),
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
             validate=validate,
         )
-    bits = validate()
+    steps, bits = last_step(executor), validate()
     prompt = corpus.tokenizer.encode("def main():\n")[: max(1, s // 2)]
-    sample = corpus.tokenizer.decode(generate(model, prompt, new_tokens=100, temperature=0.7))
+    tokens = generate(stages[min(stages)], prompt, new_tokens=100, temperature=0.7, executor=executor)
     if ps.rank != 0:
         return
     lines = {"unigram": corpus.unigram, "gzip -9": corpus.gzip, "validation": bits}
-    write_report(output / "report.png", log.records, bytes_per_token=corpus.bytes_per_token, baselines=lines)
-    console.say(f"--- a sample ---\n{sample}\n----------------")
+    write_report(output / "report.png", log.records, corpus.bytes_per_token, baselines=lines, timelines=steps)
+    for title, timeline in steps.items():
+        console.say(f"{headline(title, timeline)}\n{draw_text(timeline)}\n")
+    console.say(f"--- a sample ---\n{corpus.tokenizer.decode(tokens)}\n----------------")
     console.say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in lines.items()))
     console.say(f"written: {output / 'metrics.jsonl'}, {output / 'report.png'}")
     console.say(first.against(first_step_alone(run.model, run.data, run.training, batches, vocab)))
@@ -113,7 +111,7 @@ if __name__ == "__main__":
     run = tyro.cli(Run, description=__doc__)
     try:
         world = int(os.environ.get("WORLD_SIZE", 1))
-        layout = check_run(run.model, run.parallel, run.data, run.training, world_size=world)
+        layout = check_run(run.model, run.parallel, run.data, run.training, run.pipeline, world_size=world)
         with parallel_state.launch(run.device) as device:
             pretrain(run, ParallelState.build(layout, device=device))
     except (ValueError, OSError) as error:

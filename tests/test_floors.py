@@ -25,6 +25,7 @@ WITHOUT_TORCH = [
     "core.parallel_state.config",
     "core.parallel_state.grid",
     "core.pipeline",
+    "core.pipeline.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw
 ]
 

@@ -8,18 +8,29 @@ from pathlib import Path
 import pytest
 
 from core.parallel_state import ParallelConfig
-from core.training import DataConfig, ModelConfig, TrainingConfig, check_run
+from core.training import DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TEXTS = {"README.md": README, "examples/pretrain_gpt.py": (ROOT / "examples" / "pretrain_gpt.py").read_text()}
-KINDS = {"model": ModelConfig, "parallel": ParallelConfig, "data": DataConfig, "training": TrainingConfig}
+KINDS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "pipeline": PipelineConfig,
+}
 
 
 def commands():
     for name, text in TEXTS.items():
         for found in re.finditer(r"torchrun --standalone (?:\\\n|[^\n`])*", text):
             yield pytest.param(found.group().replace("\\\n", " ").split("#")[0], id=name)
+
+
+def plain(word):
+    """A flag's value; a flag is followed by the next one."""
+    return True if word.startswith("--") else int(word) if word.isdigit() else word
 
 
 @pytest.mark.parametrize("command", list(commands()))
@@ -29,10 +40,12 @@ def test_a_torchrun_command_describes_a_run_that_fits_together(command):
     for word, value in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--") and "." in word:
             kind, _, field = word[2:].partition(".")
-            given[kind][field.replace("-", "_")] = True if value.startswith("--") else int(value)
+            given[kind][field.replace("-", "_")] = (
+                True if value.startswith("--") else int(value) if value.isdigit() else value
+            )
     made = {kind: KINDS[kind](**fields) for kind, fields in given.items()}
     world = int(words[words.index("--nproc-per-node") + 1])
-    check_run(made["model"], made["parallel"], made["data"], made["training"], world_size=world)
+    check_run(*made.values(), world_size=world)
 
 
 def test_python_in_the_readme_parses():
@@ -42,7 +55,7 @@ def test_python_in_the_readme_parses():
         ast.parse(block)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/benchmarks.md", "docs/concepts/pipeline.md"])
 def test_links_and_paths_exist(name):
     text = (ROOT / name).read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]

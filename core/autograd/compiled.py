@@ -22,10 +22,16 @@ def _has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or (parameter._post_accumulate_grad_hooks and not owned))
 
 
+def _is_ours_or_plain(parameter: Tensor) -> bool:
+    """A dense tensor; a class of ours may carry facts, but not change what operations do."""
+    kind = type(parameter)
+    return isinstance(parameter, Parameter) and kind.__torch_dispatch__ is Parameter.__torch_dispatch__
+
+
 @torch.compiler.disable
 def give_ticket(parameter: Parameter) -> None:
     """Make this parameter's linear compilable: outside of the graph, at its first call."""
-    if parameter.is_leaf and not _has_hooks(parameter) and type(parameter) is Parameter:
+    if parameter.is_leaf and not _has_hooks(parameter) and _is_ours_or_plain(parameter):
         parameter._deferral = Ticket(parameter)  # type: ignore[attr-defined]
 
 

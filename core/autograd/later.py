@@ -36,20 +36,27 @@ class Calls:
         self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = None  # of the first run's latest product
         self._made: list[weakref.ref[Later]] = []
 
-    def multiply(self, product: Callable[[], Tensor]) -> Tensor:
-        """The product, or what stands for it."""
+    def begin_again(self) -> None:
+        """The second run starts; a graph that is retained may start it several times."""
+        self.again, self.looked, self._counts[1], self._made = True, False, 0, []
+
+    def multiply(self, product: Callable[[], Tensor], collective: bool = False) -> Tensor:
+        """The product, or what stands for it. collective: ranks compute it together."""
         self._counts[self.again] += 1
         if self.again and self._shape is not None and self._counts[0] == self._counts[1]:
             shape, stride, dtype, device = self._shape
-            return self.later(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device, product)
+            return self.later(
+                torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device, product, collective
+            )
         y = product()
         if not self.again:
             self._shape = y.shape, y.stride(), y.dtype, y.device
         return y
 
-    def later(self, like: Tensor, device: torch.device, make: Callable[[], Tensor]) -> "Later":
+    def later(self, like: Tensor, device: torch.device, make: Callable[[], Tensor], collective: bool) -> "Later":
         """A tensor like `like` whose value `make` computes if it is asked for."""
         made = Later(like, device, make, self)
+        made._collective = collective
         self._made.append(weakref.ref(made))
         return made
 
@@ -59,10 +66,12 @@ class Calls:
         return bool(self._made)
 
     def make_all(self) -> None:
-        """Compute whatever still lives, oldest first."""
+        """Compute whatever still lives, oldest first; but no collective: what lives may differ between ranks, by
+        garbage that one of them has not collected yet. Whoever looks at such a one later computes it then, on all
+        ranks alike."""
         for ref in self._made:
             made = ref()
-            if made is not None:
+            if made is not None and not made._collective:
                 made.value()
 
     def end(self) -> None:
@@ -82,6 +91,7 @@ class Later(Tensor):
     _make: Callable[[], Tensor] | None
     _value: Tensor | None
     _calls: Calls
+    _collective: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -176,7 +186,8 @@ def _postpone(func: Any, leaves: list, spec: Any, one: Later) -> Tensor:
     like = one._like
     if func.overloadpacket not in _SUMS or not all(_fits(leaf, like) for leaf in leaves):
         like = _apply(func, [_on_meta(leaf) for leaf in leaves], spec)
-    return one._calls.later(like, one.device, make)
+    collective = any(isinstance(leaf, Later) and leaf._collective for leaf in leaves)
+    return one._calls.later(like, one.device, make, collective)
 
 
 def _fits(leaf: Any, like: Tensor) -> bool:
@@ -190,4 +201,4 @@ def _postpone_dropout(x: Later, p: float, train: bool | None) -> tuple[Tensor, T
     """The mask is drawn now."""
     _, mask = aten.native_dropout(_blank(x), p, train)
     scale = 1.0 if not train else 0.0 if p == 1 else 1 / (1 - p)
-    return x._calls.later(x._like, x.device, lambda: x.value() * mask * scale), mask
+    return x._calls.later(x._like, x.device, lambda: x.value() * mask * scale, x._collective), mask

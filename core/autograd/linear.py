@@ -49,7 +49,8 @@ class _Linear(torch.autograd.Function):
         if region is None:
             y = _multiply(x, matrix, vector, comm)
         else:
-            y = region.multiply(partial(_multiply, x.detach(), matrix, vector, comm))
+            collective = comm.before_forward is not None or comm.after_forward is not None
+            y = region.multiply(partial(_multiply, x.detach(), matrix, vector, comm), collective)
         if y._is_view():  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
             y = y.detach()
         if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept

@@ -124,7 +124,7 @@ class _Region:
         """The second run, which stops early where it may: where backward starts, and with which gradients."""
         if not self.checked.tries:
             return _ends(self._call_as_first(tensors, None), gradients)
-        self.calls.again = True
+        self.calls.begin_again()
         try:
             ends = _ends(self._call_as_first(tensors, self.calls), gradients)
             self.calls.end()

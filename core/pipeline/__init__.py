@@ -15,6 +15,7 @@ _HOME = {
     "split_microbatches": "step",
     "SingleStage": "single_stage",
     "Timeline": "timeline",
+    "get_forward_backward_func": "megatron",
     "looped": "actions",
     "play": "player",
     "v_shape": "actions",

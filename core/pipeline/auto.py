@@ -7,29 +7,12 @@ from typing import Any
 
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.state import ParallelState
-from core.pipeline.actions import Schedule, looped, v_shape
+from core.pipeline.actions import Schedule
 from core.pipeline.memory import StageMemory
 from core.pipeline.player import Costs, play
-from core.pipeline.schedules import NAMED, make, placement
+from core.pipeline.schedules import NAMED, candidates
 from core.pipeline.search import Found, search
 from core.pipeline.timeline import Measured, Timeline
-
-
-def auto_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Where `auto` places stages that nobody placed: a V for two per rank, else in a loop."""
-    return v_shape(ranks) if chunks == 2 else looped(ranks, chunks)
-
-
-def candidates(stages: Sequence[int], microbatches: int) -> list[Schedule]:
-    """Every named schedule of this placement."""
-    ranks = max(stages) + 1
-    chunks = len(stages) // ranks
-    found = []
-    for name, its in NAMED.items():
-        each = chunks if its.any_chunks else its.chunks
-        if placement(name, ranks, each) == tuple(stages):
-            found.append(make(name, ranks, microbatches, each))
-    return found
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:

@@ -140,7 +140,7 @@ def _boxes(row: Sequence[Event], left: float, y: float, lane: float, scale: floa
     for event in row:
         kind, _, microbatch = event.action
         x, width = left + event.start * scale, (event.end - event.start) * scale
-        fill = _shade(kind, chunks[event.action.stage], len(chunks))
+        fill = shade(kind, chunks[event.action.stage], len(chunks))
         line = 0.6 if width > 3 else 0
         yield (
             f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{lane}" fill="{fill}" stroke="#ffffff" '
@@ -153,8 +153,8 @@ def _boxes(row: Sequence[Event], left: float, y: float, lane: float, scale: floa
             yield f'<text x="{middle:.2f}" y="{base:.2f}" class="m" font-size="{size:.1f}">{number}</text>'
 
 
-def _shade(kind: str, chunk: int, chunks: int) -> str:
-    """The first chunk's fill, the last one's, or in between."""
+def shade(kind: str, chunk: int, chunks: int) -> str:
+    """The colour of a kind of action on a rank's stage number `chunk`: paler for later ones."""
     first, last = (
         tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in _FILL.get(kind, ("#9aa0a6",) * 2)
     )
@@ -178,9 +178,9 @@ def _key(timeline: Timeline, x: float, y: float) -> Iterator[str]:
     chunks = max((len(_chunks(row)) for row in timeline.rows), default=1)
     entries = [(kind, f"{kind} {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
     for kind, text in [*entries, ("", "idle")]:
-        shades = [_shade(kind, c, chunks) for c in range(chunks)] if kind else [_IDLE]
-        for shade in shades:
-            yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{shade}"/>'
+        shades = [shade(kind, c, chunks) for c in range(chunks)] if kind else [_IDLE]
+        for fill in shades:
+            yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill}"/>'
             x += 15
         yield f'<text x="{x + 5}" y="{y + 11}" class="a">{text}</text>'
         x += 5 + 6.6 * len(text) + 18

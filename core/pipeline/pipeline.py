@@ -15,14 +15,15 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.state import ParallelState
 from core.pipeline.actions import Schedule, check_placement
-from core.pipeline.auto import Tuner, auto_placement, first_schedule
+from core.pipeline.auto import Tuner, first_schedule, measured_costs
 from core.pipeline.channel import Channel
 from core.pipeline.executor import Clock, Executor
 from core.pipeline.failure import told_to_all
 from core.pipeline.lower import Plan, plan
+from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
-from core.pipeline.player import check, play
-from core.pipeline.schedules import make
+from core.pipeline.player import Played, check, play
+from core.pipeline.schedules import auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
 from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
 from core.pipeline.timeline import Measured, Timeline
@@ -166,6 +167,11 @@ class Pipeline:
         """When each pipeline rank did what in the last step, in seconds since its start. All-gather over pp."""
         return Timeline.of(all_gather_objects(self._measured(), self.ps.group("pp")))
 
+    def predicted(self, timeline: Timeline) -> Played:
+        """What the player says of this schedule with the times of a measured step: the medians per stage."""
+        memory = dict.fromkeys(range(self.schedule.stages), StageMemory())
+        return play(self.schedule, measured_costs(self.schedule, timeline, memory))
+
     def close(self) -> None:
         """Give the modules their own forwards back."""
         for stage in self.stages.values():
@@ -173,7 +179,8 @@ class Pipeline:
 
     def _forward(self, batch: Batch | None, loss_fn: LossFn | None) -> Executor:
         sizes = all_gather_objects(rows_of(batch), self.ps.group("pp"))  # ranks without a batch follow the others
-        count = gcd(next((n for n in sizes if n is not None), 1), self.num_microbatches)
+        known = next((n for n in sizes if n is not None), self.num_microbatches)
+        count = gcd(known, self.num_microbatches)
         facts = self._facts(batch, count, loss_fn)
         executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts)
         with ExitStack() as stack:

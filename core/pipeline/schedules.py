@@ -248,6 +248,11 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
     return chunks
 
 
+def auto_placement(ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """Where "auto" has stages that nobody placed: a V for two per rank, else in a loop."""
+    return v_shape(ranks) if chunks == 2 else looped(ranks, chunks)
+
+
 def placement(schedule: str | Generator, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
     """The rank of each stage, before the number of microbatches is known.
 
@@ -282,3 +287,14 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
     check(made, microbatches)
     play(made)
     return made
+
+
+def candidates(stages: Sequence[int], microbatches: int) -> list[Schedule]:
+    """Every named schedule of this placement of stages."""
+    ranks = max(stages) + 1
+    found = []
+    for name, its in NAMED.items():
+        chunks = len(stages) // ranks if its.any_chunks else None
+        if placement(name, ranks, chunks) == tuple(stages):
+            found.append(make(name, ranks, microbatches, chunks))
+    return found

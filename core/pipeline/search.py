@@ -78,9 +78,11 @@ def search(
     candidate itself where nothing is faster. budget: how many actions to look at, over all schedules tried
     (default: `default_budget`); candidates are always played.
     Raises ValueError: no schedule meets the limit (names the smallest that works), a candidate of another placement
-    or another number of microbatches.
+    or number of microbatches, a rank without a stage.
     """
     check_placement(placement, max(placement) + 1)
+    if microbatches < 1:
+        raise ValueError(f"{microbatches} microbatches; a step needs at least 1")
     flat = Flat(placement, microbatches, costs, recompute)
     limits = _limits(memory_limit, flat.ranks)
     allowed = [limit * (1 + SLACK) for limit in limits or [INFINITE] * flat.ranks]
@@ -103,7 +105,7 @@ def search(
 
 
 def default_budget(actions: int) -> int:
-    """About 2 s for 256 actions and 10 s for 8192 on one core."""
+    """About 2 s for 256 actions and 12 s for 8192 on one core."""
     return 8_000_000 + 3_000 * actions
 
 
@@ -160,8 +162,8 @@ class _Starts:
 def _climb(flat: Flat, starts: _Starts, budget: int, seed: int) -> int:
     """Improve `starts` until the budget is spent or the bound is reached; returns what was spent."""
     rng, bound = random.Random(seed), flat.bound() * (1 + SLACK)
-    # a third for list scheduling, and at most so many passes that nothing new is to be expected
-    passes = min(budget // 3 // (PASS * max(1, flat.actions)), 400)
+    # half for list scheduling, but at most so many passes that nothing new is to be expected
+    passes = min(budget // 2 // (PASS * max(1, flat.actions)), 1500)
     spent = _list_schedules(flat, starts, passes, bound, rng) * PASS * flat.actions
     looks = (budget - spent) // max(1, flat.actions)
     count = min(len(starts.best), CLIMBERS, looks // 1000 + 1)

@@ -15,7 +15,8 @@ from core.pipeline.actions import Schedule
 from core.pipeline.draw import draw_svg, draw_text, draw_trace
 from core.pipeline.passes import add_recompute
 from core.pipeline.player import Costs, Played, play
-from core.pipeline.schedules import NAMED, make
+from core.pipeline.schedules import NAMED, auto_placement, candidates, make
+from core.pipeline.search import search
 from core.pipeline.torch_csv import write_csv
 
 DEFAULT_COSTS = "F=1,I=1,W=1,R=1,comm=0,saved=0,graph=1,waiting=1"
@@ -78,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m core.pipeline.simulate", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("schedule", nargs="?", default="zb-v", help=f"one of {', '.join(NAMED)} (default: zb-v)")
+    add("schedule", nargs="?", default="zb-v", help=f"one of {', '.join(NAMED)} (default: zb-v); or auto")
     add(
         "--stages",
         type=int,
@@ -154,6 +155,22 @@ def _write(options: argparse.Namespace, plain: Schedule, outcome: Outcome, title
             print(f"wrote {path}")
 
 
+def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
+    """What `schedule="auto"` finds for these costs, and how it compares."""
+    chunks = 2 if options.chunks is None else options.chunks
+    stages = auto_placement(options.stages, chunks)
+    found = search(
+        stages,
+        options.microbatches,
+        costs.divided(chunks),
+        recompute=range(len(stages)) if options.recompute else (),
+        memory_limit=options.memory_limit,
+        candidates=candidates(stages, options.microbatches),
+    )
+    print(found.summary())
+    return found.schedule
+
+
 def _run(options: argparse.Namespace) -> None:
     costs, limit = parse_costs(options.costs), options.memory_limit
     ranks, microbatches = options.stages, options.microbatches
@@ -170,7 +187,10 @@ def _run(options: argparse.Namespace) -> None:
     if options.list:
         print(f"{title}\n{table(all_named(), limit)}", end="")
         return
-    plain = make(options.schedule, ranks, microbatches, options.chunks)
+    if options.schedule == "auto":
+        plain = _search(options, costs)
+    else:
+        plain = make(options.schedule, ranks, microbatches, options.chunks)
     outcome = outcome_of(plain)
     played = outcome.played
     print(f"{plain.name}, {title}\n\n{draw_text(played.timeline, options.width)}")

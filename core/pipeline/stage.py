@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
+from core.autograd.compiled import give_ticket
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import seeded
 from core.pipeline.backward import stage_backward_input
@@ -91,6 +92,8 @@ class Stage:
                 raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
+        for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
+            give_ticket(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

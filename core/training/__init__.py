@@ -1,6 +1,6 @@
 """The loop, its configuration, metrics and report."""
 
-from core.training.config import DataConfig, ModelConfig, TrainingConfig
+from core.training.config import DataConfig, ModelConfig, PipelineConfig, TrainingConfig
 from core.training.evaluate import evaluate_bits_per_byte, next_token_loss
 from core.training.loop import train
 from core.training.rules import check_run
@@ -8,6 +8,7 @@ from core.training.rules import check_run
 __all__ = [
     "DataConfig",
     "ModelConfig",
+    "PipelineConfig",
     "TrainingConfig",
     "check_run",
     "evaluate_bits_per_byte",

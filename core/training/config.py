@@ -9,6 +9,7 @@ import torch
 
 from core.models.gpt import gpt2_spec, llama_spec
 from core.parallel_state.config import raise_all
+from core.pipeline import schedules
 from core.transformer import TransformerConfig, TransformerLayerSpec
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -88,13 +89,37 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How stages take turns where there is more than one pipeline rank. Raises ValueError: an unknown schedule.
+
+    schedule: a name (`python -m core.pipeline.simulate --list`) or "auto". chunks: stages per rank; default: the
+    schedule's own (two for "auto"). memory_limit: of "auto", bytes of activations per rank.
+    """
+
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        self.placement(1)
+
+    def placement(self, ranks: int) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        if self.schedule == "auto":
+            return schedules.auto_placement(ranks, self.chunks if self.chunks is not None else 2)
+        return schedules.placement(self.schedule, ranks, self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How long, in which batches, and what is told on the way. Raises ValueError with every rule that is broken."""
 
     train_steps: int = 300
     global_batch_size: int = 16
     micro_batch_size: int = 8
-    recompute: Literal["none", "selective", "layer"] = "none"  # activations to compute again instead of keeping
+    recompute: Literal["none", "selective", "layer", "stage"] = (
+        "none"  # activations to compute again instead of keeping
+    )
     log_interval: int = 10
     eval_interval: int = 0  # 0: only at the end
     seed: int = 1234
@@ -107,5 +132,5 @@ class TrainingConfig:
         for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
         yield self.eval_interval >= 0, f"eval_interval={self.eval_interval} must not be negative"
-        known = ("none", "selective", "layer")
+        known = ("none", "selective", "layer", "stage")
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}"

@@ -1,16 +1,38 @@
-"""`report.png`: the loss curve against the baselines that need no model."""
+"""`report.png`: the loss curve against the baselines that need no model, and the pipeline's last step."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from core.pipeline import Pipeline, SingleStage, Timeline
+from core.pipeline.draw import MEANING, shade
 from core.training.metrics import StepRecord
 
 
-def write_report(
-    path: str | Path, records: Sequence[StepRecord], *, bytes_per_token: float, baselines: Mapping[str, float]
-) -> None:
-    """Training loss in bits per byte over steps, a line per baseline, and the gradient norm below.
+def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
+    """title -> timeline of a pipeline's last step, and of what the player predicts for its times. Collective."""
+    if isinstance(executor, SingleStage):
+        return {}
+    measured = executor.timeline()
+    return {"predicted for these times": executor.predicted(measured).timeline, "last step, measured": measured}
 
+
+def headline(title: str, timeline: Timeline) -> str:
+    """`title: 120 ms, bubble 6%`."""
+    return f"{title}: {1e3 * timeline.makespan:.0f} ms, bubble {timeline.bubble:.0%}"
+
+
+def write_report(
+    path: str | Path,
+    records: Sequence[StepRecord],
+    bytes_per_token: float,
+    *,
+    baselines: Mapping[str, float],
+    timelines: Mapping[str, Timeline] | None = None,
+) -> None:
+    """Training loss in bits per byte over steps, a line per baseline, the gradient norm below; then timelines.
+
+    timelines: title -> what each pipeline rank did in a step, in seconds.
     Raises ImportError with the remedy when matplotlib is missing.
     """
     try:
@@ -18,9 +40,13 @@ def write_report(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("report.png needs matplotlib: pip install 'paracore[train]'") from error
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    lanes = dict(timelines or {})
+    heights = [0.35 * len(timeline.rows) + 0.6 for timeline in lanes.values()]
+    figure = Figure(figsize=(9, 6 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    top, bottom, *rest = figure.subplots(2 + len(lanes), 1, height_ratios=(4.2, 1.4, *heights))
+    top.sharex(bottom)
+    top.tick_params(labelbottom=False)
     steps = [r.step for r in records]
     scale = 1 / (0.6931471805599453 * bytes_per_token)
     top.plot(steps, [r.loss * scale for r in records], label="training", color="tab:blue")
@@ -33,4 +59,23 @@ def write_report(
     bottom.plot(steps, [r.grad_norm for r in records], color="tab:gray")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("step")
+    for axes, (title, timeline) in zip(rest, lanes.items(), strict=True):
+        _draw(axes, title, timeline)
     figure.savefig(path, dpi=110)
+
+
+def _draw(axes: Any, title: str, timeline: Timeline) -> None:
+    """One lane per rank, a colour per kind of action, white where the rank is idle."""
+    kinds: dict[str, str] = {}
+    for rank, row in enumerate(timeline.rows):
+        stages = sorted({event.action.stage for event in row})
+        for action, start, end in row:
+            colour = shade(action.kind, stages.index(action.stage), len(stages))
+            kinds.setdefault(action.kind, shade(action.kind, 0, 1))
+            axes.broken_barh([(1e3 * start, 1e3 * (end - start))], (rank - 0.42, 0.84), color=colour, linewidth=0)
+    axes.set_yticks(range(len(timeline.rows)), [f"rank {rank}" for rank in range(len(timeline.rows))])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1e3 * timeline.makespan)
+    axes.set_title(headline(title, timeline), fontsize=9)
+    handles = [axes.barh(0, 0, color=kinds[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    axes.legend(handles=handles, fontsize=7, ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.25))

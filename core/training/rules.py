@@ -6,13 +6,19 @@ from pathlib import Path
 from core.datasets import TokenFile
 from core.parallel_state import ParallelConfig
 from core.parallel_state.config import divisors, raise_all
-from core.training.config import DataConfig, ModelConfig, TrainingConfig
+from core.training.config import DataConfig, ModelConfig, PipelineConfig, TrainingConfig
 from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
 
 
-def run_rules(model: ModelConfig, parallel: ParallelConfig, data: DataConfig, training: TrainingConfig) -> Rules:
+def run_rules(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    data: DataConfig,
+    training: TrainingConfig,
+    pipeline: PipelineConfig,
+) -> Rules:
     """(holds, message) of every rule; those about the batch need the data size of `parallel`."""
     try:
         config = model.transformer()
@@ -33,9 +39,16 @@ def run_rules(model: ModelConfig, parallel: ParallelConfig, data: DataConfig, tr
         f"sequence_length={s} does not divide over tensor={tp}, as sequence_parallel needs; use {-(-s // tp) * tp}",
     )
     yield from _file_rules(data)
+    stages = len(pipeline.placement(parallel.pipeline)) if parallel.pipeline > 1 else 1
     yield (
-        parallel.pipeline == 1,
-        f"pipeline={parallel.pipeline}: this loop trains over tensor and data ranks; use 1",
+        stages <= max(model.num_layers, parallel.pipeline),  # fewer layers than ranks is told above
+        f"schedule={pipeline.schedule} has {stages} stages over pipeline={parallel.pipeline} ranks, num_layers="
+        f"{model.num_layers} cannot fill them; use at least {stages} layers, or a schedule with one stage per "
+        "rank, as 1f1b",
+    )
+    yield (
+        parallel.pipeline > 1 or training.recompute != "stage",
+        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has 0 of them; use recompute=layer",
     )
 
 
@@ -72,7 +85,13 @@ def _file_rules(data: DataConfig) -> Rules:
 
 
 def check_run(
-    model: ModelConfig, parallel: ParallelConfig, data: DataConfig, training: TrainingConfig, *, world_size: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    data: DataConfig,
+    training: TrainingConfig,
+    pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008  (frozen)
+    *,
+    world_size: int,
 ) -> ParallelConfig:
     """The layout with its data size, or one ValueError with everything that does not fit together."""
     rules: list[tuple[bool, str]] = []
@@ -80,5 +99,5 @@ def check_run(
         parallel = parallel.for_world(world_size)
     except ValueError as error:
         rules.append((False, str(error)))
-    raise_all("this run", [*rules, *run_rules(model, parallel, data, training)])
+    raise_all("this run", [*rules, *run_rules(model, parallel, data, training, pipeline)])
     return parallel

@@ -47,7 +47,7 @@ class _SiluGate(torch.autograd.Function):
 
 def gated(y: Tensor, activation: Activation) -> Tensor:
     """[..., 2 f] holding gate then up -> activation(gate) * up, [..., f]."""
-    if activation is F.silu:
+    if activation is F.silu and not torch.compiler.is_compiling():  # which fuses by itself
         out: Tensor = _SiluGate.apply(y)
         return out
     gate, up = y.chunk(2, -1)

@@ -76,13 +76,15 @@ class _RotateHeads(torch.autograd.Function):
 
 def split_qkv(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
     """y [s, b, g (r+2) d] -> q [b, g r, s, d], k [b, g, s, d], v [b, g, s, d]; q and k rotated with `tables`."""
+    if torch.compiler.is_compiling():  # it fuses by itself, and knows no views as `out`
+        return split_qkv_plainly(y, groups, head_size, tables)
     cos, sin = tables if tables is not None else (None, None)
     q, k, v = _SplitQKV.apply(y, groups, head_size, cos, sin)
     return q, k, v
 
 
 def split_qkv_plainly(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`split_qkv` in plain autograd: what the tests compare it with."""
+    """`split_qkv` in plain autograd: for the compiler, and what the tests compare with."""
     fused = rearrange(y, "s b (g r d) -> b g r s d", g=groups, d=head_size)
     q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
     if tables is not None:
@@ -92,6 +94,8 @@ def split_qkv_plainly(y: Tensor, groups: int, head_size: int, tables: Tables | N
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:
     """Heads x [b, a, s, d] turned by (cos, sin) of [b or 1, 1, s, d/2]."""
+    if torch.compiler.is_compiling():
+        return rotate_plainly(x, *tables)
     out: Tensor = _RotateHeads.apply(x, *tables)
     return out
 

@@ -197,6 +197,23 @@ def test_the_collectives_of_the_product_go_with_it(bias):
         close(mine, theirs)
 
 
+def test_a_product_that_is_only_garbage_on_one_rank_calls_no_collective():
+    calls, kept = [], []
+    comm = Comm(after_forward=lambda y: calls.append("reduce") or y.clone())
+    w, stage = parameter(3, 4), StageContext()
+    x, r = torch.randn(2, 4, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+
+    def region(x, r):
+        y = deferred_linear(torch.tanh(x), w, stage=stage, comm=comm)
+        kept.append(y)
+        return r + y
+
+    loss = recompute(region, x, r, parameters=[w]).square().sum()
+    torch.autograd.grad(loss, [x, r, w])
+    assert calls == ["reduce"] and len(kept) == 2
+    assert torch.equal(kept[1] + 0, kept[0] + 0) and calls == ["reduce"] * 2, "who looks gets the value"
+
+
 def test_outputs_in_any_form_and_regions_in_regions():
     w, v, stage = parameter(4, 4), parameter(4, 4), StageContext()
     x = torch.randn(2, 4, requires_grad=True)
@@ -231,3 +248,16 @@ def test_dtypes_of_a_tail_with_numbers(dtype):
     expected = torch.autograd.grad(region(x), (x, w), torch.ones_like(x))
     found = torch.autograd.grad(recompute(region, x, parameters=[w]), (x, w), torch.ones_like(x))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_retained_graph_stops_early_each_time():
+    ours, _, stage, holder = pair(FREE["residual"])
+    apply_recompute(holder, "layer", stage=stage)
+    stage.begin(seed=0, step=0, microbatch=0, bag=WeightGradBag())
+    loss = ours(torch.randn(2, 3, 4)).sum()
+    counts = []
+    for _ in range(3):
+        with Products() as backward:
+            loss.backward(retain_graph=True)
+        counts.append(backward.count)
+    assert counts == [2] * 3  # `up` again, and dx of `down`

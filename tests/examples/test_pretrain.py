@@ -43,7 +43,7 @@ def check_output(text, directory, *, ranks, table):
     lines = text.splitlines()
     assert lines[0] == f"{ranks} ranks on cpu, sequence parallel: {ranks > 1}"
     assert lines[1] == table
-    assert re.fullmatch(r"parameters: [\d,]+ in all, [\d,]+ on each rank \(with padding\)", lines[2])
+    assert re.fullmatch(r"parameters: [\d,]+ in all, [\d,]+ on rank 0 \(with padding\)", lines[2])
     assert re.fullmatch(r"text: [\d,]+ tokens to train on, [\d,]+ to validate", lines[3])
     steps = [line for line in lines if re.match(rf"step +\d+/{STEPS} \| loss \d+\.\d+ \| grad norm \d", line)]
     assert [int(line.split("/")[0].split()[1]) for line in steps] == [1, 2, 4, 5]
@@ -113,6 +113,23 @@ def test_four_ranks_under_torchrun(own, alone, tmp_path):
     assert losses == pytest.approx(alone[0], rel=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags", [["--pipeline.schedule=zb-v", "--model.num-layers=4"], ["--training.recompute=stage"]]
+)
+def test_pipeline_and_tensor_ranks_under_torchrun(own, tmp_path, flags):
+    """The first step against one process is in its last line, which `check_output` reads."""
+    layout = ["--parallel.tensor=2", "--parallel.pipeline=2", "--parallel.sequence-parallel", *flags]
+    done = run(torchrun(4), [*TINY, *own, *layout, "--training.output=out"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for title in ("predicted for these times", "last step, measured"):
+        assert re.search(rf"^{title}: \d+ ms, bubble \d+%\nrank 0 \| F0", done.stdout, re.M)
+    table = "pp 0  dp 0  cp 0  tp 0..1: ranks 0, 1"
+    text = done.stdout.replace("\npp 1  dp 0  cp 0  tp 0..1: ranks 2, 3", "")
+    losses, _ = check_output(text, tmp_path, ranks=4, table=table)
+    assert losses[-1] < losses[0]
+
+
 WRONG = {
     "tensor": (["--parallel.tensor=3"], "world size 1 is not a multiple of tensor(3)"),
     "heads": (
@@ -153,6 +170,7 @@ def test_a_mistake_is_told_in_one_line(own, case, monkeypatch, tmp_path, capsys)
         (["--data.sequence-length=x"], "sequence-length"),
         (["--model.style=bert"], "llama"),
         (["--parallel.pipeline=0"], "pipeline=0 must be at least 1"),
+        (["--pipeline.schedule=zbv"], "there is no schedule 'zbv'"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

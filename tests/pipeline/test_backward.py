@@ -9,32 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from benchmarks.pipeline_backward import GeluLayer, Ours, Stage, Torch, extra_forwards, held
 from core.autograd import StageContext, WeightGradBag, deferred_linear, reroute
 from core.pipeline import stage_backward, stage_backward_input, stage_backward_weight
 from tests.live import LiveBytes, matmul_flops
 
 
-class Block(nn.Module):
-    """The layer of the measurements in the benchmark, 9 + 7 activations of one width between I and W."""
-
-    def __init__(self, hidden=16, heads=2):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x):
-        b, s, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(o.transpose(1, 2).reshape(b, s, h))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 def stage_of(layers=4):
     torch.manual_seed(0)
-    module, stage = nn.Sequential(*[Block() for _ in range(layers)]), StageContext()
+    module, stage = nn.Sequential(*[GeluLayer(16) for _ in range(layers)]), StageContext()
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
     return module, stage
@@ -64,6 +47,17 @@ def test_only_linear_inputs_and_output_gradients_are_held_between_i_and_w():
     waiting = 4 * (1 + 3 + 1 + 1 + 1 + 4 + 4 + 1)  # x and dy of qkv, out, up, down
     assert waiting == 64
     assert held == (waiting - 1) * unit  # of which one is the given gradient, the caller's own
+
+
+def test_the_counts_of_the_benchmark():
+    """One extra forward and 64 activations; torch's own split shows that the counters count."""
+    shape = (2, 8, 16)
+    assert held(Ours(Stage(GeluLayer, 4, 16), shape)) == pytest.approx(64, abs=0.01)
+    assert held(Torch(Stage(GeluLayer, 4, 16), shape)) > 100
+    assert extra_forwards(Ours(Stage(GeluLayer, 4, 16), shape)) == 0
+    for policy, peer in (("layer", 7), ("stage", 25)):
+        assert extra_forwards(Ours(Stage(GeluLayer, 4, 16), shape, policy)) == 1
+        assert extra_forwards(Torch(Stage(GeluLayer, 4, 16, policy), shape)) == peer
 
 
 def test_flops_of_both_halves_are_those_of_a_plain_backward():

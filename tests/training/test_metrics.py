@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState
+from core.pipeline import Action, Timeline
+from core.pipeline.timeline import Event
 from core.training.config import ModelConfig
 from core.training.console import Console
 from core.training.metrics import MetricsLog, StepRecord, flops_per_token
@@ -91,6 +93,22 @@ def test_the_report_is_a_picture(tmp_path):
         write_report(tmp_path / f"{name}.png", records, bytes_per_token=3.0, baselines=baselines)
         assert png(tmp_path / f"{name}.png") == (990, 660)
     assert (tmp_path / "few.png").read_bytes() != (tmp_path / "many.png").read_bytes()
+
+
+def test_the_report_shows_what_pipeline_ranks_did(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    bar = Axes.broken_barh
+    monkeypatch.setattr(
+        Axes, "broken_barh", lambda self, *a, **k: (drawn.append((*a, k["color"])), bar(self, *a, **k))[1]
+    )
+    row = (Event(Action("F", 0, 0), 0.0, 0.25), Event(Action("I", 0, 0), 0.5, 1.0))
+    timelines = {"measured": Timeline((row, (Event(Action("F", 1, 0), 0.25, 0.5),)))}
+    write_report(tmp_path / "r.png", [record(1, loss=2.0)], 3.0, baselines={}, timelines=timelines)
+    assert [d[0] for d in drawn] == [[(0.0, 250.0)], [(500.0, 500.0)], [(250.0, 250.0)]]
+    assert len({colour for *_, colour in drawn}) == 2, "a colour per kind"
+    assert png(tmp_path / "r.png")[1] > 660, "a lane per rank below the curves"
 
 
 def test_the_report_shows_bits_per_byte(tmp_path, monkeypatch):

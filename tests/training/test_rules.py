@@ -8,7 +8,7 @@ import torch
 
 from core.datasets import TokenFileWriter
 from core.parallel_state import ParallelConfig
-from core.training import DataConfig, ModelConfig, TrainingConfig, check_run
+from core.training import DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run
 
 MODEL = ModelConfig(num_layers=4, hidden_size=48, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=96)
 FITS = {"model": MODEL, "parallel": ParallelConfig(), "data": DataConfig(), "training": TrainingConfig()}
@@ -38,9 +38,14 @@ WRONG = {
     ),
     "data axis": ({"parallel": ParallelConfig(data=3)}, 4, "data=3 x 1 model ranks is not the world size 4; leave"),
     "pipeline": (
-        {"parallel": ParallelConfig(pipeline=2)},
-        2,
-        "pipeline=2: this loop trains over",
+        {"parallel": ParallelConfig(pipeline=4), "pipeline": PipelineConfig(schedule="zb-v")},
+        4,
+        "schedule=zb-v has 8 stages over pipeline=4 ranks, num_layers=4 cannot fill them; use at least 8 layers",
+    ),
+    "recompute": (
+        {"training": TrainingConfig(recompute="stage")},
+        1,
+        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has 0 of them; use recompute=layer",
     ),
     "context": ({"parallel": ParallelConfig(context=2)}, 2, "context=2, expert=1: no layer splits the sequence"),
     "stages": (
@@ -133,6 +138,7 @@ def test_all_parts_of_a_run_are_told_at_once():
     run = {
         "model": replace(MODEL, hidden_size=50),
         "parallel": ParallelConfig(tensor=3, pipeline=2, data=2, sequence_parallel=True),
+        "pipeline": PipelineConfig(schedule="interleaved-1f1b", chunks=3),
         "data": DataConfig(sequence_length=7),
         "training": TrainingConfig(global_batch_size=9, micro_batch_size=1),
     }
@@ -143,7 +149,7 @@ def test_all_parts_of_a_run_are_told_at_once():
         "hidden_size=50",
         "global_batch_size=9",
         "sequence_length=7",
-        "pipeline=2: this loop trains over",
+        "schedule=interleaved-1f1b has 6 stages",
     ):
         assert part in str(error.value), part
 
@@ -188,3 +194,15 @@ def test_the_rules_ask_no_process_group(monkeypatch):
     assert check_run(**FITS | {"parallel": ParallelConfig(tensor=2)}, world_size=4).data == 2
     with pytest.raises(ValueError, match="world size 4"):
         check_run(**FITS | {"parallel": ParallelConfig(tensor=3)}, world_size=4)
+
+
+def test_a_schedule_that_nobody_knows():
+    with pytest.raises(ValueError, match="there is no schedule 'zbv': did you mean 'zb-v'"):
+        PipelineConfig(schedule="zbv")
+    with pytest.raises(ValueError, match="zb-v has 2 chunks per rank, got chunks 3"):
+        PipelineConfig(schedule="zb-v", chunks=3)
+
+
+def test_where_auto_has_its_stages():
+    assert PipelineConfig(schedule="auto").placement(2) == (0, 1, 1, 0)
+    assert PipelineConfig(schedule="auto", chunks=3).placement(2) == (0, 1, 0, 1, 0, 1)

@@ -1,0 +1,151 @@
+"""A step in Megatron's words gives what one process gives with the mean over microbatches."""
+
+import copy
+from functools import cache
+
+import pytest
+
+from core.data_parallel import PerParameterGradSync
+from core.models.gpt import GPTModel, gpt_stages, llama_spec
+from core.parallel_state import ParallelState
+from core.pipeline import get_forward_backward_func, looped
+from tests.models.gpt import POSITIONS, VOCAB, batch, config, gpt
+from tests.parity.whole import assert_same
+from tests.states import state
+
+MICROBATCHES, B = 4, 2
+
+
+def data():
+    for m in range(MICROBATCHES):
+        tokens, labels = batch(seed=m, b=B)
+        yield {"tokens": tokens, "labels": labels, "loss_mask": (labels != -100).double()}
+
+
+def forward_step(iterator, model):
+    part = next(iterator)
+    output = model(part["tokens"], None, None, labels=part["labels"])
+
+    def loss_func(losses):
+        loss = (losses * part["loss_mask"]).sum() / part["loss_mask"].sum()
+        return loss, {"lm loss": loss.detach()}
+
+    return output, loss_func
+
+
+def per_token_step(iterator, model):
+    """Keywords, and the three values of newer scripts."""
+    part = next(iterator)
+    output = model(tokens=part["tokens"], labels=part["labels"])
+    return output, lambda losses: (losses.sum(), part["loss_mask"].sum(), {"lm loss": losses.detach().sum()})
+
+
+@cache
+def reference():
+    model = gpt("llama", parallel=ParallelState.single("cpu"), facts={"num_layers": 4})
+    for part in data():
+        losses = model(part["tokens"], labels=part["labels"])
+        (losses.sum() / part["loss_mask"].sum() / MICROBATCHES).backward()
+    return {n: p.grad[:VOCAB] if "embed" in n or "output" in n else p.grad for n, p in model.named_parameters()}
+
+
+def chunks(ps, each, tied=False):
+    facts = config("llama", num_layers=4)
+    if each == 1:
+        return GPTModel(facts, llama_spec(), VOCAB, POSITIONS, parallel=ps, share_embeddings_and_output_weights=tied)
+    made = gpt_stages(facts, llama_spec(), VOCAB, POSITIONS, placement=looped(ps.size("pp"), each), parallel=ps)
+    return list(made.values())
+
+
+def run(step, pp, each, tp=1):
+    ps = state(pp=pp, tp=tp)
+    model = chunks(ps, each)
+    iterators = data() if each == 1 else [data() for _ in model]
+    forward_backward = get_forward_backward_func()
+    facts = {"num_microbatches": MICROBATCHES, "seq_length": 8, "micro_batch_size": B}
+    reports = forward_backward(forward_step_func=step, data_iterator=iterators, model=model, **facts)
+    last = ps.is_last_stage
+    assert len(reports) == (MICROBATCHES if last else 0)
+    models = [model] if each == 1 else model
+    for one in models:
+        mine = {n: p for n, p in one.named_parameters()}
+        if tp == 1:
+            assert_same(
+                {n: p.grad[:VOCAB] if "embed" in n or "output" in n else p.grad for n, p in mine.items()},
+                {n: reference()[n] for n in mine},
+            )
+    again = forward_backward(
+        forward_step_func=step,
+        data_iterator=data() if each == 1 else [data() for _ in model],
+        model=model,
+        forward_only=True,
+        **facts,
+    )
+    assert [r["lm loss"].item() for r in again] == pytest.approx([r["lm loss"].item() for r in reports])
+    return [r["lm loss"].item() for r in reports]
+
+
+@pytest.mark.parametrize("step", [forward_step, per_token_step])
+@pytest.mark.parametrize("world, pp, each", [(1, 1, 1), (2, 2, 1), (2, 2, 2), (4, 4, 1)])
+def test_a_step_in_megatrons_words(ranks, step, world, pp, each):
+    ranks(run, step, pp, each, world=world)
+
+
+def test_over_tensor_and_pipeline_ranks(ranks):
+    alone = ranks(run, forward_step, 1, 1, world=1)[0]
+    both = ranks(run, forward_step, 2, 1, 2, world=4)
+    assert both[:2] == [[], []] and both[2] == both[3] == pytest.approx(alone)
+
+
+def more_steps():
+    """The pipeline is kept between steps; copies of the model and other microbatch counts get their own."""
+    ps = state()
+    model = gpt("llama", parallel=ps, facts={"num_layers": 2, "hidden_dropout": 0.3})
+    sync = PerParameterGradSync(model, ps)
+    forward_backward, losses = get_forward_backward_func(), []
+
+    def step(one, count=MICROBATCHES, **more):
+        arguments = {"forward_step_func": forward_step, "data_iterator": data(), "model": one}
+        return forward_backward(**arguments, num_microbatches=count, **more)
+
+    for _ in range(2):
+        losses.append(step(model, grad_sync=sync)[0]["lm loss"].item())
+        kept = model.__dict__["_forward_backward"].pipeline
+        sync.zero_grad()
+    assert losses[0] != losses[1], "dropout goes on"
+    assert kept.step_index == 2
+    assert copy.deepcopy(model).__dict__["_forward_backward"].pipeline is None
+    step(model, 2, grad_sync=sync)
+    assert model.__dict__["_forward_backward"].pipeline is not kept
+    with pytest.raises(ValueError, match="2 data iterators for 1 model chunks"):
+        forward_backward(
+            forward_step_func=forward_step, data_iterator=[data(), data()], model=model, num_microbatches=1
+        )
+    with pytest.raises(ValueError, match="loss_func returned 1 values"):
+        one = gpt("llama", parallel=ps)
+        forward_backward(
+            forward_step_func=lambda i, m: (m(next(i)["tokens"]), lambda y: (y.sum(),)),
+            data_iterator=data(),
+            model=one,
+            num_microbatches=1,
+        )
+
+
+def test_the_pipeline_is_kept_between_steps(ranks):
+    ranks(more_steps, world=1)
+
+
+def tied():
+    """Without a GradSync the two ends of a tied table are summed."""
+    ps = state(pp=2)
+    model = chunks(ps, 1, tied=True)
+    whole = gpt("llama", parallel=ParallelState.single("cpu"), tied=True, facts={"num_layers": 4})
+    facts = {"forward_step_func": forward_step, "num_microbatches": MICROBATCHES}
+    get_forward_backward_func()(data_iterator=data(), model=model, **facts)
+    get_forward_backward_func()(data_iterator=data(), model=whole, **facts)
+    name = "embedding.word_embeddings.weight"
+    assert_same({name: model.get_parameter(name).grad}, {name: whole.get_parameter(name).grad})
+
+
+def test_tied_ends(ranks):
+    ranks(tied, world=2)
