@@ -257,7 +257,8 @@ def test_models_and_bags_are_freed():
     assert [ref() for ref in alive] == [None, None]
 
 
-@pytest.mark.parametrize("style, dropout", [("gpt2", 0.1), pytest.param("llama", 0.0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("style, dropout", [("gpt2", 0.1), ("llama", 0.0)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_of_a_gpt(single, backend, style, dropout):
     tokens, labels = batch()
