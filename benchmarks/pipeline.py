@@ -8,6 +8,7 @@ M (F + I + W), with recomputation M (F + R + I + W). Beside each step: what the 
 alone without any message needs in the same harness.
 """
 
+import gc
 import os
 import socket
 import statistics
@@ -66,20 +67,25 @@ def torch_step(schedule, ps, modules, x, target, loss_fn):
 
 
 def torch_sleep(ps, schedule, seconds):
-    chunks = len(named.placement(schedule, ps.size("pp"))) // ps.size("pp")
-    modules = [TorchStage({k: v / chunks for k, v in seconds.items()}, HIDDEN) for _ in range(chunks)]
+    placement = named.placement(schedule, ps.size("pp"))
+    mine = [s for s, rank in enumerate(placement) if rank == ps.index("pp")]
+    modules = [TorchStage({k: v / len(mine) for k, v in seconds.items()}, HIDDEN, s == 0) for s in mine]
     x, target = torch.randn(MICROBATCHES, HIDDEN), torch.zeros(MICROBATCHES, HIDDEN)
     return torch_step(schedule, ps, modules, x, target, F.mse_loss)
 
 
 def timed(step, together=True):
+    """Seconds from the first rank's start to the last one's end; a machine's processes share the clock."""
     if together:
         dist.barrier()
     begin = time.perf_counter()
     step()
-    if together:
-        dist.barrier()
-    return time.perf_counter() - begin
+    mine = (begin, time.perf_counter())
+    ends = [mine]
+    if together:  # a barrier inside the clock would take milliseconds
+        ends = [None] * dist.get_world_size()
+        dist.all_gather_object(ends, mine)
+    return max(end for _, end in ends) - min(begin for begin, _ in ends)
 
 
 def in_turns(first, second, pairs):
@@ -87,9 +93,12 @@ def in_turns(first, second, pairs):
     for step in (first, second, first, second):
         step()
     times = {0: [], 1: []}
+    gc.collect()
+    gc.disable()
     for pair in range(pairs):
         for side in (0, 1) if pair % 2 == 0 else (1, 0):
             times[side].append(timed((first, second)[side]))
+    gc.enable()
     return Ratio(times[0], times[1])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from core.autograd import StageContext
 
-SPIN_S = 3e-4
+SPIN_S = 1.5e-4
 
 
 def precise_naps():
@@ -61,10 +61,10 @@ class OurStage(nn.Module):
     def __init__(self, seconds, hidden):
         super().__init__()
         self.stage, self.seconds = StageContext(), seconds
-        self.weight, self.shift = nn.Parameter(torch.zeros(hidden)), nn.Parameter(torch.zeros(hidden))
+        self.weight = nn.Parameter(torch.zeros(hidden))
 
     def forward(self, x):
-        return _Nap.apply(x + self.shift, self.weight, self.stage, self.seconds)
+        return _Nap.apply(x, self.weight, self.stage, self.seconds)
 
 
 class _NapInput(torch.autograd.Function):
@@ -93,12 +93,14 @@ class _NapWeight(torch.autograd.Function):
 
 
 class TorchStage(nn.Module):
-    """The same for torch, whose split finds the two halves in the graph."""
+    """The same for torch, whose split finds the two halves in the graph; the first stage's input needs a gradient."""
 
-    def __init__(self, seconds, hidden):
+    def __init__(self, seconds, hidden, first):
         super().__init__()
         self.seconds = seconds
-        self.weight, self.shift = nn.Parameter(torch.zeros(hidden)), nn.Parameter(torch.zeros(hidden))
+        self.weight = nn.Parameter(torch.zeros(hidden))
+        self.shift = nn.Parameter(torch.zeros(hidden)) if first else None
 
     def forward(self, x):
-        return _NapInput.apply(x + self.shift, self.seconds) + _NapWeight.apply(self.weight, self.seconds)
+        x = x if self.shift is None else x + self.shift
+        return _NapInput.apply(x, self.seconds) + _NapWeight.apply(self.weight, self.seconds)

@@ -51,12 +51,13 @@ class WeightGradBag:
     Nothing is keyed by parameter, so tied weights stay additive.
 
     checked: W raises RuntimeError for a thunk whose tensors somebody wrote into since I, naming the parameter.
+    compiled: whether compiled code may defer into it (else it breaks its graph, and is right all the same).
     """
 
-    def __init__(self, *, checked: bool = False) -> None:
+    def __init__(self, *, checked: bool = False, compiled: bool = True) -> None:
         self._thunks: list[Thunk] = []
         self._checked = checked
-        self.ticket: Ticket | None = Ticket(self)  # compiled code's
+        self.ticket = Ticket(self) if compiled else None
 
     def __len__(self) -> int:
         return len(self._thunks)

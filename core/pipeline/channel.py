@@ -36,6 +36,8 @@ class Form:
     @classmethod
     def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
         """The form of any nesting of tensors and constants, and its tensors."""
+        if isinstance(value, Tensor):
+            return cls(_LEAF, (None,), ((tuple(value.shape), value.dtype),)), [value]
         leaves, spec = pytree.tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
@@ -44,6 +46,8 @@ class Form:
     def fill(self, tensors: Iterable[Tensor]) -> Any:
         """The value again."""
         rest = iter(tensors)
+        if self.spec is _LEAF:
+            return next(rest)
         return pytree.tree_unflatten([next(rest) if c is None else c[0] for c in self.constants], self.spec)
 
     @property
@@ -79,6 +83,22 @@ def _equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
         return bool(a == b)
     except (RuntimeError, TypeError, ValueError):  # arrays do not say yes or no
         return pickle.dumps(a) == pickle.dumps(b)
+
+
+def _check_form(action: Action, form: Form, known: Form) -> None:
+    """Raise ValueError unless an output is like the first one of this step."""
+    if known.tensors != form.tensors or (known.spec is not form.spec and known.spec != form.spec):
+        raise ValueError(
+            f"stage {action.stage} returns {form} for microbatch {action.microbatch}, and returned {known} "
+            "before in this step: within a step every microbatch must have the same shape (pad them); "
+            "between steps shapes may change"
+        )
+    if form.spec is not _LEAF and not _equal(known.constants, form.constants):
+        raise ValueError(
+            f"stage {action.stage} returns other values beside its tensors for microbatch "
+            f"{action.microbatch} than before in this step ({form.values} and {known.values}): what changes "
+            "between microbatches must be a tensor"
+        )
 
 
 _LEAF = pytree.tree_flatten(0)[1]
@@ -130,23 +150,14 @@ class Channel:
         peer = self._plan.outbox[action]
         group, works = self._groups[-1, peer], []
         other = 1 - group.rank
-        form, tensors = Form.of(value)
+        tensors = value
         if action.kind == "SEND_F":
+            form, tensors = Form.of(value)
             known = self.forms.setdefault(("B", action.stage), form)
             if known is form:
                 works += self._send_header(form, group, other)
-            elif known.tensors != form.tensors or known.spec != form.spec:
-                raise ValueError(
-                    f"stage {action.stage} returns {form} for microbatch {action.microbatch}, and returned {known} "
-                    "before in this step: within a step every microbatch must have the same shape (pad them); "
-                    "between steps shapes may change"
-                )
-            elif not _equal(known.constants, form.constants):
-                raise ValueError(
-                    f"stage {action.stage} returns other values beside its tensors for microbatch "
-                    f"{action.microbatch} than before in this step ({form.values} and {known.values}): what changes "
-                    "between microbatches must be a tensor"
-                )
+            else:
+                _check_form(action, form, known)
         self._sent[action] = works + [isend(t, other, group, header=False) for t in tensors]
 
     def _send_header(self, form: Form, group: Group, other: int) -> list[Sent]:
@@ -173,7 +184,7 @@ class Channel:
             ) from error
         self._post_ahead(inbox)
         for send in self._plan.receipts.get(action, ()):
-            self._settle(send)
+            self._settle(send, arrived=True)
         return self.forms["F", action.stage].fill(tensors) if action.kind == "RECV_F" else tensors
 
     def _post(self, inbox: _Inbox) -> None:
@@ -212,9 +223,9 @@ class Channel:
                 return
             self._post(inbox)
 
-    def _settle(self, action: Action) -> None:
+    def _settle(self, action: Action, *, arrived: bool = False) -> None:
         for sent in self._sent.pop(action, ()):
-            sent.wait()
+            sent.wait(arrived=arrived)
 
     def drop(self) -> None:
         """After a failure: hold no message any more, so that the connections can be closed."""

@@ -13,6 +13,7 @@ from core.autograd import GradSync, NullGradSync, has_regions
 from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
+from core.parallel_state.random import default_generator
 from core.parallel_state.state import ParallelState
 from core.pipeline.actions import Schedule, check_placement
 from core.pipeline.auto import Tuner, first_schedule, measured_costs
@@ -234,12 +235,17 @@ class Pipeline:
         return Executor(todo, self.stages, channel, facts)
 
     def _run(self, executor: Executor, clock: Clock) -> None:
+        for stage in self.stages.values():
+            stage.prepare()
+        generator = default_generator(self.ps.device)
+        state = generator.get_state()  # stages seed it; the user's own random state is untouched
         try:
             executor.run(clock)
         except BaseException:
             executor.channel.drop()
             raise
         finally:
+            generator.set_state(state)
             self._where = executor.where
             for stage in self.stages.values():
                 stage.clear()

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.compiled import give_ticket
 from core.parallel_state.collectives.p2p import version_of
-from core.parallel_state.random import seeded
-from core.pipeline.backward import stage_backward_input
+from core.parallel_state.random import default_generator
 from core.pipeline.memory import MemoryProbe, StageMemory
 from core.pipeline.step import LossFn, call_next_stage, call_stage, check_loss, forward_arguments, stage_seed, sums
 
@@ -36,10 +35,10 @@ class _Held:
     received: Any
     leaves: list[Tensor]
     microbatch: int
+    bag: WeightGradBag
     ends: list[GradientEdge | None] = field(default_factory=list)
     seed: list[Tensor] = field(default_factory=list)  # the loss's own gradient, on the last stage
     versions: list[int] = field(default_factory=list)  # of what an R will start from, before F
-    bag: WeightGradBag = field(default_factory=WeightGradBag)
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class Stage:
                 raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
+        self._compiled = False
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
             give_ticket(parameter)
 
@@ -104,6 +104,12 @@ class Stage:
         """Give the module its own forwards back."""
         while self._undo:
             self._undo.pop().remove()
+
+    def prepare(self) -> None:
+        """Before a step: whether compiled code will defer; it needs a bag that it can reach."""
+        self._compiled = any(
+            m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
+        )
 
     def clear(self) -> None:
         """Forget everything held, after a step or a failure."""
@@ -123,8 +129,9 @@ class Stage:
             leaves.append(value.detach().requires_grad_())
             return leaves[-1]
 
-        received = pytree.tree_map(leaf, received) if facts.training else received
-        held = _Held(received, leaves, facts.first + m)
+        if facts.training:  # one tensor is the common case, and quicker
+            received = leaf(received) if isinstance(received, Tensor) else pytree.tree_map(leaf, received)
+        held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled))
         if not keep:
             held.versions = _versions(received, facts.parts[m])
         facts.sync.before_forward(self.module)
@@ -137,6 +144,8 @@ class Stage:
         if self.last and facts.loss_fn is not None:
             loss_sum, num_tokens = output
             return sums(loss_sum, num_tokens, self.device)
+        if isinstance(output, Tensor):
+            return output.detach()
         return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
     def recompute(self, m: int, facts: StepFacts) -> None:
@@ -156,7 +165,9 @@ class Stage:
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part = facts.parts[m]
         probe = MemoryProbe(self.module, part) if facts.memory is not None and torch.is_grad_enabled() else None
-        with seeded(self.device, stage_seed(self.seed, facts.step, held.microbatch, self.index)), _watched(probe):
+        seed = stage_seed(self.seed, facts.step, held.microbatch, self.index)
+        default_generator(self.device).manual_seed(seed)  # whose state the pipeline puts back after the step
+        with _watched(probe):
             if self.first:
                 output = call_stage(self.module, part, self._arguments)
             else:
@@ -172,6 +183,8 @@ class Stage:
         if self.last:
             leaves = [output[0]] if check_loss(*output) else []
             held.seed = [torch.full_like(loss, facts.loss_scale, requires_grad=False) for loss in leaves]
+        elif isinstance(output, Tensor):
+            leaves = [output] if has_gradient(output) else []
         else:
             leaves = [leaf for leaf in pytree.tree_leaves(output) if has_gradient(leaf)]
         held.ends = [get_gradient_edge(y) if y.requires_grad else None for y in leaves]
@@ -183,12 +196,15 @@ class Stage:
         """
         held = self._held[m]
         facts.sync.before_input_grad(self.module)
-        found = stage_backward_input(held.ends, held.seed if gradients is None else gradients, held.leaves)
+        given = zip(held.ends, held.seed if gradients is None else gradients, strict=True)
+        pairs = [(end, gradient) for end, gradient in given if end is not None]
+        if pairs:
+            torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
         facts.sync.after_input_grad(self.module)
         if facts.memory is not None:
             probe = MemoryProbe(self.module, facts.parts[m])
             facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, probe)
-        found = [torch.zeros_like(x) if g is None else g for x, g in zip(held.leaves, found, strict=True)]
+        found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
         held.received, held.leaves, held.ends, held.seed = None, [], [], []
         return found
 

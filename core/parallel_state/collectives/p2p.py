@@ -44,16 +44,18 @@ class Sent:
         self._held: tuple[Tensor | None, ...] = (tensor, extra)
         self._works, self._timeout, self._version = works, timeout, version_of(tensor)
 
-    def wait(self) -> None:
-        """Block until the receiver has it, then let the tensor go.
+    def wait(self, *, arrived: bool = False) -> None:
+        """Block until the receiver has it, then let the tensor go. `arrived`: it is known to have it.
 
         Raises RuntimeError: somebody wrote into the tensor meanwhile; what arrived is anyone's guess.
         """
-        for work in self._works:
-            work.wait(self._timeout)
-        if self._held and self._held[0] is not None and version_of(self._held[0]) != self._version:
+        held = self._held[0] if self._held else None
+        if not arrived or (held is not None and held.device.type != "cpu"):  # elsewhere a stream waits, not we
+            for work in self._works:
+                work.wait(self._timeout)
+        if held is not None and version_of(held) != self._version:
             raise RuntimeError(
-                f"a tensor of shape {list(self._held[0].shape)} was written while it was being sent; clone what is "
+                f"a tensor of shape {list(held.shape)} was written while it was being sent; clone what is "
                 "changed in place before it is handed over"
             )
         self._held = ()
