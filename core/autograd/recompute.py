@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
 from core.autograd.later import Calls, Later, calls
+from core.autograd.statistics import norms_of, statistics_kept
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
@@ -63,12 +64,16 @@ class Checked:
     """What is known of a region from its earlier runs.
 
     done: the parameters named for it are complete; walking a graph takes time, once is enough.
+    norms: those inside, whose running statistics the second run leaves alone.
     tries: how often its second run may still leave out the last product (core/autograd/later.py) in vain. Two, as
     a first run may be held by chance: an error caught in some import keeps the frames under it.
     """
 
     done = False
     tries = 2
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.norms = norms_of(module) if module is not None else []
 
 
 class _Region:
@@ -144,7 +149,7 @@ class _Region:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
         token, other = running_again.set(self), calls.set(count)
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), statistics_kept(self.checked.norms):
                 return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
         finally:
             running_again.reset(token)
@@ -273,7 +278,8 @@ def recompute(
     Raises RuntimeError: the region writes into its input; in backward, it used a Parameter that nobody
     named, or create_graph=True.
     """
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    owner = owner if isinstance(owner, nn.Module) else None
     if parameters is None:
-        owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-        parameters = owner.parameters() if isinstance(owner, nn.Module) else ()
-    return run_region(fn, args, kwargs, stage, list(parameters), Checked())
+        parameters = owner.parameters() if owner is not None else ()
+    return run_region(fn, args, kwargs, stage, list(parameters), Checked(owner))

@@ -19,7 +19,7 @@ class _RecomputedForward(StandIn):
 
     def __init__(self, module: nn.Module, stage: StageContext | None) -> None:
         super().__init__(module)
-        self.stage, self.checked = stage, Checked()
+        self.stage, self.checked = stage, Checked(module)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward as a region."""

@@ -12,6 +12,10 @@ class PipelineError(RuntimeError):
     """A step failed on some rank; the message names rank, stage, microbatch and action, with the traceback."""
 
 
+class PipelineValueError(PipelineError, ValueError):
+    """The first failure was a ValueError, such as a batch that does not divide."""
+
+
 @contextmanager
 def told_to_all(ps: ParallelState, key: str, where: Callable[[], str]) -> Iterator[None]:
     """Turn an exception in the block into a PipelineError of the first failure of the job, on every rank.
@@ -25,10 +29,13 @@ def told_to_all(ps: ParallelState, key: str, where: Callable[[], str]) -> Iterat
         if ps.world is None:
             raise
         mine = f"rank {ps.rank}, {where()}: {type(error).__name__}: {error}"
-        text = first_failure(key, f"{traceback.format_exc()}{mine}")
+        kind, _, text = first_failure(
+            key, f"{int(isinstance(error, ValueError))}:{traceback.format_exc()}{mine}"
+        ).partition(":")
         _let_go(error)
         ps.abandon()
-        raise PipelineError(f"the step failed. The first failure, its traceback before it:\n{text}") from error
+        made = PipelineValueError if kind == "1" else PipelineError
+        raise made(f"the step failed. The first failure, its traceback before it:\n{text}") from error
 
 
 def _let_go(error: BaseException) -> None:

@@ -63,9 +63,12 @@ class Pipeline:
         grad_sync: GradSync | None = None,
         seed: int = 0,
         memory_limit: float | None = None,
-        receive_ahead: int = 4,
+        receive_ahead: int | None = None,
     ) -> None:
-        self.ps, self.num_microbatches, self.seed, self.receive_ahead = ps, num_microbatches, seed, receive_ahead
+        self.ps, self.num_microbatches, self.seed = ps, num_microbatches, seed
+        # gloo gains by more; on an accelerator a posted receive occupies it
+        default = 4 if ps.device.type == "cpu" else 2
+        self.receive_ahead = default if receive_ahead is None else receive_ahead
         self.step_index, self._calls = 0, 0
         self._ranks = ps.grid.members(ps.rank, "pp")
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
@@ -125,8 +128,8 @@ class Pipeline:
         ranks; None on a rank whose stages take nothing from it. loss_fn(output, microbatch) ->
         (loss_sum, num_tokens) is called on the rank of the last stage; nothing divides here. The result is global,
         on every rank (an all-reduce over pp and one over dp-cp, beside those of `grad_sync`).
-        Raises PipelineError: any rank's failure (a batch that does not divide, say), on every rank. A single process
-        raises the failure itself, as ValueError a batch that does not divide.
+        Raises PipelineError: any rank's failure, on every rank; it is a ValueError as well if that failure was one (a
+        batch that does not divide, another shape within a step). A single process raises the failure itself.
         """
         with self._told_to_all():
             facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)

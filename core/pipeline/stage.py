@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.compiled import give_ticket
+from core.autograd.statistics import norms_of, statistics_kept
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import default_generator
 from core.pipeline.memory import MemoryProbe, StageMemory
@@ -91,7 +92,7 @@ class Stage:
                 raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
-        self._compiled = False
+        self._compiled, self._norms = False, norms_of(module)
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
             give_ticket(parameter)
 
@@ -106,7 +107,8 @@ class Stage:
             self._undo.pop().remove()
 
     def prepare(self) -> None:
-        """Before a step: whether compiled code will defer; it needs a bag that it can reach."""
+        """Before a step: the norms that an R leaves alone, and whether compiled code will need a bag it can reach."""
+        self._norms = norms_of(self.module)
         self._compiled = any(
             m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
         )
@@ -157,7 +159,7 @@ class Stage:
                 "clone it in the stage, or use recompute='none'"
             )
         facts.sync.before_forward(self.module)
-        with torch.enable_grad():
+        with torch.enable_grad(), statistics_kept(self._norms):
             self._keep(held, self._call(m, held, facts), facts)
 
     def _call(self, m: int, held: _Held, facts: StepFacts) -> Any:
