@@ -45,7 +45,8 @@ class Pipeline:
     recompute: "none", "selective", "layer" (see `apply_recompute`), "stage" (the whole stage, as an action of
         the schedule), or a list with one of these (or names and classes of modules) per stage of the model.
     grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
-    receive_ahead: receives posted beyond the one that is needed. step_index: of the next step; set it to resume.
+    receive_ahead: receives posted beyond the one that is needed (default: 4 on CPUs, else 2).
+    step_index: of the next step; set it to resume.
 
     Collective over the world. Raises ValueError, on every rank: a schedule that does not fit the stages, misses or
     repeats an action, never ends, or differs between ranks; a stage recomputed by R and inside as well; a `main_grad`
