@@ -1,7 +1,7 @@
 """The automatic schedule: measure two steps, search, tell every rank, and say how well the prediction held."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,9 @@ from core.pipeline.player import Costs, play
 from core.pipeline.schedules import NAMED, candidates
 from core.pipeline.search import Found, search
 from core.pipeline.timeline import Measured, Timeline
+
+MEMORY = ("saved", "graph", "waiting")  # those of the costs that are bytes
+MIB = 2**20
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:
@@ -32,11 +35,15 @@ def measured_costs(schedule: Schedule, timeline: Timeline, memory: Mapping[int, 
     for row in timeline.rows:
         for action, start, end in row:
             times[action.kind][action.stage].append(end - start)
+    if not all(times["F"]):
+        raise ValueError(
+            f"the timeline has {sum(map(bool, times['F']))} of {schedule.stages} stages; run a step first"
+        )
     per_stage: dict[str, Any] = {
         kind: tuple(median(seen) if seen else median(times["F"][s]) for s, seen in enumerate(times[kind]))
         for kind in "FIWR"
     }
-    for name in ("saved", "graph", "waiting"):
+    for name in MEMORY:
         per_stage[name] = tuple(float(getattr(memory[s], name)) for s in range(schedule.stages))
     return Costs(**per_stage, comm=_delay(schedule, timeline))
 
@@ -99,9 +106,9 @@ class Tuner:
             try:
                 self.found = self._search(schedule, measured_costs(schedule, timeline, memory))
                 text = self.found.schedule.text()
-                print(self.found.summary(), flush=True)
+                print(self.found.summary(" MiB"), flush=True)
             except ValueError as problem:
-                error = str(problem)
+                error = f"memory in MiB: {problem}"
         text, error = all_gather_objects((text, error), self.ps.world)[0]
         if error:
             raise ValueError(error)
@@ -109,13 +116,14 @@ class Tuner:
 
     def _search(self, schedule: Schedule, costs: Costs) -> Found:
         limit = self.limit if self.limit is not None else play(schedule, costs).peak
+        mebi = {name: tuple(costs.at(name, s) / MIB for s in range(schedule.stages)) for name in MEMORY}
         named = candidates(schedule.placement, self.microbatches)
         return search(
             schedule.placement,
             self.microbatches,
-            costs,
+            replace(costs, **mebi),
             recompute=self.recomputed,
-            memory_limit=limit,
+            memory_limit=limit / MIB,
             candidates=[*named, schedule] if schedule.name not in NAMED else named,
         )
 

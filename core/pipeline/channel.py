@@ -55,6 +55,11 @@ class Form:
         """Which of the tensors have gradients."""
         return [i for i, (_, dtype) in enumerate(self.tensors) if dtype.is_floating_point or dtype.is_complex]
 
+    def __reduce__(self) -> tuple:
+        """With the nesting itself in place of its description, which torch does not want to be pickled."""
+        skeleton = pytree.tree_unflatten([_HERE if c is None else c[0] for c in self.constants], self.spec)
+        return _from_skeleton, (skeleton, self.tensors)
+
     def header(self) -> tuple[list[int], bytes]:
         """Numbers that say all of a single tensor; for anything else, their second is the size of the bytes."""
         shape, dtype = self.tensors[0] if self.tensors else ((), torch.bool)
@@ -76,6 +81,18 @@ class Form:
 
     def __str__(self) -> str:
         return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
+
+
+class _Here:
+    """Stands where a tensor was."""
+
+
+_HERE = _Here()
+
+
+def _from_skeleton(skeleton: Any, tensors: tuple) -> Form:
+    leaves, spec = pytree.tree_flatten(skeleton)
+    return Form(spec, tuple(None if isinstance(leaf, _Here) else (leaf,) for leaf in leaves), tensors)
 
 
 def _equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.autograd import GradSync
+from core.autograd import GradSync, NullGradSync
 from core.parallel_state import ParallelState, current_state
 from core.pipeline.pipeline import Pipeline
 
@@ -65,10 +65,20 @@ class _Kept:
 
 
 def _pipeline(
-    models: Sequence[nn.Module], num_microbatches: int, ps: ParallelState, grad_sync: GradSync | None, seed: int
+    models: Sequence[nn.Module],
+    num_microbatches: int,
+    ps: ParallelState,
+    grad_sync: GradSync | None,
+    seed: int,
+    *,
+    forward_only: bool,
 ) -> _Kept:
     kept = models[0].__dict__.setdefault("_forward_backward", _Kept())
-    facts = (tuple(map(id, models)), num_microbatches, id(ps), id(grad_sync), seed)
+    facts = (tuple(map(id, models)), num_microbatches, id(ps), seed, id(grad_sync))
+    if forward_only and kept.facts[:4] == facts[:4]:  # no gradients, whoever collects them
+        return kept
+    if forward_only and grad_sync is None:
+        grad_sync = NullGradSync()
     if kept.facts != facts:
         step = kept.pipeline.step_index if kept.pipeline is not None else 0
         if kept.pipeline is not None:
@@ -124,7 +134,7 @@ def forward_backward(
         raise ValueError(f"{len(data)} data iterators for {len(models)} model chunks; give one for each chunk")
     ps = getattr(models[0], "parallel", None)
     ps = ps if isinstance(ps, ParallelState) else current_state()
-    kept = _pipeline(models, num_microbatches, ps, grad_sync, seed)
+    kept = _pipeline(models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only)
     assert kept.pipeline is not None
     for chunk, iterator in zip(kept.chunks, data, strict=True):
         chunk.step, chunk.data = forward_step_func, iterator

@@ -24,7 +24,7 @@ from core.pipeline.lower import Plan, plan
 from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
 from core.pipeline.player import Played, check, play
-from core.pipeline.schedules import auto_placement, make
+from core.pipeline.schedules import NAMED, auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
 from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
 from core.pipeline.timeline import Measured, Timeline
@@ -103,8 +103,14 @@ class Pipeline:
     ) -> None:
         """Schedule and stages. Raises ValueError, on this rank: see the class."""
         ps, modules = self.ps, list(modules_of(stages).values())
+        if strange := [type(m).__name__ for m in modules if not isinstance(m, nn.Module)]:
+            raise ValueError(
+                f"{len(strange)} of {len(modules)} stages are no nn.Module but a {strange[0]}; wrap it in one"
+            )
         self.schedule = _resolve(schedule, stages, ps, self.num_microbatches)
         policies = _policies(recompute, self.schedule.stages)
+        for policy in policies:
+            _check_policy(policy)
         again = [s for s, policy in enumerate(policies) if policy == "stage"]
         self.schedule = add_recompute(self.schedule, again)
         self._tuner = Tuner(ps, self.num_microbatches, again, memory_limit) if schedule == "auto" else None
@@ -332,14 +338,17 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
     elif schedule == "auto":
         found = first_schedule(_placement(stages, ps), microbatches)
     else:
-        found = make(schedule, ps.size("pp"), microbatches, len(modules) if isinstance(schedule, str) else None)
+        free = isinstance(schedule, str) and schedule in NAMED and NAMED[schedule].any_chunks
+        found = make(schedule, ps.size("pp"), microbatches, len(modules) if free else None)
     mine = found.stages_of(ps.index("pp"))
     numbers = tuple(modules) if isinstance(stages, Mapping) else mine
     if found.ranks != ps.size("pp") or len(modules) != len(mine) or numbers != mine:
         raise ValueError(
             f"schedule {found.name!r} places {found.stages} stages on {found.ranks} ranks as {found.placement}: "
             f"pipeline rank {ps.index('pp')} of {ps.size('pp')} holds stages {mine}, and was given {len(modules)} "
-            f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this placement"
+            f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this "
+            f"placement (`schedules.placement({found.name!r}, {ps.size('pp')})` of a named one), or take a schedule with "
+            "as many stages"
         )
     return found
 
@@ -372,3 +381,13 @@ def _policies(recompute: str | Sequence[Any], stages: int) -> list[Any]:
             "(names of modules as a list of their own), or one string for all"
         )
     return list(recompute)
+
+
+def _check_policy(policy: Any) -> None:
+    known = ("none", "selective", "layer", "stage")
+    if isinstance(policy, str) and policy not in known:
+        hint = "; Megatron's 'full' is 'layer' here" if policy == "full" else ""
+        raise ValueError(
+            f"recompute={policy!r} is none of the {len(known)} policies {', '.join(known)}, nor a list of names or "
+            f"classes of modules{hint}"
+        )

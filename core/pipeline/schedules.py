@@ -256,11 +256,14 @@ def auto_placement(ranks: int, chunks: int = 2) -> tuple[int, ...]:
 def placement(schedule: str | Generator, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
     """The rank of each stage, before the number of microbatches is known.
 
+    "auto" searches on the placement that it is given: a V for two stages per rank (the default here), else a loop.
     Of a generator of your own this is the placement at two microbatches per rank: it must not depend on them.
     Raises ValueError: as `make`.
     """
     if not isinstance(schedule, str):
         return make(schedule, ranks, 2 * ranks, chunks).placement
+    if schedule == "auto":
+        return auto_placement(ranks, 2 if chunks is None else chunks)
     _at_least_one(ranks, "rank")
     return _named(schedule).place(ranks, chunks_of(schedule, chunks))
 

@@ -43,20 +43,20 @@ class Found:
         """Step over ideal; 1 is no bubble at all."""
         return self.played.makespan / self.ideal if self.ideal else 1.0
 
-    def summary(self) -> str:
-        """One line for the log."""
+    def summary(self, unit: str = "") -> str:
+        """One line for the log. unit: of the memory."""
         peaks = self.played.peaks
         # of several ranks the one that is closest to its limit
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - (self.limits[r] if self.limits else 0.0))
-        limit = f" of {self.limits[rank]:g}" if self.limits else ""
-        named = "none fits"
+        limit = f" of {self.limits[rank]:.4g}" if self.limits else ""
+        step, against = self.played.makespan, "no named schedule fits"
         if self.named:
-            name, step = self.named[0]
-            named = f"{name}, {step / self.ideal if self.ideal else 1.0:.3f}"
+            name, best = self.named[0]
+            against = f"{step / best if best else 1.0:.3f} of the best named schedule's step ({name})"
+        possible = f"at most {100 * (1 - self.bound / step if step else 0.0):.1f} % more is possible"
         return (
-            f"auto: predicted bubble {100 * self.played.bubble:.1f} %, step/ideal {self.over_ideal:.3f} (no schedule "
-            f"is below {self.bound / self.ideal if self.ideal else 1.0:.3f}), peak {peaks[rank]:g}{limit}; best "
-            f"named: {named}"
+            f"auto: predicted bubble {100 * self.played.bubble:.1f} %, peak {peaks[rank]:.4g}{limit}{unit}; {against}, "
+            f"{possible}"
         )
 
 

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-limit",
         type=float,
         metavar="X",
-        help="in full-rank microbatch activations; exit code 1 if a rank needs more",
+        help="in full-rank microbatch activations; exit code 1 if the schedule needs more (--list only marks them)",
     )
     add("--list", action="store_true", help="a table of all named schedules at this size")
     add("--width", type=int, default=118, help="columns of the drawing (default: 118)")

@@ -24,6 +24,7 @@ from core.pipeline.step import (
     split_microbatches,
     stage_seed,
     sums,
+    told_by,
 )
 
 
@@ -83,7 +84,7 @@ class SingleStage:
                 sync.before_forward(model)
                 with self._begin(m):
                     output = call_stage(model, part, self._arguments)
-                    loss_sum, num_tokens = loss_fn(output, part)
+                    loss_sum, num_tokens = told_by(loss_fn, output, part)
                 del output  # before backward: the graph holds what it needs
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
@@ -99,7 +100,9 @@ class SingleStage:
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows. One all-reduce over dp-cp."""
-        return self._result(self._each(batch, lambda output, part: sums(*loss_fn(output, part), self.ps.device)))
+        return self._result(
+            self._each(batch, lambda output, part: sums(*told_by(loss_fn, output, part), self.ps.device))
+        )
 
     def forward(self, batch: Batch) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0.

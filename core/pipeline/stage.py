@@ -16,7 +16,16 @@ from core.autograd.statistics import norms_of, statistics_kept
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import default_generator
 from core.pipeline.memory import MemoryProbe, StageMemory
-from core.pipeline.step import LossFn, call_next_stage, call_stage, check_loss, forward_arguments, stage_seed, sums
+from core.pipeline.step import (
+    LossFn,
+    call_next_stage,
+    call_stage,
+    check_loss,
+    forward_arguments,
+    stage_seed,
+    sums,
+    told_by,
+)
 
 
 def has_gradient(value: Any) -> bool:
@@ -175,7 +184,7 @@ class Stage:
             else:
                 output = call_next_stage(self.module, held.received, part, self._arguments)
             if self.last and facts.loss_fn is not None:
-                output = facts.loss_fn(output, part)
+                output = told_by(facts.loss_fn, output, part)
         if probe is not None and facts.memory is not None:
             facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
         return output

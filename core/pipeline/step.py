@@ -79,6 +79,17 @@ def call_next_stage(module: nn.Module, received: Any, microbatch: Any, arguments
     return module(*placed, **named)
 
 
+def told_by(loss_fn: LossFn, output: Any, microbatch: Any) -> tuple[Tensor, Tensor | float]:
+    """What `loss_fn` says. Raises ValueError: not a pair."""
+    told = loss_fn(output, microbatch)
+    if not isinstance(told, tuple) or len(told) != 2:
+        raise ValueError(
+            f"loss_fn returned {type(told).__name__}, not 2 values; return (sum of the losses, number of tokens), as "
+            "in `return loss.sum(), loss.numel()`"
+        )
+    return told
+
+
 def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
     """Whether the loss has a gradient. Raises ValueError: not one number, or a constant over valid tokens."""
     if loss_sum.numel() != 1:

@@ -105,8 +105,6 @@ class PipelineConfig:
 
     def placement(self, ranks: int) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        if self.schedule == "auto":
-            return schedules.auto_placement(ranks, self.chunks if self.chunks is not None else 2)
         return schedules.placement(self.schedule, ranks, self.chunks)
 
 

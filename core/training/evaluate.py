@@ -22,7 +22,12 @@ class Executor(Protocol):
 
 
 def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(sum of the per-token losses [b, s] that the model gave, number of tokens that count)."""
+    """(sum of the per-token losses [b, s] that the model gave, number of tokens that count).
+
+    Raises ValueError: a batch without labels.
+    """
+    if "labels" not in microbatch:
+        raise ValueError(f"the batch has {', '.join(microbatch)}, next_token_loss needs 1 more entry: labels [b, s]")
     return output.sum(), (microbatch["labels"] != IGNORED_LABEL).sum()
 
 
