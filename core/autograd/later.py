@@ -8,7 +8,7 @@ to be known about the module.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -40,14 +40,15 @@ class Calls:
         """The second run starts; a graph that is retained may start it several times."""
         self.again, self.looked, self._counts[1], self._made = True, False, 0, []
 
-    def multiply(self, product: Callable[[], Tensor], collective: bool = False) -> Tensor:
-        """The product, or what stands for it. collective: ranks compute it together."""
+    def multiply(
+        self, product: Callable[[], Tensor], operands: Sequence[Tensor] = (), collective: bool = False
+    ) -> Tensor:
+        """The product of `operands`, or what stands for it. collective: ranks compute it together."""
         self._counts[self.again] += 1
         if self.again and self._shape is not None and self._counts[0] == self._counts[1]:
             shape, stride, dtype, device = self._shape
-            return self.later(
-                torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device, product, collective
-            )
+            like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            return self.later(like, device, _unwritten(operands, product), collective)
         y = product()
         if not self.again:
             self._shape = y.shape, y.stride(), y.dtype, y.device
@@ -174,12 +175,22 @@ def _on_meta(leaf: Any) -> Any:
     return leaf
 
 
+def _unwritten(operands: Sequence[Tensor], make: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`make`, which fails if an operand was written since: a frozen weight lets a module write into its input."""
+    versions = [tensor._version for tensor in operands]
+
+    def checked() -> Tensor:
+        if versions != [tensor._version for tensor in operands]:
+            raise RuntimeError("an operand of a postponed operation was overwritten")
+        return make()
+
+    return checked
+
+
 def _postpone(func: Any, leaves: list, spec: Any, one: Later) -> Tensor:
-    others = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Later)]
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Later)]
 
     def make() -> Tensor:
-        if any(tensor._version != version for tensor, version in others):
-            raise RuntimeError("an operand of a postponed operation was overwritten")
         value: Tensor = _apply(func, [leaf.value() if isinstance(leaf, Later) else leaf for leaf in leaves], spec)
         return value
 
@@ -187,7 +198,7 @@ def _postpone(func: Any, leaves: list, spec: Any, one: Later) -> Tensor:
     if func.overloadpacket not in _SUMS or not all(_fits(leaf, like) for leaf in leaves):
         like = _apply(func, [_on_meta(leaf) for leaf in leaves], spec)
     collective = any(isinstance(leaf, Later) and leaf._collective for leaf in leaves)
-    return one._calls.later(like, one.device, make, collective)
+    return one._calls.later(like, one.device, _unwritten(others, make), collective)
 
 
 def _fits(leaf: Any, like: Tensor) -> bool:

@@ -50,7 +50,8 @@ class _Linear(torch.autograd.Function):
             y = _multiply(x, matrix, vector, comm)
         else:
             collective = comm.before_forward is not None or comm.after_forward is not None
-            y = region.multiply(partial(_multiply, x.detach(), matrix, vector, comm), collective)
+            operands = [t for t in (x, matrix, vector) if t is not None]
+            y = region.multiply(partial(_multiply, x.detach(), matrix, vector, comm), operands, collective)
         if y._is_view():  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
             y = y.detach()
         if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept

@@ -107,8 +107,8 @@ class Tuner:
                 self.found = self._search(schedule, measured_costs(schedule, timeline, memory))
                 text = self.found.schedule.text()
                 print(self.found.summary(" MiB"), flush=True)
-            except ValueError as problem:
-                error = f"memory in MiB: {problem}"
+            except Exception as problem:  # the others wait for the answer, whatever it is
+                error = f"auto (memory in MiB): {type(problem).__name__}: {problem}"
         text, error = all_gather_objects((text, error), self.ps.world)[0]
         if error:
             raise ValueError(error)
@@ -116,7 +116,9 @@ class Tuner:
 
     def _search(self, schedule: Schedule, costs: Costs) -> Found:
         limit = self.limit if self.limit is not None else play(schedule, costs).peak
-        mebi = {name: tuple(costs.at(name, s) / MIB for s in range(schedule.stages)) for name in MEMORY}
+        mebi: dict[str, Any] = {
+            name: tuple(costs.at(name, s) / MIB for s in range(schedule.stages)) for name in MEMORY
+        }
         named = candidates(schedule.placement, self.microbatches)
         return search(
             schedule.placement,

@@ -346,9 +346,8 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
         raise ValueError(
             f"schedule {found.name!r} places {found.stages} stages on {found.ranks} ranks as {found.placement}: "
             f"pipeline rank {ps.index('pp')} of {ps.size('pp')} holds stages {mine}, and was given {len(modules)} "
-            f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this "
-            f"placement (`schedules.placement({found.name!r}, {ps.size('pp')})` of a named one), or take a schedule with "
-            "as many stages"
+            f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this placement (a named "
+            f"one's is schedules.placement({found.name!r}, {ps.size('pp')})), or take a schedule with as many stages"
         )
     return found
 

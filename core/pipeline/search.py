@@ -54,10 +54,8 @@ class Found:
             name, best = self.named[0]
             against = f"{step / best if best else 1.0:.3f} of the best named schedule's step ({name})"
         possible = f"at most {100 * (1 - self.bound / step if step else 0.0):.1f} % more is possible"
-        return (
-            f"auto: predicted bubble {100 * self.played.bubble:.1f} %, peak {peaks[rank]:.4g}{limit}{unit}; {against}, "
-            f"{possible}"
-        )
+        bubble = f"auto: predicted bubble {100 * self.played.bubble:.1f} %"
+        return f"{bubble}, peak {peaks[rank]:.4g}{limit}{unit}; {against}, {possible}"
 
 
 def search(

@@ -102,6 +102,7 @@ class Stage:
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
         self._compiled, self._norms = False, norms_of(module)
+        self._fresh: list[nn.Parameter] = []  # without a gradient so far
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
             give_ticket(parameter)
 
@@ -121,6 +122,7 @@ class Stage:
         self._compiled = any(
             m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
         )
+        self._fresh = [p for p in self.parameters if p.grad is None]
 
     def clear(self) -> None:
         """Forget everything held, after a step or a failure."""
@@ -216,8 +218,23 @@ class Stage:
             probe = MemoryProbe(self.module, facts.parts[m])
             facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, probe)
         found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
+        self._own_gradients([*held.bag.tensors(), *found])
         held.received, held.leaves, held.ends, held.seed = None, [], [], []
         return found
+
+    def _own_gradients(self, kept: list[Tensor]) -> None:
+        """Autograd may make a view of an output gradient a parameter's `.grad`, and add the next microbatch's into
+        it: into what waits for W, or is being sent."""
+        if not self._fresh:
+            return
+        memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        for parameter in self._fresh:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if gradient.untyped_storage().data_ptr() in memory:
+                parameter.grad = gradient.clone()
+        self._fresh = [p for p in self._fresh if p.grad is None]
 
     def weight_gradients(self, m: int, facts: StepFacts) -> None:
         """W: empty the bag; a parameter is ready when the last of its thunks has run."""

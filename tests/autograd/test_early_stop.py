@@ -261,3 +261,31 @@ def test_a_retained_graph_stops_early_each_time():
             loss.backward(retain_graph=True)
         counts.append(backward.count)
     assert counts == [2] * 3  # `up` again, and dx of `down`
+
+
+class Frozen(nn.Module):
+    """Its last product is read after its input was written into, which a frozen weight allows."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.up, self.down, self.in_place = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), in_place
+
+    def forward(self, x):
+        h = self.up(x)
+        y = self.down(h)
+        h = h.relu_() if self.in_place else h.relu()
+        return torch.sin(y) + h
+
+
+def test_the_input_of_a_frozen_linear_written_after_it():
+    found = []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model, stage = nn.ModuleList([Frozen(in_place).double()]), StageContext()
+        reroute(model, stage)
+        apply_recompute(model, "layer", stage=stage)
+        stage.begin(seed=0, step=0, microbatch=0, bag=(bag := WeightGradBag()))
+        model[0](torch.randn(3, 4).double()).square().sum().backward()
+        bag.run()
+        found.append(model[0].up.weight.grad)
+    close(found[1], found[0])

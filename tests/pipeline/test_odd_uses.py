@@ -7,6 +7,7 @@ from torch import nn
 from core.data_parallel import PerParameterGradSync
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline import schedules as named
+from core.pipeline.actions import Action, Schedule
 from tests.pipeline import tiny
 from tests.states import state
 
@@ -153,3 +154,31 @@ def named_inputs():
 
 def test_stages_take_by_name_what_they_want_of_the_microbatch(ranks):
     ranks(named_inputs)
+
+
+class Position(nn.Module):
+    """The gradient of `table` is a view of the one of the linear's output, which waits for W."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(5, 5), nn.Parameter(torch.ones(3, 5))
+        nn.init.constant_(self.linear.bias, 0.5)
+        nn.init.constant_(self.linear.weight, 0.25)
+
+    def forward(self, x):
+        return self.linear(x) + self.table.unsqueeze(0)
+
+
+def test_a_gradient_of_autograd_is_no_view_of_what_waits_for_w():
+    schedule = Schedule.make((0,), [[Action(kind, 0, m) for kind in "FIW" for m in range(4)]])
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, plain = Position().double(), Position().double()
+
+    def loss(y, _):
+        return y.sin().sum(), 1
+
+    Pipeline([found], ps=state(), schedule=schedule, num_microbatches=4).step(x, loss)
+    for part in x.chunk(4):
+        loss(plain(part), part)[0].backward()
+    for ours, theirs in zip(found.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
