@@ -41,6 +41,12 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[index]
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Every generator that code on a device may draw from: its own, and the CPU's."""
+    own, cpu = default_generator(device), torch.default_generator
+    return [cpu] if own is cpu else [cpu, own]
+
+
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Draw from `seed` inside the block; the user's own random state is untouched by it."""

@@ -13,7 +13,7 @@ from core.autograd import GradSync, NullGradSync, has_regions
 from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
-from core.parallel_state.random import default_generator
+from core.parallel_state.random import generators_of
 from core.parallel_state.state import ParallelState
 from core.pipeline.actions import Schedule, check_placement
 from core.pipeline.auto import Tuner, first_schedule, measured_costs
@@ -103,11 +103,11 @@ class Pipeline:
     ) -> None:
         """Schedule and stages. Raises ValueError, on this rank: see the class."""
         ps, modules = self.ps, list(modules_of(stages).values())
+        self.schedule = _resolve(schedule, stages, ps, self.num_microbatches)
         if strange := [type(m).__name__ for m in modules if not isinstance(m, nn.Module)]:
             raise ValueError(
                 f"{len(strange)} of {len(modules)} stages are no nn.Module but a {strange[0]}; wrap it in one"
             )
-        self.schedule = _resolve(schedule, stages, ps, self.num_microbatches)
         policies = _policies(recompute, self.schedule.stages)
         for policy in policies:
             _check_policy(policy)
@@ -247,15 +247,16 @@ class Pipeline:
     def _run(self, executor: Executor, clock: Clock) -> None:
         for stage in self.stages.values():
             stage.prepare()
-        generator = default_generator(self.ps.device)
-        state = generator.get_state()  # stages seed it; the user's own random state is untouched
+        # stages seed them; the user's states are put back
+        states = [(generator, generator.get_state()) for generator in generators_of(self.ps.device)]
         try:
             executor.run(clock)
         except BaseException:
             executor.channel.drop()
             raise
         finally:
-            generator.set_state(state)
+            for generator, state in states:
+                generator.set_state(state)
             self._where = executor.where
             for stage in self.stages.values():
                 stage.clear()
@@ -346,8 +347,8 @@ def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microba
         raise ValueError(
             f"schedule {found.name!r} places {found.stages} stages on {found.ranks} ranks as {found.placement}: "
             f"pipeline rank {ps.index('pp')} of {ps.size('pp')} holds stages {mine}, and was given {len(modules)} "
-            f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this placement (a named "
-            f"one's is schedules.placement({found.name!r}, {ps.size('pp')})), or take a schedule with as many stages"
+            f"modules{f' for stages {numbers}' if numbers != mine else ''}; build the stages of this placement (a "
+            f"named one's is schedules.placement({found.name!r}, {ps.size('pp')})), or take a schedule with as many"
         )
     return found
 

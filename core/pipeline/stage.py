@@ -14,7 +14,7 @@ from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, a
 from core.autograd.compiled import give_ticket
 from core.autograd.statistics import norms_of, statistics_kept
 from core.parallel_state.collectives.p2p import version_of
-from core.parallel_state.random import default_generator
+from core.parallel_state.random import generators_of
 from core.pipeline.memory import MemoryProbe, StageMemory
 from core.pipeline.step import (
     LossFn,
@@ -179,7 +179,8 @@ class Stage:
         part = facts.parts[m]
         probe = MemoryProbe(self.module, part) if facts.memory is not None and torch.is_grad_enabled() else None
         seed = stage_seed(self.seed, facts.step, held.microbatch, self.index)
-        default_generator(self.device).manual_seed(seed)  # whose state the pipeline puts back after the step
+        for generator in generators_of(self.device):  # whose states the pipeline puts back after the step
+            generator.manual_seed(seed)
         with _watched(probe):
             if self.first:
                 output = call_stage(self.module, part, self._arguments)

@@ -80,20 +80,22 @@ def call_next_stage(module: nn.Module, received: Any, microbatch: Any, arguments
 
 
 def told_by(loss_fn: LossFn, output: Any, microbatch: Any) -> tuple[Tensor, Tensor | float]:
-    """What `loss_fn` says. Raises ValueError: not a pair."""
+    """What `loss_fn` says. Raises ValueError: not a pair of a loss of one number, as a tensor, and a count."""
     told = loss_fn(output, microbatch)
     if not isinstance(told, tuple) or len(told) != 2:
         raise ValueError(
             f"loss_fn returned {type(told).__name__}, not 2 values; return (sum of the losses, number of tokens), as "
             "in `return loss.sum(), loss.numel()`"
         )
+    loss = told[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"that is a {type(loss).__name__}"
+        raise ValueError(f"loss_fn returned a loss {kind}, not 1 number in a tensor; sum it")
     return told
 
 
 def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
-    """Whether the loss has a gradient. Raises ValueError: not one number, or a constant over valid tokens."""
-    if loss_sum.numel() != 1:
-        raise ValueError(f"loss_fn returned a loss of shape {tuple(loss_sum.shape)}, not 1 number; sum it")
+    """Whether the loss has a gradient. Raises ValueError: a constant over valid tokens."""
     if not loss_sum.requires_grad and float(num_tokens):  # a constant is fine where everything is masked
         raise ValueError(
             f"loss_fn returned a loss over {float(num_tokens):g} tokens that depends on 0 trainable parameters; do "

@@ -1,8 +1,15 @@
 """Leaving the groups again, and the device of a world that no accelerator serves."""
 
+import gc
+import importlib
+import socket
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as functional
+import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
 from core.parallel_state import ParallelConfig, ParallelState
@@ -94,3 +101,22 @@ def test_debug_mode_says_which_call_a_rank_never_came_to():
         pool(missing_rank, world=2, timeout=20)
     finally:
         pool.close()
+
+
+def abandoned(rank, port):
+    """Nothing may hold the default group afterwards, else its connections stay open and peers wait."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    importlib.reload(functional)  # as if imported after init_process_group: its default arguments are that group
+    ps = ParallelState.build(ParallelConfig(tensor=2), device="cpu")
+    world = dist.group.WORLD
+    ps.abandon()
+    gc.collect()
+    held = sys.getrefcount(world) - 2  # this frame's, and the call's own argument
+    assert held == 0, f"{held} references"
+
+
+def test_after_a_failure_nobody_holds_the_default_group():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.start_processes(abandoned, args=(port,), nprocs=2, start_method="forkserver")

@@ -27,7 +27,7 @@ RANKS_DIFFER = {
     "object": ({"schedule": (TWO, "1f1b")}, "rank 1: schedule 1f1b"),
     "microbatches": ({"num_microbatches": (4, 2)}, "rank 0: num_microbatches=4\nrank 1: num_microbatches=2"),
     "recompute": ({"recompute": ("none", "stage")}, "rank 0: recompute='none'\nrank 1: recompute='stage'"),
-    "modules": ({"stages": (1, 2)}, "1f1b has 1 chunk per rank, got chunks 2"),
+    "modules": ({"stages": (1, 2)}, "schedule '1f1b' places 2 stages on 2 ranks as (0, 1)"),
     "function": (
         {"schedule": (named.one_f_one_b, named.zb_h1)},
         "ranks 0 and 1 were given different schedules:\nrank 0: 1f1b",

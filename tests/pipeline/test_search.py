@@ -279,7 +279,7 @@ def test_the_summary_says_what_matters():
     found = search(looped(2), 4, Costs(), memory_limit=[2, 4], candidates=[one_f_one_b(2, 4)], budget=200_000)
     line = found.summary()
     assert line.startswith(
-        "auto: predicted bubble 7.7 %, peak 2 of 2; 0.929 of the best named schedule's step (1f1b), "
+        "auto: predicted bubble 7.7 %, peak 2 of 2; 0.929 of the best named schedule's step (1f1b)"
     )
     assert line.endswith("at most 0.0 % more is possible")
     assert found.summary(" MiB").startswith("auto: predicted bubble 7.7 %, peak 2 of 2 MiB; ")

@@ -1,5 +1,6 @@
 """Process groups: joining the world, creating groups once in one order, what each of them carried."""
 
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -99,9 +100,18 @@ def init_world(backend: str | None, timeout_s: float, **where: Any) -> None:
 
 
 def destroy_world() -> None:
-    """Leave the default group and every group made from it."""
+    """Leave the default group and every group made from it; gloo's connections close with the last reference.
+
+    Functions of torch.distributed.nn hold one: the default group at the time of their import is their default
+    argument. None means the same to them.
+    """
     if is_initialized():
         dist.destroy_process_group()
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
+        given = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(default, ProcessGroup) for default in given):
+            function.__defaults__ = tuple(None if isinstance(d, ProcessGroup) else d for d in given)
 
 
 def world_group(timeout_s: float, *, checked: bool = False) -> Group | None:
