@@ -45,4 +45,4 @@ pretrain-long: $(STAMP)
 benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.dense_step
 	$(RUN) -m benchmarks.tensor_parallel
-	$(RUN) -m benchmarks.pipeline_backward
+	$(RUN) -m benchmarks.pipeline

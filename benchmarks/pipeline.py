@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import pipeline_backward
 from benchmarks.harness import Ratio, arguments, report
 from benchmarks.sleeping import OurStage, TorchStage, precise_naps
 from core.parallel_state import ParallelConfig, ParallelState
@@ -107,7 +108,7 @@ def spread(values):
 
 
 def sleeping(ps, schedule, milliseconds, pairs, say):
-    """(median step / ideal of ours, median of ours / torch)."""
+    """(median step / ideal of ours, the same over simulated x one rank alone, median of ours / torch)."""
     seconds = {k: milliseconds / 1e3 for k in "FIW"}
     ideal = MICROBATCHES * sum(seconds.values())
     ours = our_sleep(ps, schedule, seconds)
@@ -119,11 +120,13 @@ def sleeping(ps, schedule, milliseconds, pairs, say):
     alone = [timed(single, together=False) / ideal for _ in range(3)]
     over = [[t / ideal for t in side] for side in (ratio.ours, ratio.peer)]
     against = [o / p for o, p in zip(*over, strict=True)]
+    executor = statistics.median(over[0]) / predicted / statistics.median(alone)
     say(
         f"{schedule:5s} {milliseconds:3g} ms  step/ideal: simulated {predicted:.4f}, one rank alone {spread(alone)}, "
-        f"ours {spread(over[0])}, torch {spread(over[1])}; ours/torch {spread(against)}"
+        f"ours {spread(over[0])}, torch {spread(over[1])}; ours/torch {spread(against)}; "
+        f"ours / (simulated x alone) {executor:.4f}"
     )
-    return statistics.median(over[0]), statistics.median(against)
+    return statistics.median(over[0]), executor, statistics.median(against)
 
 
 def ahead(ps, schedule, pairs, say):
@@ -237,12 +240,12 @@ def computing(ps, recompute, pairs, say):
 def four_ranks(ps, quick, say):
     result, pairs = {}, 2 if quick else 5
     for schedule, ms, key in (("zb-v", 40, "step_over_ideal_zbv"), ("1f1b", 40, "step_over_ideal_1f1b")):
-        result[key], against = sleeping(ps, schedule, ms, pairs, say)
+        result[key], executor, against = sleeping(ps, schedule, ms, pairs, say)
         if schedule == "zb-v":
-            result["zbv_vs_torch_40ms"] = against
+            result["zbv_vs_torch_40ms"], result["zbv_over_simulated_and_alone"] = against, executor
     more = pairs if quick else 11  # short steps are noisier
-    result["step_over_ideal_zbv_4ms"], result["zbv_vs_torch_4ms"] = sleeping(ps, "zb-v", 4, more, say)
-    result["step_over_ideal_1f1b_4ms"], _ = sleeping(ps, "1f1b", 4, more, say)
+    result["step_over_ideal_zbv_4ms"], _, result["zbv_vs_torch_4ms"] = sleeping(ps, "zb-v", 4, more, say)
+    result["step_over_ideal_1f1b_4ms"], *_ = sleeping(ps, "1f1b", 4, more, say)
     result["recompute_ahead_gain_1f1b"] = ahead(ps, "1f1b", pairs, say)
     result["recompute_ahead_gain_zbv"] = ahead(ps, "zb-v", pairs, say)
     for limit in (2, 4):
@@ -285,8 +288,10 @@ def launch(world, quick):
 
 def main():
     args = arguments(__doc__).parse_args()
+    print("one process: the two halves of backward (benchmarks.pipeline_backward)")
+    result = pipeline_backward.measure(args.quick)
     print("4 and 2 gloo ranks on 2 cores, 8 microbatches, one thread each; sleeping stages cost F = I = W")
-    report(launch(4, args.quick) | launch(2, args.quick), args.json)
+    report(result | launch(4, args.quick) | launch(2, args.quick), args.json)
 
 
 if __name__ == "__main__":

@@ -182,15 +182,16 @@ def check(*sides):
 
 def times_of_plain(ours, plain, pairs, name, warmup=5):
     ratio = take_turns(ours, plain, pairs=pairs, warmup=warmup)
-    value = statistics.median(o / p for o, p in zip(ratio.ours, ratio.peer, strict=True))
-    print(f"{name:44s} {value:5.2f} x the plain backward of {statistics.median(ratio.peer) * 1e3:.2f} ms", flush=True)
-    return value
+    each = [o / p for o, p in zip(ratio.ours, ratio.peer, strict=True)]
+    spread = f"{statistics.median(each):5.2f} ({min(each):.2f} .. {max(each):.2f}, {len(each)} pairs)"
+    print(f"{name:40s} {spread} x the plain backward of {statistics.median(ratio.peer) * 1e3:.2f} ms", flush=True)
+    return statistics.median(each)
 
 
-def main():
-    args = arguments(__doc__).parse_args()
+def measure(quick):
+    """Every key and its figure; prints a line for each that is timed."""
     torch.set_num_threads(1)
-    hidden, pairs = (64, 5) if args.quick else (256, 31)
+    hidden, pairs = (64, 5) if quick else (256, 31)
     shape, tiny, result = (2, 128, hidden), (1, 8, 64), {}
     for policy in ("layer", "stage"):
         ours = Ours(Stage(GeluLayer, 4, hidden), shape, policy)
@@ -211,7 +212,12 @@ def main():
     key, pairs = "host_overhead_split_vs_full", 10 * pairs
     result[key] = times_of_plain(Ours(layers[0], tiny), plain, pairs, key, warmup=20)
     result[f"torch_{key}"] = times_of_plain(Torch(layers[1], tiny), plain, pairs // 4, f"torch_{key}", warmup=5)
-    report(result, args.json)
+    return result
+
+
+def main():
+    args = arguments(__doc__).parse_args()
+    report(measure(args.quick), args.json)
 
 
 if __name__ == "__main__":
