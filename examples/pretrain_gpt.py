@@ -30,7 +30,7 @@ from core.training.generate import generate
 from core.training.metrics import MetricsLog, flops_per_token
 from core.training.report import headline, last_step, write_report
 
-STEPS = 260
+STEPS = 200
 
 
 @dataclass(frozen=True)

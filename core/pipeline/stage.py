@@ -188,6 +188,7 @@ class Stage:
                 output = call_next_stage(self.module, held.received, part, self._arguments)
             if self.last and facts.loss_fn is not None:
                 output = told_by(facts.loss_fn, output, part)
+        self.context.release()  # a module of two stages defers into the one that has a bag
         if probe is not None and facts.memory is not None:
             facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
         return output
@@ -226,14 +227,12 @@ class Stage:
     def _own_gradients(self, kept: list[Tensor]) -> None:
         """Autograd may make a view of an output gradient a parameter's `.grad`, and add the next microbatch's into
         it: into what waits for W, or is being sent."""
-        if not self._fresh:
+        first = [(p, p.grad) for p in self._fresh if p.grad is not None]  # none with main_grad, whose owner takes it
+        if not first:
             return
         memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        for parameter in self._fresh:
-            gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided:
-                continue
-            if gradient.untyped_storage().data_ptr() in memory:
+        for parameter, gradient in first:
+            if gradient.layout is torch.strided and gradient.untyped_storage().data_ptr() in memory:
                 parameter.grad = gradient.clone()
         self._fresh = [p for p in self._fresh if p.grad is None]
 
