@@ -162,29 +162,13 @@ def automatic(ps, memory_limit, pairs, say):
     return predicted / ideal, statistics.median(measured)
 
 
-class Block(nn.Module):
-    def __init__(self, hidden, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x):
-        b, s, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(o.transpose(1, 2).reshape(b, s, h))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class PlainStage(nn.Module):
     """Plain torch modules on both sides; `checkpointed` is how torch recomputes a stage."""
 
     def __init__(self, first, last, *, checkpointed, hidden=256, layers=2, vocab=512):
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden) if first else None
-        self.layers = nn.Sequential(*[Block(hidden, 4) for _ in range(layers)])
+        self.layers = nn.Sequential(*[pipeline_backward.GeluLayer(hidden) for _ in range(layers)])
         self.head = nn.Linear(hidden, vocab) if last else None
         self.checkpointed = checkpointed
 

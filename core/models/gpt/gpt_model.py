@@ -8,6 +8,7 @@ from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
 from core.models.gpt.inputs import check_optional, check_tokens, check_values
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of
 from core.parallel_state.collectives import broadcast
+from core.pipeline.partition import even
 from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
 from core.transformer.layer import TransformerBlock
 from core.transformer.rules import check_layout
@@ -156,4 +157,4 @@ class GPTModel(nn.Module):
 def stage_layers(num_layers: int, ps: ParallelState) -> range:
     """The even share of layers of this rank's pipeline stage, as global numbers."""
     stage, stages = ps.coordinate["pp"], ps.config.pipeline
-    return range(stage * num_layers // stages, (stage + 1) * num_layers // stages)
+    return even(num_layers, stages)[stage]
