@@ -1,0 +1,27 @@
+"""The whole state on disk in an open format, whatever the mesh. Names are loaded at first use: the writer program
+and the command line import this package without torch."""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ShardedTensor": "mapping",
+    "ShardedObject": "mapping",
+    "sharded_state_dict": "mapping",
+    "save": "save",
+    "load": "load",
+    "load_common_state_dict": "load",
+    "load_plain_tensors": "load",
+    "load_tensors_metadata": "load",
+    "CheckpointManager": "manager",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,67 @@
+"""What every room of the checkpoint knows of an array: one global tensor, whoever holds which part of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from core.parallel_state.flat import Box
+
+Index = tuple[int, ...]  # of a cell in its array's grid
+
+# torch's name -> (zarr data type, fill value): what plain zarr-python cannot name is stored as its bits
+STORED: dict[str, tuple[str, Any]] = {
+    "float64": ("float64", "NaN"),
+    "float32": ("float32", "NaN"),
+    "float16": ("float16", "NaN"),
+    "bfloat16": ("uint16", 0x7FC0),
+    "float8_e4m3fn": ("uint8", 0x7F),
+    "float8_e5m2": ("uint8", 0x7F),
+    "int64": ("int64", -(2**63)),
+    "int32": ("int32", -(2**31)),
+    "int16": ("int16", -(2**15)),
+    "int8": ("int8", -(2**7)),
+    "uint8": ("uint8", 0xFF),
+    "bool": ("bool", False),
+}
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "uint16": 2, "uint8": 1} | {
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "bool": 1,
+}  # of the zarr data types
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """One array of a checkpoint in canonical form. Pure, hashable, the same on every rank.
+
+    shape: true global shape, the stack axis first if there is one. dtype: torch's name, `bfloat16`.
+    tp_dim: the dim that tensor parallelism cuts, None if it cuts none. stacked: dim 0 counts layers.
+    ragged: `tp_dim` may be padded in memory (a vocabulary), so its cells need not divide it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    tp_dim: int | None = None
+    stacked: bool = False
+    ragged: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element on disk."""
+        return ITEMSIZE[STORED[self.dtype][0]]
+
+    def to_json(self) -> list[Any]:
+        """Plain values, for comparing catalogues across ranks."""
+        return [list(self.shape), self.dtype, self.tp_dim, self.stacked, self.ragged]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> "ArrayInfo":
+        """The inverse of `to_json`."""
+        shape, dtype, tp_dim, stacked, ragged = value
+        return cls(tuple(shape), dtype, tp_dim, stacked, ragged)
+
+
+Arrays = Mapping[str, ArrayInfo]  # key (the array's path in the group) -> what it is
+Holdings = Mapping[str, tuple[Box, ...]]  # key -> the disjoint boxes of it that one rank holds
