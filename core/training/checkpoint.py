@@ -1,0 +1,141 @@
+"""Saving and resuming a training run: what its state is, when it is saved, and what SIGTERM does."""
+
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from core.dist_checkpointing.manager import CheckpointManager
+from core.dist_checkpointing.mapping import sharded_state_dict
+from core.optimizer import AdamW
+from core.parallel_state import ParallelState
+from core.parallel_state.collectives import all_reduce
+from core.parallel_state.modules import Modules
+from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
+
+
+class Checkpoints(AbstractContextManager):
+    """The checkpoints of one run; every method is collective.
+
+    `resume()` before the loop, `after_step` as its hook, the context around it: SIGTERM then ends the run after the
+    step under way, with a checkpoint, on all ranks at the same step.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        stages: Modules,
+        optimizer: AdamW,
+        ps: ParallelState,
+        data: DataConfig,
+        training: TrainingConfig,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.config, self.stages, self.optimizer, self.ps, self.say = config, stages, optimizer, ps, say
+        self._order = {
+            "global_batch_size": training.global_batch_size,
+            "sequence_length": data.sequence_length,
+            "data_seed": data.seed,
+            "seed": training.seed,
+        }
+        self._terminated = False
+        self._saved: int | None = None
+        self._before: Any = None
+        self.manager: CheckpointManager | None = None
+        if config.directory is not None:
+            self.manager = CheckpointManager(
+                config.directory, keep_last=config.keep_last, keep_every=config.keep_every, ps=ps, run=self._run()
+            )
+
+    def _run(self) -> dict[str, Any]:
+        """Who wrote: for the manifest."""
+        return {"layout": {k: v for k, v in asdict(self.ps.config).items() if isinstance(v, int)}}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Everything that the steps after `step` updates depend on."""
+        return {
+            "model": sharded_state_dict(self.stages, self.ps),
+            "optimizer": self.optimizer.sharded_state_dict(),
+            "training": {"step": step, "samples": step * self._order["global_batch_size"], "order": self._order},
+        }
+
+    def resume(self) -> int:
+        """Load what the configuration says; the number of updates already made, 0 for a fresh run.
+
+        Raises FileNotFoundError: `resume=must` and nothing to resume. ValueError: another model, or another order of
+        the data.
+        """
+        if self.config.load is not None:
+            return self._loaded(*CheckpointManager.load_from(self.config.load, self.state(0), ps=self.ps))
+        if self.manager is None or self.config.resume == "never":
+            return 0
+        try:
+            return self._loaded(*self.manager.load_latest(self.state(0)))
+        except FileNotFoundError:
+            if self.config.resume == "must":
+                raise
+            return 0
+
+    def _loaded(self, path: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> int:
+        told = state["training"]
+        if changed := {k: v for k, v in told["order"].items() if self._order.get(k) != v}:
+            now = {k: self._order.get(k) for k in changed}
+            raise ValueError(
+                f"{path} was trained with {changed}, this run has {now}: its next batch would not be the one that "
+                "comes next; use the same, or start afresh with checkpoint.resume=never"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        before = " ".join(f"{k}={v}" for k, v in run.get("layout", {}).items())
+        now = " ".join(f"{k}={v}" for k, v in self._run()["layout"].items())
+        self.say(
+            f"resumed from {path}: step {told['step']}, next sample {told['samples']}, optimizer "
+            f"{self.optimizer.step_count} updates ({self.optimizer.skipped_steps} skipped)\n"
+            f"layout before: {before or 'unknown'}\nlayout now:    {now}"
+        )
+        self._saved = told["step"]
+        return int(told["step"])
+
+    def __enter__(self) -> "Checkpoints":
+        if self.manager is not None:
+            self.manager.prepare(self.state(0))
+            self._before = signal.signal(signal.SIGTERM, self._terminate)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.manager is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self.manager.close()
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def before_update(self) -> None:
+        """Wait until nothing reads the parameters any more (a copy beside the step, on an accelerator)."""
+        if self.manager is not None:
+            self.manager.before_update()
+
+    def after_step(self, step: int, *, last: bool) -> bool:
+        """After update number `step`: save if it is time; True if the run is to end here (SIGTERM, on any rank)."""
+        if self.manager is None:
+            return False
+        stop = self._anybody_terminated()
+        due = last or stop or (self.config.every > 0 and step % self.config.every == 0)
+        if due and step != self._saved:
+            if self.config.asynchronous and not (last or stop):
+                self.manager.save_async(step, self.state(step))
+            else:
+                self.manager.save(step, self.state(step))
+            self._saved = step
+        if stop:
+            self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
+        return stop
+
+    def _anybody_terminated(self) -> bool:
+        """One reduced flag, so that all ranks stop after the same step."""
+        flag = torch.tensor([int(self._terminated)], device=self.ps.device)
+        return bool(all_reduce(flag, self.ps.world, "max").item())
