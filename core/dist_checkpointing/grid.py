@@ -6,7 +6,7 @@ parameter has the same grid, so one plan serves all. Sizes are elements, counted
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from math import prod
+from math import isqrt, prod
 
 from core.dist_checkpointing.arrays import ArrayInfo, Index
 from core.parallel_state.flat import Box, volume, whole
@@ -105,7 +105,8 @@ def _limited(cell: Iterable[int], limit: int, least: int = 0) -> tuple[int, ...]
 
 
 def _divisor(n: int, most: int) -> int:
-    return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return max(d for pair in small for d in (pair, n // pair) if d <= most)
 
 
 def _round_up(n: int) -> int:

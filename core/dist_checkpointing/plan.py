@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from core.dist_checkpointing.arrays import ArrayInfo, Arrays, Holdings, Index
 from core.dist_checkpointing.grid import cell_name, cell_of, cells
@@ -19,8 +20,7 @@ ALIGN = 8  # bytes: where a fragment starts in a message, so that it can be view
 Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the ranks that hold it, ascending
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A part of one cell that `source` holds and `destination` writes; `box` counts from the array's origin."""
 
     key: str
@@ -113,7 +113,7 @@ def _cells_of_class(keys: list[str], arrays: Arrays, holdings: Sequence[Holdings
                 assert piece is not None
                 pieces[index][piece] = (*pieces[index].get(piece, ()), *ranks)
     for index, cell in cells(info.shape, grid):
-        if hole := _without(cell, sorted(pieces[index])):
+        if cell not in pieces[index] and (hole := _without(cell, sorted(pieces[index]))):
             raise ValueError(
                 f"{key} of shape {info.shape}: no rank holds {hole[0]} (in cell {cell_name(index)}); every element "
                 f"has to be in the sharded state of at least one of the {len(holdings)} ranks"
