@@ -1,7 +1,7 @@
 """GPT-shaped arrays and what every rank of a mesh holds of them, by arithmetic: the models under these tests."""
 
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 
 from core.dist_checkpointing.arrays import ArrayInfo
 from core.parallel_state.flat import flat_boxes, intersect, shifted, whole
@@ -91,7 +91,7 @@ class Mesh:
         if weight.tp_dim is not None:
             if weight.ragged:
                 part = 8 if 8 % self.tp == 0 else self.tp
-                shape[0] = -(-(-(-shape[0] // part)) // 16) * 16 * part
+                shape[0] = ceil(ceil(shape[0] / part) / 16) * 16 * part
             assert shape[weight.tp_dim] % self.tp == 0
             shape[weight.tp_dim] //= self.tp
         return tuple(shape)
