@@ -21,8 +21,10 @@ COLLECTIVES = ROOT / "core" / "parallel_state" / "collectives"
 # pure packages and modules: importable, and usable, on a machine without torch
 WITHOUT_TORCH = [
     "core",
+    "core.dist_checkpointing.plan",  # and with it arrays, grid
     "core.parallel_state",
     "core.parallel_state.config",
+    "core.parallel_state.flat",
     "core.parallel_state.grid",
     "core.pipeline",
     "core.pipeline.search",
