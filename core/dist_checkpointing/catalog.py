@@ -30,7 +30,9 @@ class LocalState:
         for key, parts in self.parts.items():
             infos = {part.info for part in parts}
             if len(infos) > 1:
-                raise ValueError(f"{key}: its parts on one rank disagree: {sorted(map(str, infos))}; give them one key")
+                raise ValueError(
+                    f"{key}: its parts on one rank disagree: {sorted(map(str, infos))}; give them one key"
+                )
             found[key] = infos.pop()
         return found
 
@@ -53,7 +55,9 @@ def flatten(state: Any) -> LocalState:
         if isinstance(leaf, ShardedTensor):
             check_key(leaf.key)
             if leaf.info.dtype not in STORED:
-                raise ValueError(f"{leaf.key} is of {leaf.data.dtype}, which has no stored form; known: {list(STORED)}")
+                raise ValueError(
+                    f"{leaf.key} is of {leaf.data.dtype}, which has no stored form; known: {list(STORED)}"
+                )
             parts = flat.parts.setdefault(leaf.key, [])
             if volume(leaf.box):  # a rank may hold padding only
                 parts.append(leaf)

@@ -31,28 +31,43 @@ class Part(Protocol):
 
 
 Parts = Mapping[str, Sequence[Part]]
+OwnedCell = tuple[str, Index, Box, np.ndarray]
 
 
 def owned_cells(
     plan: Plan, arrays: Arrays, parts: Parts, rank: int, group: Group | None, device: torch.device | str = "cpu"
-) -> Iterator[tuple[str, Index, Box, np.ndarray]]:
+) -> Iterator[OwnedCell]:
     """Collective: every rank exhausts it, or the others hang. Each cell that `rank` owns, once, as stored.
 
-    A cell that lies in one part on the CPU is a view of it (any strides); others are assembled, and belong to the
-    caller. Cells that need nobody come first, then wave by wave those that became whole.
+    Those that need nobody come first, then wave by wave those that became whole.
+    """
+    yield from local_cells(plan, arrays, parts, rank)
+    yield from exchanged_cells(plan, arrays, parts, rank, group, device)
 
-    group: of all ranks of the plan, None for a single process. device: where the group's messages live.
-    Raises ValueError: a part that is not of its array's dtype or not of its box's shape, parts that are not what
-    the plan was made from.
+
+def local_cells(plan: Plan, arrays: Arrays, parts: Parts, rank: int) -> Iterator[OwnedCell]:
+    """The cells that `rank` owns and holds: views of parts (any strides) where one part on the CPU covers them.
+
+    Raises ValueError: a part that is not of its array's dtype or not of its box's shape, parts that are not what the
+    plan was made from.
     """
     _check(arrays, parts)
     awaited = {(f.key, f.index) for wave in plan.waves for f in wave if f.destination == rank}
-    boxes: dict[tuple[str, Index], Box] = {}
     for key, index, box in plan.owned(rank):
-        if (key, index) in awaited:
-            boxes[key, index] = box
-        else:
+        if (key, index) not in awaited:
             yield key, index, box, _local(key, arrays[key], parts.get(key, ()), box)
+
+
+def exchanged_cells(
+    plan: Plan, arrays: Arrays, parts: Parts, rank: int, group: Group | None, device: torch.device | str = "cpu"
+) -> Iterator[OwnedCell]:
+    """Collective: every rank exhausts it. The cells that `rank` makes of what others send; they are the caller's.
+
+    group: of all ranks of the plan, None for a single process. device: where the group's messages live.
+    Raises ValueError: as `local_cells`.
+    """
+    _check(arrays, parts)
+    boxes = {(key, index): box for key, index, box in plan.owned(rank)}
     begun: dict[tuple[str, Index], np.ndarray] = {}
     missing: dict[tuple[str, Index], int] = {}
     for wave in plan.waves:

@@ -10,13 +10,15 @@ import numpy as np
 
 from core.dist_checkpointing.arrays import Index
 from core.dist_checkpointing.commit import commit, write_failure, write_receipt
-from core.dist_checkpointing.digest import cell_crc, json_crc
+from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.manifest import planned_files
-from core.dist_checkpointing.place import DiskFullError, Place, free_bytes, require_space
+from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.zarr_store import Writer, group_metadata
+from core.dist_checkpointing.stored import crc_of
+from core.dist_checkpointing.zarr_metadata import group_metadata
+from core.dist_checkpointing.zarr_store import Writer
 from core.parallel_state.flat import Box
 
 Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
@@ -54,8 +56,8 @@ class Job:
 
     def begin(self) -> None:
         """Rank 0, before the others write much: the temporary directory. Raises DiskFullError: too little space."""
-        require_space(self._root.files, self.nbytes + SLACK)
-        self._root.begin(self.name, self.uuid)
+        with space_for(self._root.files, self.nbytes + SLACK):
+            self._root.begin(self.name, self.uuid)
 
     def write(self, cells: Cells) -> int:
         """This rank's cells and its receipt; on rank 0 also the metadata. Returns bytes of payload written.
@@ -64,20 +66,15 @@ class Job:
         """
         writer = Writer(self._place, self.metadata, durable=self.durable)
         written, size = [], 0
-        with ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
+        full = space_for(self._root.files, 0)
+        with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
             told = aside.submit(self._write_metadata) if self.rank == 0 else None
             for key, index, box, array in cells:
                 writer.write(key, box, array)
                 written.append((key, index))
                 size += array.nbytes
-            try:
-                writer.finish()
-                entries = self._entries(written) | (told.result() if told is not None else {})
-            except (OSError, ValueError) as error:
-                free = free_bytes(self._root.files)
-                if free is not None and free < SLACK:
-                    raise DiskFullError(self._root.url, self.nbytes, free) from error
-                raise
+            writer.finish()
+            entries = self._entries(written) | (told.result() if told is not None else {})
             write_receipt(self._place, self.rank, entries)
         return size
 
@@ -88,15 +85,9 @@ class Job:
         return {name: (len(data), json_crc(data)) for name, data in files.items()}
 
     def _entries(self, written: list[tuple[str, Index]]) -> Entries:
-        place = self._place
-
         def entry(at: tuple[str, Index]) -> tuple[str, tuple[int, int]]:
             name = f"{at[0]}/{cell_name(at[1])}"
-            size = place.size(name)
-            if size is None:
-                raise ValueError(f"{place.url}{name} is gone while it is being saved; is something cleaning up there?")
-            crc = cell_crc(lambda offset, length: place.read(name, offset, length), size, dict(self.metadata[at[0]]))
-            return name, (size, crc)
+            return name, crc_of(self._place, name, self.metadata[at[0]])
 
         with ThreadPoolExecutor(4) as pool:
             return dict(pool.map(entry, written))

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from core.dist_checkpointing.async_save import Background, SaveStats, WriterProgram
 from core.dist_checkpointing.exchange import exchanged_cells, gather_json, local_cells
-from core.dist_checkpointing.load import load
+from core.dist_checkpointing.loading import load
 from core.dist_checkpointing.lock import Lock
 from core.dist_checkpointing.place import PosixPlace
 from core.dist_checkpointing.prepare import Prepared, Weights
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state
 from core.dist_checkpointing.root import Root, step_name
-from core.dist_checkpointing.save import Saver, problem_of
+from core.dist_checkpointing.saving import Saver, problem_of
 from core.dist_checkpointing.slab import aligned
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import volume
@@ -84,6 +84,10 @@ class CheckpointManager:
         """Every committed step, ascending."""
         return Root(self.root).steps()
 
+    def url(self, step: int) -> str:
+        """Where a step lies. ValueError: there is none, with those that there are."""
+        return Root(self.root).open(step).url
+
     # saving
 
     def save(self, step: int, state: Any) -> SaveStats:
@@ -114,7 +118,9 @@ class CheckpointManager:
         program, stats = self._program(), SaveStats(bytes=self._bytes(prepared))
         program.start(stats.bytes)
         self._handle = SaveHandle(step, self, stats)
-        moved = exchanged_cells(prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device)
+        moved = exchanged_cells(
+            prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
+        )
         placed = program.take(moved)
         stats.exchange_ms = 1e3 * (time.perf_counter() - begin)
 
@@ -203,11 +209,14 @@ class CheckpointManager:
 
     def load(self, step: int, template: Any, *, strict: bool = True) -> Any:
         """Read one step into the tensors of `template` (see `load`). ValueError: there is none, with those there are."""
-        found: list[str] = []
-        problem = problem_of(lambda: found.append(Root(self.root).open(step).url)) if self.ps.rank == 0 else None
-        agree(problem, self.ps)
-        (url, *_) = gather_json(found, self.ps.world, self.ps.device)[0]
-        return load(template, url, strict=strict, ps=self.ps)
+        url = ""
+
+        def find() -> None:
+            nonlocal url
+            url = self.url(step)
+
+        agree(problem_of(find) if self.ps.rank == 0 else None, self.ps)
+        return load(template, gather_json(url, self.ps.world, self.ps.device)[0], strict=strict, ps=self.ps)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies. A damaged one is left out with a warning that names the file.

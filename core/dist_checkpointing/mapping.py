@@ -78,6 +78,11 @@ class ShardedTensor:
         return tuple((o, o + n) for o, n in zip(self.global_offset, shape, strict=True))
 
     @property
+    def piece(self) -> "Piece":
+        """What the exchange and the engine see of it."""
+        return Piece(self.key, self.box, self.part)
+
+    @property
     def part(self) -> Tensor:
         """`data` with its stack axes: exactly the shape of `box`."""
         return self.data[(None,) * self.prepend_axis_num]
@@ -92,6 +97,15 @@ class ShardedTensor:
         dtype = str(self.data.dtype).removeprefix("torch.")
         stacked = self.prepend_axis_num > 0
         return ArrayInfo(self.global_shape, dtype, self.tp_dim, stacked, ragged=not stacked and self.tp_dim == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A box of an array in live memory: `data` has exactly its extent."""
+
+    key: str
+    box: Box
+    data: Tensor
 
 
 @dataclass(frozen=True)
@@ -207,6 +221,10 @@ def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: 
     """A nested state with every leaf changed; lists of sharded tensors stay lists, other lists are JSON leaves."""
     if isinstance(state, Mapping):
         return {name: map_leaves(value, change, (*path, str(name))) for name, value in state.items()}
-    if isinstance(state, Sequence) and not isinstance(state, str) and any(isinstance(v, ShardedTensor) for v in state):
+    if (
+        isinstance(state, Sequence)
+        and not isinstance(state, str)
+        and any(isinstance(v, ShardedTensor) for v in state)
+    ):
         return [change(path, value) for value in state]
     return change(path, state)

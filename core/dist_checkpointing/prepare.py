@@ -11,10 +11,10 @@ from core.dist_checkpointing.catalog import Catalog, LocalState, digest, flatten
 from core.dist_checkpointing.derive import derived, unequal
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.grid import cell_of, inner_shape
-from core.dist_checkpointing.mapping import ShardedTensor
+from core.dist_checkpointing.manifest import FORMAT
+from core.dist_checkpointing.mapping import Piece
 from core.dist_checkpointing.plan import Plan, make_plan
-from core.dist_checkpointing.stored import FORMAT
-from core.dist_checkpointing.zarr_store import array_metadata
+from core.dist_checkpointing.zarr_metadata import array_metadata
 from core.parallel_state import ParallelState
 
 Weights = Literal["derive", "bf16"]
@@ -29,7 +29,7 @@ class Prepared:
     arrays: Arrays
     metadata: Mapping[str, Mapping[str, Any]]
     attributes: Mapping[str, Any]
-    parts: Mapping[str, Sequence[ShardedTensor]]
+    parts: Mapping[str, Sequence[Piece]]
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class Preparer:
         stored = {key for said in told for key in said["unequal"]}
         plan, arrays, metadata, table = self._planned(stored, weights)
         facts = {"format": FORMAT, "objects": objects, "derived": table}
-        parts = {key: flat.parts[key] for key in flat.parts if key in arrays}
+        parts = {key: [part.piece for part in held] for key, held in flat.parts.items() if key in arrays}
         return Prepared(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
 
     def _gather(self, value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ def default_state() -> ParallelState:
 
 
 def agree(problem: Exception | None, ps: ParallelState) -> None:
-    """Collective: raises on all ranks where one has a problem; the failing rank its own, the others with its number."""
+    """Collective: raises on all ranks what one has as a problem, the others with its number in front."""
     told = gather_json(None if problem is None else [type(problem).__name__, str(problem)], ps.world, ps.device)
     if problem is not None:
         raise problem

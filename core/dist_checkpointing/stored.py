@@ -4,20 +4,19 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from core.dist_checkpointing.arrays import ArrayInfo, Index
-from core.dist_checkpointing.check import check, read_manifest
-from core.dist_checkpointing.digest import cell_crc, json_crc
+from core.dist_checkpointing.check import check
+from core.dist_checkpointing.digest import cell_crc, file_crc, json_crc
 from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import parse_json
-from core.dist_checkpointing.place import Place, open_place
-from core.dist_checkpointing.zarr_store import check_metadata
-
-FORMAT = 1
+from core.dist_checkpointing.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from core.dist_checkpointing.place import Place, PosixPlace, open_place
+from core.dist_checkpointing.zarr_metadata import check_metadata
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Stored:
     objects: key -> value. derived: key -> how to get an array that is not stored."""
 
     place: Place
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     metadata: Mapping[str, Mapping[str, Any]]
     objects: Mapping[str, Any]
     derived: Mapping[str, Mapping[str, str]]
@@ -39,11 +38,15 @@ class Stored:
         metadata that no checkpoint of ours has.
         """
         place = open_place(url)
+        if place.size(MANIFEST) is None:
+            raise FileNotFoundError(
+                f"{place.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
+            )
         if sizes and (problems := check(place)):
             raise ValueError("\n".join(problems[:10]))
         manifest = read_manifest(place)
         data = place.read("zarr.json")
-        if json_crc(data) != manifest["files"].get("zarr.json", [0, None])[1]:
+        if json_crc(data) != manifest.files.get("zarr.json", (0, -1))[1]:
             raise ValueError(f"{place.url}zarr.json is not the file that was saved; use another step")
         root = parse_json(data, f"{place.url}zarr.json")
         try:
@@ -62,8 +65,7 @@ class Stored:
     @property
     def run(self) -> Mapping[str, Any]:
         """Who wrote it: layout, time, version."""
-        found: Mapping[str, Any] = self.manifest.get("run", {})
-        return found
+        return self.manifest.run
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The global shape of an array."""
@@ -112,7 +114,6 @@ class Checker:
 
     def __init__(self, stored: Stored, pool: ThreadPoolExecutor | None) -> None:
         self._stored, self._pool = stored, pool
-        self._files: Mapping[str, Any] = stored.manifest["files"]
         self._running: list[Future[None]] = []
 
     def add(self, key: str, index: Index) -> None:
@@ -121,19 +122,19 @@ class Checker:
             self._running.append(self._pool.submit(self._check, key, index))
 
     def _check(self, key: str, index: Index) -> None:
-        name = f"{key}/{cell_name(index)}"
-        stored = self._stored
-        if name not in self._files:
+        name, stored = f"{key}/{cell_name(index)}", self._stored
+        expected = stored.manifest.files.get(name)
+        if expected is None:
             raise ValueError(f"{stored.place.url}{name} is not in the manifest; use another step")
-        size, crc = self._files[name]
-        if stored.place.size(name, size) != size:
-            raise ValueError(f"{stored.place.url}{name} does not have its {size} bytes; use another step")
-
-        def part(offset: int, length: int) -> bytes:
-            return stored.place.read(name, offset, length)
-
-        if cell_crc(part, size, dict(stored.metadata[key])) != crc:
-            raise ValueError(f"{stored.place.url}{name} is not the cell that was saved there; use another step")
+        try:
+            found = crc_of(stored.place, name, stored.metadata[key], size=expected[0])
+        except FileNotFoundError as error:
+            raise ValueError(f"{stored.place.url}{name} is missing; use another step") from error
+        if found != expected:
+            raise ValueError(
+                f"{stored.place.url}{name} is not the cell that was saved there: size and digest are {found}, the "
+                f"manifest says {expected}; use another step"
+            )
 
     def finish(self) -> None:
         """Wait for all."""
@@ -141,3 +142,14 @@ class Checker:
             running.result()
 
 
+def crc_of(place: Place, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
+    """(size, digest) of a cell's file; `size`: what is expected, which saves requests to object stores.
+
+    Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.
+    """
+    if isinstance(place, PosixPlace):
+        return file_crc(place.url + name, metadata)
+    found = place.size(name, size)
+    if found is None:
+        raise FileNotFoundError(place.url + name)
+    return found, cell_crc(partial(place.read, name), found, metadata)

@@ -3,15 +3,16 @@
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
+from core.dist_checkpointing.loading import load
 from core.dist_checkpointing.manager import CheckpointManager
 from core.dist_checkpointing.mapping import sharded_state_dict
+from core.dist_checkpointing.saving import layout_of_ranks
+from core.dist_checkpointing.stored import Stored
 from core.optimizer import AdamW
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
@@ -23,7 +24,7 @@ class Checkpoints(AbstractContextManager):
     """The checkpoints of one run; every method is collective.
 
     `resume()` before the loop, `after_step` as its hook, the context around it: SIGTERM then ends the run after the
-    step under way, with a checkpoint, on all ranks at the same step.
+    step under way, with a checkpoint, on all ranks at the same step; `stopped` tells that.
     """
 
     def __init__(
@@ -43,18 +44,14 @@ class Checkpoints(AbstractContextManager):
             "data_seed": data.seed,
             "seed": training.seed,
         }
-        self._terminated = False
+        self._terminated, self.stopped = False, False
         self._saved: int | None = None
         self._before: Any = None
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
-                config.directory, keep_last=config.keep_last, keep_every=config.keep_every, ps=ps, run=self._run()
+                config.directory, keep_last=config.keep_last, keep_every=config.keep_every, ps=ps
             )
-
-    def _run(self) -> dict[str, Any]:
-        """Who wrote: for the manifest."""
-        return {"layout": {k: v for k, v in asdict(self.ps.config).items() if isinstance(v, int)}}
 
     def state(self, step: int) -> dict[str, Any]:
         """Everything that the steps after `step` updates depend on."""
@@ -71,33 +68,36 @@ class Checkpoints(AbstractContextManager):
         the data.
         """
         if self.config.load is not None:
-            return self._loaded(*CheckpointManager.load_from(self.config.load, self.state(0), ps=self.ps))
+            state = load(self.state(0), self.config.load, ps=self.ps)
+            return self._loaded(self.config.load, state)
         if self.manager is None or self.config.resume == "never":
             return 0
         try:
-            return self._loaded(*self.manager.load_latest(self.state(0)))
+            step, state = self.manager.load_latest(self.state(0))
         except FileNotFoundError:
             if self.config.resume == "must":
                 raise
             return 0
+        self._saved = step
+        return self._loaded(self.manager.url(step), state)
 
-    def _loaded(self, path: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> int:
+    def _loaded(self, url: str, state: Mapping[str, Any]) -> int:
         told = state["training"]
-        if changed := {k: v for k, v in told["order"].items() if self._order.get(k) != v}:
-            now = {k: self._order.get(k) for k in changed}
+        if changed := {name: value for name, value in told["order"].items() if self._order.get(name) != value}:
+            now = {name: self._order.get(name) for name in changed}
             raise ValueError(
-                f"{path} was trained with {changed}, this run has {now}: its next batch would not be the one that "
-                "comes next; use the same, or start afresh with checkpoint.resume=never"
+                f"{url} was trained with {changed}, this run has {now}: its next batch would not be the one "
+                "that comes next; use the same, or start afresh with checkpoint.resume=never"
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        before = " ".join(f"{k}={v}" for k, v in run.get("layout", {}).items())
-        now = " ".join(f"{k}={v}" for k, v in self._run()["layout"].items())
+        optimizer = self.optimizer
+        layouts = Stored.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
+        before, now = (" ".join(f"{axis}={size}" for axis, size in layout.items()) for layout in layouts)
         self.say(
-            f"resumed from {path}: step {told['step']}, next sample {told['samples']}, optimizer "
-            f"{self.optimizer.step_count} updates ({self.optimizer.skipped_steps} skipped)\n"
-            f"layout before: {before or 'unknown'}\nlayout now:    {now}"
+            f"resumed from {url}: step {told['step']}, next sample {told['samples']}, optimizer "
+            f"{optimizer.step_count} updates ({optimizer.skipped_steps} skipped)\n"
+            f"layout before: {before}\nlayout now:    {now}"
         )
-        self._saved = told["step"]
         return int(told["step"])
 
     def __enter__(self) -> "Checkpoints":
@@ -123,7 +123,7 @@ class Checkpoints(AbstractContextManager):
         """After update number `step`: save if it is time; True if the run is to end here (SIGTERM, on any rank)."""
         if self.manager is None:
             return False
-        stop = self._anybody_terminated()
+        stop = self.stopped = self._anybody_terminated()
         due = last or stop or (self.config.every > 0 and step % self.config.every == 0)
         if due and step != self._saved:
             if self.config.asynchronous and not (last or stop):

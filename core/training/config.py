@@ -122,6 +122,7 @@ class TrainingConfig:
     eval_interval: int = 0  # 0: only at the end
     seed: int = 1234
     output: str = "runs/pretrain"
+    compare_with: str | None = None  # another run's metrics.jsonl: tell how far this run's losses are from its
 
     def __post_init__(self) -> None:
         raise_all("TrainingConfig", self._rules())

@@ -155,5 +155,3 @@ def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[s
     }
     read(stored, {key: [(tuple((0, n) for n in t.shape), t)] for key, t in found.items()})
     return found
-
-

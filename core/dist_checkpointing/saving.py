@@ -1,4 +1,4 @@
-"""Save: every rank writes the cells it owns, nothing is gathered, and the checkpoint appears as a whole or not at all."""
+"""Save: every rank writes the cells it owns, nothing is gathered, and a checkpoint appears as a whole or not at all."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -33,8 +33,7 @@ class Saver:
     ) -> None:
         self.root, self.ps, self.timeout_s, self.weights = root, ps, timeout_s, weights
         self.keep_last, self.keep_every, self.durable = keep_last, keep_every, durable
-        layout = {axis: size for axis, size in ps.sizes.items() if axis in ("pp", "dp", "cp", "tp", "ep")}
-        self._run = {"layout": layout, "world_size": ps.config.world_size} | dict(run or {})
+        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size} | dict(run or {})
         self._preparer = Preparer(ps)
 
     def prepare(self, state: Any, failure: str | None = None) -> Prepared:
@@ -91,6 +90,11 @@ class Saver:
         return SaveStats(stall_ms=1e3 * seconds, bytes=size, seconds=seconds)
 
 
+def layout_of_ranks(ps: ParallelState) -> dict[str, int]:
+    """axis -> size, for the manifest."""
+    return {axis: ps.sizes[axis] for axis in ("pp", "dp", "cp", "tp", "ep")}
+
+
 def problem_of(call: Callable[[], None]) -> Exception | None:
     """What a call raised: to be told to the other ranks before it is raised."""
     try:
@@ -124,4 +128,3 @@ def save(
     root = root or ("/" if where.startswith("/") else ".")
     ps = ps if ps is not None else default_state()
     return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(name, sharded_state_dict)
-
