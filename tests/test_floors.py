@@ -26,6 +26,9 @@ WITHOUT_TORCH = [
     "core.parallel_state.config",
     "core.parallel_state.flat",
     "core.parallel_state.grid",
+    "core.dist_checkpointing.digest",
+    "core.dist_checkpointing.zarr_metadata",
+    "core.dist_checkpointing.zarr_store",
     "core.pipeline",
     "core.pipeline.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw
