@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from operator import attrgetter
 
 from core.dist_checkpointing.arrays import ArrayInfo, Arrays, Holdings, Index
 from core.dist_checkpointing.grid import cell_name, cell_of, cells
@@ -17,10 +17,13 @@ from core.parallel_state.flat import Box, intersect, volume
 WAVE_BYTES = 64 << 20
 ALIGN = 8  # bytes: where a fragment starts in a message, so that it can be viewed in its own dtype
 
+ORDER = attrgetter("key", "index", "box")  # of fragments; a message holds them in this order
+
 Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the ranks that hold it, ascending
 
 
-class Fragment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fragment:
     """A part of one cell that `source` holds and `destination` writes; `box` counts from the array's origin."""
 
     key: str
@@ -185,7 +188,7 @@ def _waves(fragments: list[Fragment], arrays: Arrays, world: int, wave_bytes: in
     """Each destination takes its cells in order, all destinations in turn: at most one cell of each is half there."""
     turn: Counter[int] = Counter()
     queue = []
-    for fragment in sorted(fragments):
+    for fragment in sorted(fragments, key=ORDER):
         queue.append((turn[fragment.destination], fragment.destination, fragment))
         turn[fragment.destination] += 1
     waves: list[list[Fragment]] = []
@@ -206,4 +209,4 @@ def _waves(fragments: list[Fragment], arrays: Arrays, world: int, wave_bytes: in
         waves[wave].append(fragment)
         sent[wave][fragment.source] += size
         received[wave][to] += size
-    return [sorted(wave) for wave in waves]
+    return [sorted(wave, key=ORDER) for wave in waves]

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass, field
 from math import ceil, prod
+from unittest import mock
 
-from core.dist_checkpointing.arrays import ArrayInfo
+import numpy as np
+
+from core.dist_checkpointing import grid
+from core.dist_checkpointing.arrays import STORED, ArrayInfo
 from core.parallel_state.flat import flat_boxes, intersect, shifted, whole
 
 
@@ -126,3 +130,20 @@ SMALL = Model(layers=6, hidden=48, ffn=96, groups=12, vocab=1003, gated=True, bi
 GPT_124M = Model(layers=12, hidden=768, ffn=3072, groups=12, vocab=50257, biases=True, tied=True)
 GPT_7B = Model(layers=32, hidden=4096, ffn=11008, groups=32, vocab=32000, gated=True)
 GPT_70B = Model(layers=80, hidden=8192, ffn=28672, groups=8, per_group=10, vocab=128256, gated=True)
+
+
+def small_cells():
+    """For the time of a `with`: a grid of many cells for models that fit a test; 16 times between least and most."""
+    return mock.patch.multiple(grid, MIN=2**8, MAX=2**12)
+
+
+def random_arrays(arrays, seed=0):
+    """key -> random bits in the stored dtype, NaNs with payloads among them."""
+    rng = np.random.default_rng(seed)
+    values = {}
+    for key, info in arrays.items():
+        dtype = np.dtype(STORED[info.dtype][0])
+        most = 2 if info.dtype == "bool" else 256
+        raw = rng.integers(0, most, prod(info.shape) * info.itemsize, np.uint8)
+        values[key] = raw.view(dtype).reshape(info.shape)
+    return values
