@@ -1,0 +1,122 @@
+"""A key-value store of checkpoints, without renames: the files of an attempt lie in `NAME/UUID/` for ever.
+
+`NAME/manifest.json` is a pointer, {"crc": …, "format": 1, "uuid": …}, put on the condition that it is what it was
+when the attempt began: whoever puts it has committed. Nobody looks below a uuid that no pointer names.
+`NAME/UUID.heartbeat` is there while an attempt is being written.
+"""
+
+from collections.abc import Iterable
+
+from core.dist_checkpointing.json_files import seal, unseal
+from core.dist_checkpointing.kv_place import KvPlace
+
+
+_POINTER = "/manifest.json"
+
+
+class Bucket:
+    """What `Root` needs of a key-value store."""
+
+    def __init__(self, files: KvPlace) -> None:
+        self.files = files
+
+    def prepare(self, folder: str = "") -> None:
+        """Nothing: there are no directories."""
+
+    def names(self) -> list[str]:
+        """Every committed checkpoint, sorted."""
+        return _pointers(self.files.names())
+
+    def open(self, name: str) -> KvPlace | None:
+        """A committed checkpoint, None if there is none of that name. ValueError: its pointer is damaged."""
+        uuid = self._uuid(name)
+        return self.temporary(name, uuid) if uuid else None
+
+    def identity(self, name: str) -> str:
+        """The uuid of the checkpoint `name`, "damaged" if it cannot be told, "" if there is none."""
+        try:
+            return self._uuid(name)
+        except ValueError:
+            return "damaged"
+
+    def temporary(self, name: str, uuid: str) -> KvPlace:
+        """Where the attempt `uuid` writes, and stays."""
+        return self.files.below(f"{name}/{uuid}")
+
+    def create(self, name: str, uuid: str, note: bytes) -> None:
+        """Announces the attempt."""
+        self.files.write(_heartbeat(name, uuid), note)
+
+    def note(self, name: str, uuid: str) -> bytes:
+        """What `create` was given."""
+        return self.files.read(_heartbeat(name, uuid))
+
+    def beat(self, name: str, uuid: str) -> None:
+        """Says that the attempt is being written."""
+        self.files.touch(_heartbeat(name, uuid))
+
+    def ages(self) -> dict[tuple[str, str], float]:
+        """Seconds since each attempt that no pointer names, by name and uuid, was last known to be written."""
+        keys = self.files.names()
+        pointed = {name: self.identity(name) for name in _pointers(keys)}
+        found = {tuple(key.removesuffix(".heartbeat").split("/")[:2]) for key in keys if "/" in key}
+        return {
+            (name, uuid): self.files.age(_heartbeat(name, uuid))
+            for name, uuid in sorted(found)
+            if uuid != "manifest.json" and pointed.get(name) not in (uuid, "damaged")
+        }
+
+    def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
+        """Makes the attempt the checkpoint `name`. False: another one took the name meanwhile.
+
+        The beat is for a sweep: it removes the heartbeat it judged, so it fails from here on, or this does.
+        """
+        self.beat(name, uuid)
+        self.temporary(name, uuid).write("manifest.json", manifest)
+        try:
+            old = self.files.read(name + _POINTER)
+        except FileNotFoundError:
+            old = None
+        pointer = seal({"format": 1, "uuid": uuid})
+        if self.identity(name) != replaces or not self.files.swap(name + _POINTER, old, pointer):
+            return False
+        self.files.remove(_heartbeat(name, uuid))
+        if replaces:
+            self.temporary(name, replaces).remove_all()
+        return True
+
+    def remove(self, name: str) -> None:
+        """Removes a committed checkpoint, its pointer first."""
+        uuid = self.identity(name)
+        self.files.remove(name + _POINTER)
+        self.temporary(name, uuid).remove_all()
+
+    def sweep(self, stale_s: float) -> list[str]:
+        """Removes what no one will finish and returns its prefixes."""
+        swept = []
+        for name, uuid in self.ages():
+            try:
+                note = self.note(name, uuid)
+            except FileNotFoundError:
+                note = None
+            stale = note is None or self.files.age(_heartbeat(name, uuid)) >= stale_s
+            if stale and (note is None or self.files.swap(_heartbeat(name, uuid), note, None)):
+                self.temporary(name, uuid).remove_all()
+                swept.append(f"{name}/{uuid}")
+        return swept
+
+    def _uuid(self, name: str) -> str:
+        try:
+            data = self.files.read(name + _POINTER)
+        except FileNotFoundError:
+            return ""
+        return str(unseal(data, self.files.url + name + _POINTER).get("uuid"))
+
+
+def _heartbeat(name: str, uuid: str) -> str:
+    return f"{name}/{uuid}.heartbeat"
+
+
+def _pointers(keys: Iterable[str]) -> list[str]:
+    """The checkpoints that have one."""
+    return [name for name, _, rest in (key.partition("/") for key in keys) if rest == "manifest.json"]

@@ -1,0 +1,125 @@
+"""Is a checkpoint what its manifest says? In three depths: sizes, digests, every byte."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from core.dist_checkpointing.digest import cell_crc, json_crc
+from core.dist_checkpointing.grid import cell_name, cells
+from core.dist_checkpointing.json_files import parse_json
+from core.dist_checkpointing.manifest import MANIFEST, Manifest, grid_shape, planned_files, read_manifest
+from core.dist_checkpointing.place import Place
+from core.dist_checkpointing.zarr_store import Reader
+from core.parallel_state.flat import Box, extent
+
+_MALFORMED = (KeyError, TypeError, ValueError, ZeroDivisionError)  # what reading strange metadata may raise
+Problems = dict[str, str]  # file -> what is wrong with it
+Node = dict[str, Any]  # the content of a zarr.json
+
+
+def check(place: Place, *, digests: bool = False, full: bool = False, jobs: int = 32) -> list[str]:
+    """What is wrong with a checkpoint, each line naming its file; empty: nothing.
+
+    Always: the manifest, and the size of every file. `digests`: also the crc of every file, which reads a few bytes
+    of each cell, and that the arrays have all their cells. `full`: also every byte, and files that do not belong.
+    """
+    try:
+        manifest = read_manifest(place)
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    with ThreadPoolExecutor(jobs, thread_name_prefix="checkpoint-check") as pool:
+        found = _each(pool, partial(_size, place, manifest), manifest.files)
+        if digests or full:
+            metadata = _metadata(pool, place, manifest, found)
+            cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in found]
+            found |= _each(pool, partial(_digest, place, manifest, metadata), cell_files)
+            if full:
+                for key, array in metadata.items():
+                    found |= _payload(place, key, array, found)
+                extra = set(place.names()) - manifest.files.keys() - {MANIFEST}
+                found |= dict.fromkeys(extra, "is not in the manifest")
+    return [f"{place.url}{path}: {found[path]}" for path in sorted(found)]
+
+
+def _each(pool: ThreadPoolExecutor, problem: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
+    paths = list(paths)
+    return {path: text for path, text in zip(paths, pool.map(problem, paths), strict=True) if text}
+
+
+def _size(place: Place, manifest: Manifest, path: str) -> str | None:
+    expected = manifest.files[path][0]
+    size = place.size(path, expected)
+    if size == expected:
+        return None
+    return "is missing" if size is None else f"has {size} bytes, the manifest says {expected}"
+
+
+def _json(place: Place, manifest: Manifest, path: str) -> str | None:
+    """JSON files are small, a part of them is not worth reading."""
+    expected, crc = manifest.files[path][1], json_crc(place.read(path))
+    return None if crc == expected else f"is damaged: its crc is {crc}, the manifest says {expected}"
+
+
+def _metadata(pool: ThreadPoolExecutor, place: Place, manifest: Manifest, found: Problems) -> dict[str, Node]:
+    """Path -> zarr.json of the arrays that can be read; adds to `found` what is wrong with JSON files."""
+    files = [path for path in manifest.files if path.endswith(".json") and path not in found]
+    found |= _each(pool, partial(_json, place, manifest), files)
+    arrays = {}
+    for file in files:
+        if file in found or not f"/{file}".endswith("/zarr.json"):
+            continue
+        path = file.removesuffix("zarr.json").rstrip("/")
+        try:
+            node = parse_json(place.read(file), place.url + file)
+            unlisted = _needed(path, node, manifest) - manifest.files.keys()
+        except _MALFORMED as error:
+            found[file] = f"is no metadata of a checkpoint ({error!r})"
+            continue
+        found |= dict.fromkeys(unlisted, "is not in the manifest")
+        if node["node_type"] == "array":
+            arrays[path] = node
+    return arrays
+
+
+def _needed(path: str, node: Node, manifest: Manifest) -> set[str]:
+    """The files of a group or array; counted before they are named, for a shape may say anything."""
+    if node["node_type"] == "array" and prod(grid_shape(node)) > len(manifest.files):
+        raise ValueError(f"shape {node['shape']}: more cells than the manifest has files, {len(manifest.files)}")
+    return planned_files({path: node})
+
+
+def _digest(place: Place, manifest: Manifest, metadata: Mapping[str, Node], path: str) -> str | None:
+    array = metadata.get(path.rpartition("/")[0])
+    if array is None:
+        return None if f"{path.rpartition('/')[0]}/zarr.json" in manifest.files else "belongs to no array"
+    size, expected = manifest.files[path]
+    try:
+        crc = cell_crc(partial(place.read, path), size, array)
+    except (OSError, *_MALFORMED) as error:
+        return f"is damaged ({error})"
+    return None if crc == expected else f"is damaged: its digest is {crc}, the manifest says {expected}"
+
+
+def _payload(place: Place, key: str, array: Node, found: Problems) -> Problems:
+    """Reads every cell of an array not known to be bad: all at once, one by one if there is something wrong."""
+    grid = cells(tuple(array["shape"]), tuple(array["chunk_grid"]["configuration"]["chunk_shape"]))
+    boxes = {name: box for index, box in grid if (name := f"{key}/{cell_name(index)}") not in found}
+    if _unreadable(place, key, array, boxes.values()) is None:
+        return {}
+    wrong = {name: _unreadable(place, key, array, [box]) for name, box in boxes.items()}
+    return {name: error for name, error in wrong.items() if error}
+
+
+def _unreadable(place: Place, key: str, array: Node, boxes: Iterable[Box]) -> str | None:
+    reader = Reader(place, {key: array})
+    try:
+        for box in boxes:
+            reader.read(key, box, np.empty(extent(box), np.dtype(array["data_type"])))
+        reader.finish()
+    except (OSError, *_MALFORMED) as error:
+        return str(error)
+    return None

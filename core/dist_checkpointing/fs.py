@@ -1,0 +1,133 @@
+"""Every file operation of a checkpoint that is ours: tests stop after each, and drop what no fsync saw."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Fs:
+    """The operations on a POSIX file system. `threads` of them wait at a time: an fsync is mostly waiting."""
+
+    def __init__(self, threads: int = 32) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-fs")
+
+    # what changes something: one step each
+
+    def mkdir(self, path: str) -> None:
+        """Makes a directory; it may exist, the one above must. Not durable yet."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+
+    def write(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
+        """The whole content of a file, not durable yet. `exclusive`: FileExistsError if it exists."""
+        with open(path, "xb" if exclusive else "wb") as file:
+            file.write(data)
+
+    def sync(self, path: str) -> None:
+        """Makes the content of a file, or the entries of a directory, durable."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: str, target: str) -> None:
+        """Atomic; durable after a sync of the directory."""
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Removes a file."""
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        """Removes an empty directory."""
+        os.rmdir(path)
+
+    def touch(self, path: str) -> None:
+        """Sets the time of modification to now. FileNotFoundError if the file is gone: it is never created."""
+        os.utime(path)
+
+    # what reads
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes from `offset`: `length` of them or, at the end of the file, fewer; all if None."""
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            return file.read() if length is None else file.read(length)
+
+    def listdir(self, path: str) -> list[str]:
+        """The names in a directory, sorted; none if there is no such directory."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+
+    def stat(self, path: str) -> os.stat_result | None:
+        """None if there is no such file."""
+        try:
+            return os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def walk(self, path: str) -> list[str]:
+        """Every file below a directory, as relative paths, sorted."""
+        return sorted(
+            os.path.relpath(os.path.join(folder, name), path) for folder, _, names in os.walk(path) for name in names
+        )
+
+    def free_bytes(self, path: str) -> int:
+        """What an ordinary user may still write there."""
+        return shutil.disk_usage(path).free
+
+    # what is made of these
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """`function` of each item, in threads. All are waited for before the first failure is raised."""
+        futures = [self._pool.submit(function, item) for item in items]
+        failures = [error for future in futures if (error := future.exception())]
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+    def makedirs(self, path: str) -> list[str]:
+        """Makes a directory and those above it, and returns the new ones, which are not durable yet."""
+        new: list[str] = []
+        while not os.path.isdir(path):
+            new.insert(0, path)
+            path = os.path.dirname(path)
+        for folder in new:
+            self.mkdir(folder)
+        return new
+
+    def write_new(self, path: str, data: bytes) -> None:
+        """A durable file that must not exist before (its directory's entry is not durable yet)."""
+        self.write(path, data, exclusive=True)
+        self.sync(path)
+
+    def sync_all(self, paths: Iterable[str]) -> None:
+        """`sync` of files and directories, all at once: one after the other they cost 4 ms each."""
+        self.map(self.sync, paths)
+
+    def remove_tree(self, path: str) -> None:
+        """A directory and all below it, or a file. Others may be removing it too."""
+        if not os.path.isdir(path):
+            return self._gone(self.unlink, path)
+        for folder, folders, names in os.walk(path, topdown=False):
+            for name in names:
+                self._gone(self.unlink, os.path.join(folder, name))
+            for name in folders:  # links to directories are listed here: never followed
+                child = os.path.join(folder, name)
+                self._gone(self.unlink if os.path.islink(child) else self.rmdir, child)
+        return self._gone(self.rmdir, path)
+
+    def _gone(self, remove: Callable[[str], None], path: str) -> None:
+        try:
+            remove(path)
+        except FileNotFoundError:
+            return

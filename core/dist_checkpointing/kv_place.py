@@ -1,0 +1,106 @@
+"""The files of a checkpoint as objects of a tensorstore key-value store. It knows neither directories nor renames,
+but an object appears as a whole or not at all, durable, and may be written on a condition."""
+
+import errno
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import tensorstore as ts
+
+
+class KvPlace:
+    """The objects below a prefix: a Place. `store` ends in "/"; `context` is what it was opened with."""
+
+    def __init__(self, store: ts.KvStore, context: ts.Context | None = None) -> None:
+        self._store, self.context = store, context
+        self.url = store.url
+
+    def kvstore(self, prefix: str = "") -> dict[str, Any]:
+        """The store's own driver."""
+        spec = self._store.spec().to_json()
+        return spec | {"path": spec.get("path", "") + prefix}
+
+    def below(self, name: str) -> "KvPlace":
+        """The prefix `name/` in it."""
+        return KvPlace(self._store / f"{name}/", self.context)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See Place."""
+        if not offset and length is None:
+            return self._read(name, slice(None)).value
+        stop = None if length is None else offset + length
+        try:
+            return self._read(name, slice(offset, stop)).value
+        except ValueError:  # a range that goes beyond the end is refused, not cut
+            return self.read(name)[offset:stop]
+
+    def size(self, name: str, expected: int = 0) -> int | None:
+        """Reads one byte where the size is `expected`, else all: a key-value store tells no sizes."""
+        try:
+            try:
+                start = max(expected - 1, 0)
+                return start + len(self._read(name, slice(start, None)).value)
+            except ValueError:
+                return len(self.read(name))
+        except FileNotFoundError:
+            return None
+
+    def names(self, prefix: str = "") -> list[str]:
+        """See Place."""
+        start = prefix.rstrip("/") + "/" if prefix else ""
+        return sorted(name.decode() for name in self._store.list(_below(start)).result())
+
+    def sizes(self) -> dict[str, int]:
+        """Reads everything."""
+        return {name: len(self.read(name)) for name in self.names()}
+
+    def write(self, name: str, data: bytes) -> None:
+        """See Place."""
+        self._store.write(name, data).result()
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        """See Place."""
+        for written in [self._store.write(name, data) for name, data in files.items()]:
+            written.result()
+
+    def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
+        """A conditional put. Its condition is the generation that was read, also of a missing object: an empty
+        `if_equal` is no condition for tensorstore. An empty generation in the answer says that it did not hold."""
+        found = self._store.read(name).result()
+        if (found.value if found.state == "value" else None) != old:
+            return False
+        return bool(self._store.write(name, new, if_equal=found.stamp.generation).result().generation)
+
+    def remove(self, name: str) -> None:
+        """See Place."""
+        self._store.write(name, None).result()
+
+    def remove_all(self) -> None:
+        """Removes everything below the prefix."""
+        self._store.delete_range(_below("")).result()
+
+    def touch(self, name: str) -> None:
+        """By the entry `time` of the object, which is JSON: a key-value store tells no times."""
+        old = self.read(name)
+        self.swap(name, old, json.dumps(json.loads(old) | {"time": time.time()}).encode())
+
+    def age(self, name: str) -> float:
+        """See Place."""
+        try:
+            return time.time() - json.loads(self.read(name))["time"]
+        except FileNotFoundError:
+            return math.inf
+
+    def _read(self, name: str, span: slice) -> ts.KvStore.ReadResult:
+        result = self._store.read(name, byte_range=span).result()
+        if result.state != "value":
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.url + name)
+        return result
+
+
+def _below(prefix: str) -> ts.KvStore.KeyRange:
+    """Every key that starts with `prefix`, which is empty or ends in "/"."""
+    return ts.KvStore.KeyRange(prefix, prefix[:-1] + "0" if prefix else "")  # "0" follows "/"

@@ -1,0 +1,141 @@
+"""Signs of life: a thread that beats, and a lock that dies with its owner."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+from core.dist_checkpointing.json_files import canonical_json, parse_json
+from core.dist_checkpointing.place import Place
+
+_LOCK = ".lock"
+
+
+class Heartbeat:
+    """Calls `beat` every `every` seconds until it is stopped, or until what it touches is gone. A context."""
+
+    def __init__(self, beat: Callable[[], None], every: float = 1.0) -> None:
+        self._beat, self._every, self._stop = beat, every, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoint-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            try:
+                self._beat()
+            except FileNotFoundError:
+                return
+            except (OSError, ValueError):  # a hiccup of the file system or of the network: the next may do
+                continue
+
+    def stop(self) -> None:
+        """Returns when no beat runs any more."""
+        self._stop.set()
+        self._thread.join()
+
+    def __enter__(self) -> "Heartbeat":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class Lock:
+    """The right to write into one directory of checkpoints, until `release` or the end of this process.
+
+    ValueError: another job has it. A job is known to be gone when its process is dead on this machine, or when its
+    heartbeat is older than `stale_s`; then its lock is taken over.
+    """
+
+    def __init__(self, place: Place, *, stale_s: float = 60.0, every: float = 1.0) -> None:
+        self._place, self._uuid = place, uuid4().hex
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "space": _process_space(), "time": time.time()}
+        mine = canonical_json(me | {"uuid": self._uuid})
+        found: bytes | None = None
+        while not place.swap(_LOCK, found, mine):
+            found = self._left_behind(stale_s)
+        self._heart = Heartbeat(self._beat, every)
+
+    def check(self) -> None:
+        """Raises ValueError if another job has taken over: this one was silent for too long."""
+        found = _read(self._place)
+        if found is None or _owner(found).get("uuid") != self._uuid:
+            raise ValueError(
+                f"the lock {self._place.url}{_LOCK} now is that of {_told(_owner(found or b''))}: it was taken over "
+                "because this job was silent for too long; stop one of the two"
+            )
+
+    def release(self) -> None:
+        """Gives the lock back, if it still is this one's."""
+        self._heart.stop()
+        found = _read(self._place)
+        if found is not None and _owner(found).get("uuid") == self._uuid:
+            self._place.swap(_LOCK, found, None)
+
+    def _beat(self) -> None:
+        found = _read(self._place)
+        if found is None or _owner(found).get("uuid") != self._uuid:
+            raise FileNotFoundError(_LOCK)
+        self._place.touch(_LOCK)
+
+    def _left_behind(self, stale_s: float) -> bytes | None:
+        """The lock of a job that is gone; None: there is none any more. ValueError: its job lives."""
+        found, age = _read(self._place), self._place.age(_LOCK)
+        if found is None:
+            return None
+        owner = _owner(found)
+        if age < stale_s and not _is_dead(owner):
+            raise ValueError(
+                f"{self._place.url} is in use by {_told(owner)}, seen {age:.0f} s ago; two jobs must not save into "
+                f"one directory: stop that job or choose another directory; a job that is gone is noticed after "
+                f"{stale_s:.0f} s"
+            )
+        return found
+
+
+def _read(place: Place) -> bytes | None:
+    try:
+        return place.read(_LOCK)
+    except FileNotFoundError:
+        return None
+
+
+def _owner(lock: bytes) -> dict[str, Any]:
+    """What a lock says; nothing if it was killed while it was written."""
+    try:
+        value = parse_json(lock, _LOCK)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _told(owner: dict[str, Any]) -> str:
+    return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+
+
+def _process_space() -> str:
+    """Which machine and container a pid belongs to: hosts may share a name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    space, pid = owner.get("space"), owner.get("pid")
+    if not space or space != _process_space() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # alive, another user's
+    return False

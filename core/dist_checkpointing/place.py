@@ -1,0 +1,206 @@
+"""Where the files of one checkpoint lie: a directory, or an object store's prefix. Names are relative, with "/"."""
+
+import errno
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+from uuid import uuid4
+
+import tensorstore as ts
+
+from core.dist_checkpointing.fs import Fs
+from core.dist_checkpointing.json_files import parse_json
+from core.dist_checkpointing.kv_place import KvPlace
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MEMORY = ts.Context()  # "memory://" is one store per process
+
+
+class Place(Protocol):
+    """The files below one directory or prefix. A file that is not there: FileNotFoundError, or what is said.
+
+    `context` is what a tensorstore of `kvstore()` must be opened with; None: any.
+    """
+
+    url: str
+
+    @property
+    def context(self) -> ts.Context | None:
+        """See above."""
+
+    def kvstore(self, prefix: str = "") -> dict[str, Any]:
+        """tensorstore's specification of the store below `prefix`."""
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes from `offset`, `length` or all; fewer at the end of the file."""
+
+    def size(self, name: str, expected: int = 0) -> int | None:
+        """Bytes of a file; None: not there. The right `expected` makes it cheap where sizes cannot be asked for."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names of all files below the directory `prefix`, sorted."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """A file as a whole or not at all, durable."""
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        """New files, their content durable (directory entries are by the commit), many at a time."""
+
+    def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
+        """Changes a file (None: not there) if it still is `old`; of several that try one succeeds."""
+
+    def remove(self, name: str) -> None:
+        """Removes a file; it may be gone already."""
+
+    def touch(self, name: str) -> None:
+        """Says that the file's owner is alive."""
+
+    def age(self, name: str) -> float:
+        """Seconds since the last `touch`; infinite: no such file."""
+
+
+class DiskFullError(OSError):
+    """There is, or was, less space than a checkpoint needs."""
+
+    def __init__(self, url: str, needed: int, free: int) -> None:
+        super().__init__(
+            errno.ENOSPC,
+            f"no space for the checkpoint in {url}: {needed} bytes needed, {free} free; the older checkpoints are "
+            "intact: free some space, keep fewer steps or save elsewhere",
+        )
+        self.needed, self.free = needed, free
+
+
+def free_bytes(place: Place) -> int | None:
+    """What may still be written there; None: an object store does not say."""
+    return place.fs.free_bytes(place.path) if isinstance(place, PosixPlace) else None
+
+
+@contextmanager
+def space_for(place: Place, needed: int) -> Iterator[None]:
+    """Raises DiskFullError if fewer than `needed` bytes are free, and in the stead of what a full disk raises inside:
+    of OSError, and of tensorstore's ValueError."""
+    free = free_bytes(place)
+    if free is not None and free < needed:
+        raise DiskFullError(place.url, needed, free)
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in _FULL or any(
+            f" {errno.errorcode[code]} " in str(error) for code in _FULL
+        ):
+            raise DiskFullError(place.url, needed, free_bytes(place) or 0) from error
+        raise
+
+
+def open_place(url: str | os.PathLike[str]) -> Place:
+    """The checkpoint at a path, "file://…", "gs://bucket/…", "s3://bucket/…" or "memory://…"."""
+    store = open_store(url)
+    if isinstance(store, PosixPlace):
+        return store
+    try:
+        pointer = parse_json(store.read("manifest.json"), f"{store.url}manifest.json")
+    except FileNotFoundError:
+        return store
+    return store.below(pointer["uuid"]) if isinstance(pointer, dict) and "files" not in pointer else store
+
+
+def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace | KvPlace":
+    """What lies exactly at a path or URL, whatever it is."""
+    text = os.fspath(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme == "file":
+        return PosixPlace(rest if separator else text, fs or Fs())
+    try:
+        store = ts.KvStore.open(text.rstrip("/") + "/", context=_MEMORY).result()
+    except ValueError as error:
+        raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
+    return KvPlace(store, _MEMORY)
+
+
+class PosixPlace:
+    """A directory."""
+
+    context: ts.Context | None = None
+
+    def __init__(self, path: str, fs: Fs) -> None:
+        self.path, self.fs = os.path.abspath(path), fs
+        self.url = self.path + "/"
+
+    def kvstore(self, prefix: str = "") -> dict[str, Any]:
+        """The file driver."""
+        return {"driver": "file", "path": self.url + prefix}
+
+    def below(self, name: str) -> "PosixPlace":
+        """The directory `name` in it."""
+        return PosixPlace(self.url + name, self.fs)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See Place."""
+        return self.fs.read(self.url + name, offset, length)
+
+    def size(self, name: str, expected: int = 0) -> int | None:
+        """See Place."""
+        status = self.fs.stat(self.url + name)
+        return None if status is None else status.st_size
+
+    def names(self, prefix: str = "") -> list[str]:
+        """See Place."""
+        return [os.path.join(prefix, name) for name in self.fs.walk(os.path.join(self.path, prefix))]
+
+    def sizes(self) -> dict[str, int]:
+        """See Place."""
+        return {name: size for name in self.names() if (size := self.size(name)) is not None}
+
+    def write(self, name: str, data: bytes) -> None:
+        """By a part that is renamed."""
+        path = self.url + name
+        self.fs.write(path + ".part", data)
+        self.fs.sync(path + ".part")
+        self.fs.rename(path + ".part", path)
+        self.fs.sync(os.path.dirname(path))
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        """See Place."""
+        for folder in sorted({os.path.dirname(self.url + name) for name in files}):
+            self.fs.makedirs(folder)
+        self.fs.map(lambda item: self.fs.write_new(self.url + item[0], item[1]), files.items())
+
+    def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
+        """By a rename that only one can do; the loser puts back what it should not have taken."""
+        path, aside = self.url + name, f"{self.url}.trash-{uuid4().hex}"
+        if old is not None:
+            try:
+                self.fs.rename(path, aside)
+            except FileNotFoundError:
+                return False
+            if self.fs.read(aside) != old:
+                self.fs.rename(aside, path)
+                return False
+            self.fs.unlink(aside)
+        if new is not None:
+            try:
+                self.fs.write(path, new, exclusive=True)
+            except FileExistsError:
+                return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """See Place."""
+        if self.fs.stat(self.url + name) is not None:
+            self.fs.unlink(self.url + name)
+
+    def touch(self, name: str) -> None:
+        """By its time of modification."""
+        self.fs.touch(self.url + name)
+
+    def age(self, name: str) -> float:
+        """See Place."""
+        status = self.fs.stat(self.url + name)
+        return math.inf if status is None else time.time() - status.st_mtime

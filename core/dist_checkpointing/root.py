@@ -1,0 +1,171 @@
+"""One directory, or object store's prefix, of checkpoints: begin, publish, find, keep, sweep.
+
+Only what is committed has a name here. `latest` is found by looking, never by a pointer.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from functools import partial
+
+from core.dist_checkpointing.bucket import Bucket
+from core.dist_checkpointing.check import check
+from core.dist_checkpointing.directory import Directory
+from core.dist_checkpointing.fs import Fs
+from core.dist_checkpointing.json_files import canonical_json, parse_json
+from core.dist_checkpointing.lock import Heartbeat, Lock
+from core.dist_checkpointing.manifest import read_manifest
+from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
+
+_STEP = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
+
+
+def step_name(step: int) -> str:
+    """The name of a step's checkpoint; names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+class Root:
+    """The checkpoints of one run. `stale_s`: a temporary not written for so long has no writer any more."""
+
+    def __init__(self, url: str | os.PathLike[str] | KvPlace, *, stale_s: float = 60.0, fs: Fs | None = None) -> None:
+        self.files = url if isinstance(url, KvPlace) else open_store(url, fs)
+        self.url, self.stale_s = self.files.url, stale_s
+        self._at = Directory(self.files) if isinstance(self.files, PosixPlace) else Bucket(self.files)
+
+    def lock(self) -> Lock:
+        """Keeps other jobs out. ValueError: another one is in."""
+        self._at.prepare()
+        return Lock(self.files, stale_s=self.stale_s)
+
+    # saving
+
+    def begin(self, name: int | str, uuid: str) -> Place:
+        """A new temporary for a step or name. The attempt may replace the checkpoint that has the name now."""
+        name = _named(name)
+        note = {"pid": os.getpid(), "replaces": self._at.identity(name), "time": time.time()}
+        self._at.create(name, uuid, canonical_json(note))
+        return self._at.temporary(name, uuid)
+
+    def temporary(self, name: int | str, uuid: str) -> Place:
+        """The place that `begin` made, seen from another process."""
+        return self._at.temporary(_named(name), uuid)
+
+    def beating(self, name: int | str, uuid: str, every: float = 1.0) -> Heartbeat:
+        """Keeps the temporary from being swept while it is written. A context."""
+        return Heartbeat(partial(self._at.beat, _named(name), uuid), every)
+
+    def publish(self, name: int | str, uuid: str, manifest: bytes, files: Iterable[str]) -> None:
+        """Gives the temporary its name, durably. Raises RuntimeError: it was swept, or another attempt was faster."""
+        name = _named(name)
+        try:
+            replaces = parse_json(self._at.note(name, uuid), f"the heartbeat of {name}")["replaces"]
+            published = self._at.publish(name, uuid, replaces, manifest, files)
+        except FileNotFoundError as error:
+            raise RuntimeError(
+                f"{self.url}{name}: its temporary {uuid} is gone ({error}); another job swept it because it was not "
+                "written for too long: save again"
+            ) from error
+        if not published:
+            raise RuntimeError(
+                f"{self.url}{name} was committed by another attempt, {self._at.identity(name)}, while {uuid} was "
+                "being written; two jobs save into one directory: stop one"
+            )
+
+    # finding
+
+    def steps(self) -> list[int]:
+        """Every committed step, ascending. None of them is verified."""
+        return [int(found[1]) for name in self._at.names() if (found := _STEP.fullmatch(name))]
+
+    def open(self, name: int | str) -> Place:
+        """The checkpoint of a step or name. ValueError: there is none."""
+        place = self._at.open(_named(name))
+        if place is None:
+            known = ", ".join(map(str, self.steps())) or "none"
+            raise ValueError(f"{self.url} has no checkpoint {_named(name)}; steps there: {known}")
+        return place
+
+    def latest(self) -> int | None:
+        """The newest step with a valid manifest."""
+        return next((step for step in reversed(self.steps()) if self._has_manifest(step)), None)
+
+    def problems(self, step: int, *, digests: bool = False, full: bool = False) -> list[str]:
+        """`check` of a step, where a step that cannot be found is a problem like others."""
+        try:
+            return check(self.open(step), digests=digests, full=full)
+        except ValueError as error:
+            return [str(error)]
+
+    def _has_manifest(self, step: int) -> bool:
+        try:
+            read_manifest(self.open(step))
+        except (OSError, ValueError):
+            return False
+        return True
+
+    # keeping
+
+    def tag(self, tag: str, step: int) -> None:
+        """Lets `tag` name a step, which retention then keeps."""
+        self.open(step)
+        self._at.prepare("tags")
+        self.files.write(f"tags/{_named(tag)}.json", canonical_json({"step": step}))
+
+    def untag(self, tag: str) -> None:
+        """Removes a tag, not the step it names."""
+        self.files.remove(f"tags/{_named(tag)}.json")
+
+    def tags(self) -> dict[str, int]:
+        """Tag -> step."""
+        names = [name for name in self.files.names("tags") if name.endswith(".json")]
+        found = {name: parse_json(self.files.read(name), self.url + name) for name in names}
+        bad = [name for name, tag in found.items() if not (isinstance(tag, dict) and type(tag.get("step")) is int)]
+        if bad:
+            raise ValueError(f'{self.url}{bad[0]}: no {{"step": number}}; write the tag again')
+        return {name.removeprefix("tags/").removesuffix(".json"): tag["step"] for name, tag in found.items()}
+
+    def retain(self, keep_last: int, keep_every: int | None = None) -> list[int]:
+        """Removes old steps and returns them: to be called after a commit.
+
+        Kept: the last `keep_last` with a valid manifest, multiples of `keep_every`, tagged ones, and the newest that
+        verifies with everything newer.
+        """
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep_last={keep_last} and keep_every={keep_every} must be at least 1")
+        steps = self.steps()
+        verified = next((step for step in reversed(steps) if not self.problems(step, digests=True)), None)
+        if verified is None:
+            return []
+        kept = {step for step in steps if step >= verified or (keep_every and step % keep_every == 0)}
+        kept |= set(self.tags().values()) | set([step for step in steps if self._has_manifest(step)][-keep_last:])
+        removed = [step for step in steps if step not in kept]
+        for step in removed:
+            self._at.remove(step_name(step))
+        return removed
+
+    # after a crash
+
+    def sweep(self) -> list[str]:
+        """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished."""
+        return self._at.sweep(self.stale_s)
+
+    def wait_for_writers(self, timeout_s: float, poll_s: float = 0.1) -> None:
+        """Returns when every temporary is committed or stale: a job that was killed may have left a writer that still
+        finishes. Raises TimeoutError naming those that are neither."""
+        end = time.monotonic() + timeout_s
+        while live := [f"{name} ({uuid})" for (name, uuid), age in self._at.ages().items() if age < self.stale_s]:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.url}: after {timeout_s} s still being written: {', '.join(live)}")
+            time.sleep(poll_s)
+
+
+def _named(name: int | str) -> str:
+    text = step_name(name) if isinstance(name, int) else name
+    if not _NAME.fullmatch(text) or text == "tags":
+        raise ValueError(
+            f"{text!r} is no name of a checkpoint: letters, digits, _.=+- but no dot in front, not `tags`"
+        )
+    return text

@@ -1,0 +1,165 @@
+"""Killed at every step, and losing power at every step: the newest checkpoint is always whole, the old or the new."""
+
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import tensorstore as ts
+
+from core.dist_checkpointing.kv_place import KvPlace
+from core.dist_checkpointing.root import Root, step_name
+from tests.dist_checkpointing.crash import CrashFs, CrashStore, Disk, Killed, Steps
+from tests.dist_checkpointing.toy import save, version_of
+
+
+class Story:
+    """Everything that changes a directory of checkpoints, as chapters: what is done, what the newest may be after."""
+
+    def __init__(self, root):
+        self.root = root
+        self.abandoned = uuid4().hex
+
+    def chapters(self):
+        yield {None, 10}, lambda: save(self.root, 1, 10)
+        yield {10, 20}, lambda: save(self.root, 2, 20)
+        yield {20, 21}, lambda: save(self.root, 2, 21)  # the same step again
+        yield {21}, lambda: self.root.tag("best", 2)
+        yield {21, 30}, lambda: save(self.root, 3, 30)
+        yield {30}, lambda: self.root.begin(4, self.abandoned)
+        yield {30}, self.root.sweep
+        yield {30}, lambda: self.root.retain(keep_last=1)
+
+    def tell(self, log=()):
+        """Tells it until it is killed. `allowed`: what may be found then; `marks`: where in `log` what may be found."""
+        self.allowed, self.marks = {None}, []
+        for allowed, chapter in self.chapters():
+            self.allowed = allowed
+            self.marks.append((len(log), allowed))
+            chapter()
+
+
+def posix(folder, at=None):
+    """(Root that dies at step `at`, its steps, what makes the same root as the next job sees it), all fresh."""
+    shutil.rmtree(folder / "top", ignore_errors=True)
+    (folder / "top").mkdir()
+    fs, path = CrashFs(at), folder / "top" / "runs" / "root"
+    return Root(path, fs=fs, stale_s=0), fs.step, lambda: Root(path, fs=CrashFs(), stale_s=0)
+
+
+def kv(folder, at=None):
+    store, step = ts.KvStore.open("memory://root/").result(), Steps(at)
+    return Root(KvPlace(CrashStore(store, step)), stale_s=0), step, lambda: Root(KvPlace(store), stale_s=0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory where there is such a directory: thousands of files are made."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as path:
+        yield Path(path)
+
+
+def newest(root):
+    """What a new job would load, checked by an oracle and by ourselves."""
+    step = root.latest()
+    if step is None:
+        return None
+    assert root.problems(step, digests=True) == []
+    return version_of(root.open(step))
+
+
+def assert_sound(root, allowed):
+    """What the next job finds; what it sweeps leaves nothing behind."""
+    assert newest(root) in allowed
+    for step in root.steps():
+        version_of(root.open(step))
+    root.sweep()
+    assert newest(root) in allowed
+    assert {name.split("/")[0] for name in root.files.names()} <= {"tags", *map(step_name, root.steps())}
+
+
+def assert_goes_on(root):
+    """The next job saves and retains as if nothing had been."""
+    save(root, 5, 50)
+    root.retain(keep_last=1)
+    assert newest(root) == 50
+    assert root.steps() == [*root.tags().values(), 5]
+
+
+@pytest.mark.parametrize("world", [posix, kv])
+def test_killed_at_every_step(world, folder):
+    root, steps, again = world(folder)
+    Story(root).tell()
+    assert_sound(again(), {30})
+    for at in range(steps.count):
+        root, _, again = world(folder, at)
+        story = Story(root)
+        with pytest.raises(Killed):
+            story.tell()
+        assert_sound(again(), story.allowed)
+        assert_goes_on(again())
+
+
+def oldest(states):
+    return states[0]
+
+
+def latest(states):
+    return states[-1]
+
+
+def any_of(seed):
+    return random.Random(seed).choice
+
+
+LOSSES = {  # what survives of content, of names
+    "nothing unsynced": (oldest, oldest),
+    "names only": (oldest, latest),
+    "content only": (latest, oldest),
+    **{f"random {seed}": (any_of(seed), any_of(seed + 100)) for seed in range(3)},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_power_lost_at_every_step(loss, folder):
+    root, _, _ = posix(folder)
+    disk, left, log = Disk(folder / "top"), folder / "left", root.files.fs.log
+    story = Story(root)
+    story.tell(log)
+    for number, change in enumerate([*log, None]):
+        disk.after_power_loss(left, *LOSSES[loss])
+        allowed = [allowed for start, allowed in story.marks if start <= number][-1]
+        assert_sound(Root(left / "runs" / "root", fs=CrashFs(), stale_s=0), allowed)
+        shutil.rmtree(left)
+        if change:
+            disk.apply(change)
+
+
+@pytest.mark.full
+def test_killed_again_while_it_recovers(folder):
+    """Every step of the sweep that follows a kill at every step."""
+    root, steps, _ = posix(folder)
+    Story(root).tell()
+    points = 0
+    for at in range(steps.count):
+        again_at, left = 0, folder / "left"
+        root, _, again = posix(folder, at)
+        story = Story(root)
+        with pytest.raises(Killed):
+            story.tell()
+        shutil.rmtree(left, ignore_errors=True)
+        shutil.copytree(folder / "top", left)
+        while True:
+            fs = CrashFs(again_at)
+            try:
+                Root(folder / "top" / "runs" / "root", fs=fs, stale_s=0).sweep()
+                break
+            except Killed:
+                assert_sound(again(), story.allowed)
+                again_at, points = again_at + 1, points + 1
+                shutil.rmtree(folder / "top")
+                shutil.copytree(left, folder / "top")
+    assert points > 1000
