@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -50,8 +50,7 @@ class WriterProgram:
         """Warm up: `size` bytes of slab, every page touched, and the program running."""
         self._slab.reserve(size)
         if self._process is None or self._process.poll() is not None:
-            log: IO[bytes] | int = open(self._log, "ab") if self._log else subprocess.DEVNULL
-            try:
+            with open(self._log or os.devnull, "ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "core.dist_checkpointing.writer", str(self._slab.fd)],
                     stdin=subprocess.PIPE,
@@ -61,9 +60,6 @@ class WriterProgram:
                     start_new_session=True,
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                 )
-            finally:
-                if not isinstance(log, int):
-                    log.close()
 
     def take(self, cells: Cells) -> list[list[Any]]:
         """Copy the cells into the slab: [key, index, box, offset] of each."""

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from core.dist_checkpointing.json_files import seal, unseal
 from core.dist_checkpointing.kv_place import KvPlace
 
-
 _POINTER = "/manifest.json"
 
 
@@ -46,6 +45,11 @@ class Bucket:
     def create(self, name: str, uuid: str, note: bytes) -> None:
         """Announces the attempt."""
         self.files.write(_heartbeat(name, uuid), note)
+
+    def abandon(self, name: str, uuid: str) -> None:
+        """Removes the attempt."""
+        self.files.remove(_heartbeat(name, uuid))
+        self.temporary(name, uuid).remove_all()
 
     def note(self, name: str, uuid: str) -> bytes:
         """What `create` was given."""

@@ -150,7 +150,7 @@ def merge_objects(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for key, value in objects.items():
             if merged.setdefault(key, value) != value:
                 raise ValueError(
-                    f"rank {rank} has {key}={value!r}, another one {merged[key]!r}; an object must be the same on all "
-                    "ranks, or have a key of its own on each"
+                    f"rank {rank} has {key}={value!r}, another one {merged[key]!r}; an object must be the same on "
+                    "all ranks, or have a key of its own on each"
                 )
     return merged

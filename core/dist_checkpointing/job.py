@@ -17,7 +17,7 @@ from core.dist_checkpointing.manifest import planned_files
 from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.stored import crc_of
-from core.dist_checkpointing.zarr_metadata import group_metadata
+from core.dist_checkpointing.zarr_metadata import Json, group_metadata
 from core.dist_checkpointing.zarr_store import Writer
 from core.parallel_state.flat import Box
 
@@ -37,7 +37,7 @@ class Job:
     uuid: str
     rank: int
     world_size: int
-    metadata: Mapping[str, Mapping[str, Any]]
+    metadata: Mapping[str, Json]
     attributes: Mapping[str, Any]
     run: Mapping[str, Any]
     nbytes: int

@@ -14,7 +14,7 @@ from core.dist_checkpointing.derive import source
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state
-from core.dist_checkpointing.read import Target, read
+from core.dist_checkpointing.read import Target, read, torch_dtype
 from core.dist_checkpointing.stored import Stored
 from core.parallel_state import ParallelState
 
@@ -73,8 +73,8 @@ def load(
         flat = _known(flat, report)
     elif report and strict:
         raise ValueError(
-            f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of it, "
-            "or give strict='report'"
+            f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of "
+            "it, or give strict='report'"
         )
     problem = None
     try:

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: steps in one directory, saved beside the training, found again after anything."""
+"""The checkpoints of a training run: steps in one directory, saved beside the training, found after anything."""
 
 import logging
 import os
@@ -97,15 +97,15 @@ class CheckpointManager:
         return self._saver.save(step_name(step), state, self._taken_failure())
 
     def prepare(self, state: Any) -> None:
-        """Before training: plan, warm memory, start the writer, so that the first save is as short as the later ones."""
+        """Before training: plan, warm memory, start the writer: the first save is as short as later ones then."""
         self._begin()
         self._program().start(self._bytes(self._saver.prepare(state)))
 
     def save_async(self, step: int, state: Any) -> SaveHandle | None:
-        """Copy this rank's cells and return; a program of its own writes and commits them, also if this one is killed.
+        """Copy this rank's cells and return; a program of its own writes and commits them, also if this one dies.
 
-        The state may change as soon as this returns (on an accelerator: as soon as `before_update` does). None: a save
-        is under way, and `when_busy` says to skip. Raises what went wrong with the save before, on all ranks.
+        The state may change as soon as this returns (on an accelerator: as soon as `before_update` does). None: a
+        save is under way, and `when_busy` says to skip. Raises what went wrong with the save before, on all ranks.
         """
         begin = time.perf_counter()
         self._begin()
@@ -208,7 +208,7 @@ class CheckpointManager:
     # loading
 
     def load(self, step: int, template: Any, *, strict: bool = True) -> Any:
-        """Read one step into the tensors of `template` (see `load`). ValueError: there is none, with those there are."""
+        """Read one step into the tensors of `template` (see `load`). ValueError: no such step; names those there."""
         url = ""
 
         def find() -> None:
@@ -219,7 +219,7 @@ class CheckpointManager:
         return load(template, gather_json(url, self.ps.world, self.ps.device)[0], strict=strict, ps=self.ps)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
-        """(step, state) of the newest step that verifies. A damaged one is left out with a warning that names the file.
+        """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
 
         Waits for a writer that a killed job left behind. Raises FileNotFoundError: no step at all. DamagedCheckpoint:
         none is whole; `template` then holds nothing defined. ValueError: the newest does not fit `template`.

@@ -124,11 +124,19 @@ class StatePart(Protocol):
     """
 
     @property
-    def tensor(self) -> Tensor: ...
+    def tensor(self) -> Tensor:
+        """Live memory."""
+        ...
+
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Of the whole."""
+        ...
+
     @property
-    def interval(self) -> tuple[int, int] | None: ...
+    def interval(self) -> tuple[int, int] | None:
+        """Which elements, if not all."""
+        ...
 
 
 def stacked_key(name: str, stacks: Stacks) -> tuple[str, int | None, int]:

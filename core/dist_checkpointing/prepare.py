@@ -1,4 +1,4 @@
-"""What all ranks agree on before a save: one catalogue, one plan, one attempt. One small exchange when nothing changed."""
+"""What all ranks agree on before a save: catalogue, plan, attempt. One small exchange, if nothing changed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from core.dist_checkpointing.grid import cell_of, inner_shape
 from core.dist_checkpointing.manifest import FORMAT
 from core.dist_checkpointing.mapping import Piece
 from core.dist_checkpointing.plan import Plan, make_plan
-from core.dist_checkpointing.zarr_metadata import array_metadata
+from core.dist_checkpointing.zarr_metadata import Json, array_metadata
 from core.parallel_state import ParallelState
 
 Weights = Literal["derive", "bf16"]
@@ -22,12 +22,12 @@ Weights = Literal["derive", "bf16"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A save that can begin. arrays, metadata: of what is stored. attributes: of the root group. parts: this rank's."""
+    """A save that can begin. arrays, metadata: what is stored. attributes: of the root group. parts: this rank's."""
 
     uuid: str
     plan: Plan
     arrays: Arrays
-    metadata: Mapping[str, Mapping[str, Any]]
+    metadata: Mapping[str, Json]
     attributes: Mapping[str, Any]
     parts: Mapping[str, Sequence[Piece]]
 
@@ -44,7 +44,7 @@ class Preparer:
         self._ps = ps
         self._digests: list[str] = []
         self._catalog: Catalog | None = None
-        self._plan: tuple[Plan, Arrays, Mapping[str, Mapping[str, Any]]] | None = None
+        self._plan: tuple[Plan, Arrays, Mapping[str, Json]] | None = None
         self._left_out: set[str] = set()
 
     def prepare(self, state: Any, *, weights: Weights = "derive", failure: str | None = None) -> Prepared:
@@ -79,9 +79,7 @@ class Preparer:
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, self._ps.world, self._ps.device)
 
-    def _planned(
-        self, stored: set[str], weights: Weights
-    ) -> tuple[Plan, Arrays, Mapping[str, Mapping[str, Any]], dict[str, Any]]:
+    def _planned(self, stored: set[str], weights: Weights) -> tuple[Plan, Arrays, Mapping[str, Json], dict[str, Any]]:
         assert self._catalog is not None
         table = derived(self._catalog.arrays, stored) if weights == "derive" else {}
         if self._plan is None or self._left_out != set(table):

@@ -10,8 +10,9 @@ class DamagedCheckpoint(ValueError):
 
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (DamagedCheckpoint, FileNotFoundError, OSError, TimeoutError, ValueError)
-} | {DiskFullError.__name__: OSError}
+    DiskFullError.__name__: OSError,
+    **{kind.__name__: kind for kind in (DamagedCheckpoint, FileNotFoundError, OSError, TimeoutError, ValueError)},
+}
 
 
 def default_state() -> ParallelState:

@@ -1,4 +1,4 @@
-"""Save: every rank writes the cells it owns, nothing is gathered, and a checkpoint appears as a whole or not at all."""
+"""Save: each rank writes the cells it owns, nothing is gathered, a checkpoint appears as a whole or not at all."""
 
 import time
 from collections.abc import Callable, Mapping

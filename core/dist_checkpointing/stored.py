@@ -16,7 +16,7 @@ from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from core.dist_checkpointing.place import Place, PosixPlace, open_place
-from core.dist_checkpointing.zarr_metadata import check_metadata
+from core.dist_checkpointing.zarr_metadata import Json, check_metadata
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Stored:
 
     place: Place
     manifest: Manifest
-    metadata: Mapping[str, Mapping[str, Any]]
+    metadata: Mapping[str, Json]
     objects: Mapping[str, Any]
     derived: Mapping[str, Mapping[str, str]]
 

@@ -1,6 +1,5 @@
 """What the zarr.json files of a checkpoint say, and nothing else is believed when they are read."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,11 +15,6 @@ _NEWER = "a newer version may have written it, or another program"
 
 # Far above any checkpoint, low enough that what a hostile file says costs neither memory nor time.
 _MAX_DIMS, _MAX_CELLS, _MAX_PIECES, _MAX_CHUNK_BYTES = 32, 2**24, 2**16, 2**30
-
-
-def canonical_json(value: Any) -> bytes:
-    """The one way to write a JSON value: sorted keys, no spaces, ASCII. Raises ValueError: NaN or infinity."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,11 @@ class Checkpoints(AbstractContextManager):
         self.optimizer.load_state_dict(state["optimizer"])
         optimizer = self.optimizer
         layouts = Stored.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
-        before, now = (" ".join(f"{axis}={size}" for axis, size in layout.items()) for layout in layouts)
+        before, after = (" ".join(f"{axis}={size}" for axis, size in layout.items()) for layout in layouts)
         self.say(
             f"resumed from {url}: step {told['step']}, next sample {told['samples']}, optimizer "
             f"{optimizer.step_count} updates ({optimizer.skipped_steps} skipped)\n"
-            f"layout before: {before}\nlayout now:    {now}"
+            f"layout before: {before}\nlayout now:    {after}"
         )
         return int(told["step"])
 

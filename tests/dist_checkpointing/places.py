@@ -5,7 +5,8 @@ import tensorstore as ts
 
 from core.dist_checkpointing.arrays import STORED, ArrayInfo
 from core.dist_checkpointing.grid import cell_name, cells
-from core.dist_checkpointing.zarr_metadata import array_metadata, canonical_json, group_metadata
+from core.dist_checkpointing.json_files import canonical_json
+from core.dist_checkpointing.zarr_metadata import array_metadata, group_metadata
 from core.dist_checkpointing.zarr_store import Writer
 from core.parallel_state.flat import slices
 

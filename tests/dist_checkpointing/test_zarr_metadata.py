@@ -6,7 +6,8 @@ import math
 import pytest
 
 from core.dist_checkpointing.arrays import STORED, ArrayInfo
-from core.dist_checkpointing.zarr_metadata import array_metadata, canonical_json, check_metadata, group_metadata
+from core.dist_checkpointing.json_files import canonical_json
+from core.dist_checkpointing.zarr_metadata import array_metadata, check_metadata, group_metadata
 
 INFO = ArrayInfo((8, 64, 32), "float32")
 
