@@ -154,13 +154,21 @@ def _exchange(
         if fragment.destination == rank:
             coming[fragment.source].append(fragment)
     send, receive = ([sum(_size(f, arrays) for f in peer) for peer in side] for side in (going, coming))
-    message = torch.empty(sum(send), dtype=torch.uint8, device=device)
+    message = _packed(going, sum(send), arrays, parts, device)
+    answer = all_to_all(message, group, send_rows=send, receive_rows=receive).cpu()
+    del message  # not held while the caller writes
+    for fragment, raw in _split(answer, coming, arrays):
+        yield fragment, _stored(raw, arrays[fragment.key])
+
+
+def _packed(
+    going: list[list[Fragment]], size: int, arrays: Arrays, parts: Parts, device: torch.device | str
+) -> Tensor:
+    message = torch.empty(size, dtype=torch.uint8, device=device)
     for fragment, raw in _split(message, going, arrays):
         part = next(part for part in parts[fragment.key] if intersect(part.box, fragment.box) == fragment.box)
         raw.copy_(_cut(part, fragment.box))
-    answer = all_to_all(message, group, send_rows=send, receive_rows=receive).cpu()
-    for fragment, raw in _split(answer, coming, arrays):
-        yield fragment, _stored(raw, arrays[fragment.key])
+    return message
 
 
 def _size(fragment: Fragment, arrays: Arrays) -> int:

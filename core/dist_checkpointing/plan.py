@@ -19,7 +19,7 @@ ALIGN = 8  # bytes: where a fragment starts in a message, so that it can be view
 
 ORDER = attrgetter("key", "index", "box")  # of fragments; a message holds them in this order
 
-Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the ranks that hold it, ascending
+Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the ranks that hold it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _cells_of_class(keys: list[str], arrays: Arrays, holdings: Sequence[Holdings
     ranks_of: dict[tuple[Box, ...], list[int]] = defaultdict(list)  # replicas are cut once
     for rank, held in enumerate(holdings):
         ranks_of[held.get(key, ())].append(rank)
-    pieces: dict[Index, dict[Box, tuple[int, ...]]] = defaultdict(dict)
+    pieces: dict[Index, Pieces] = defaultdict(dict)
     for boxes, ranks in ranks_of.items():
         _check_boxes(key, info.shape, boxes, ranks[0])
         for box in boxes:

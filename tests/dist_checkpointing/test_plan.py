@@ -188,6 +188,13 @@ def test_states_that_lie_alike_share_their_plan_and_weigh_together():
     assert set(sent.values()) == {sum(map(len, alone.waves))}
 
 
+def test_a_class_weighs_what_all_its_arrays_do():
+    arrays = {state + "a": ArrayInfo((10,), "float32") for state in STATES}  # 120 bytes
+    arrays |= {"b": ArrayInfo((20,), "float32"), "c": ArrayInfo((42,), "bfloat16")}  # 80 and 84
+    plan = make_plan(arrays, [{key: (whole(info.shape),) for key, info in arrays.items()}] * 2)
+    assert {key: cell[0][2] for key, cell in plan.cells.items()} == dict.fromkeys(arrays, 0) | {"b": 1, "c": 1}
+
+
 def traffic(wave, arrays):
     sent, received = Counter(), Counter()
     for fragment in wave:
