@@ -30,7 +30,8 @@ def cell_shape(
     cell = [1, *shape[1:]] if stacked else list(shape)
     if tp_dim is not None:
         last = tp_dim == len(shape) - 1
-        least = MIN * (1 if last else prod(cell[:tp_dim]))
+        # half the floor: 2.25 MiB of an attention output at h 768 have four cells, so that TP=4 reads no half cells
+        least = MIN // 2 * (1 if last else prod(cell[:tp_dim]))
         rows = _round_up(-(-shape[tp_dim] // parts)) * parts if ragged else shape[tp_dim]
         fitting = (g for g in range(parts, 1, -1) if parts % g == rows % g == 0 and layer >= g * least)
         if cuts := next(fitting, 0):

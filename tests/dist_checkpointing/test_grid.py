@@ -44,10 +44,10 @@ def test_cells_of_real_models_are_those_of_the_prototype():
     [
         ((80, 8192), None, True, (80, 8192)),  # 2.5 MiB of norms: one file, not 80
         ((12, 12, 3, 64, 768), 1, True, (1, 3, 3, 64, 768)),  # 12 heads: 4 parts, so that 2 and 4 ranks fit
-        ((12, 768, 768), 2, True, (1, 768, 384)),  # 8 parts would be smaller than 1 MiB
+        ((12, 768, 768), 2, True, (1, 768, 192)),  # 8 parts would be smaller than 512 KiB
         ((32, 2, 11008, 4096), 2, True, (1, 1, 688, 4096)),  # gate and up share no cell; 1376 rows are too many
         ((32, 4096, 11008), 2, True, (1, 2048, 1376)),  # columns in 8, rows until 16 MiB
-        ((2, 512, 512), 1, False, (2, 512, 512)),  # cut at dim 1, gate and up apart: too small
+        ((2, 256, 512), 1, False, (2, 256, 512)),  # cut at dim 1, gate and up apart: too small
         ((100, 200_000), None, True, (20, 200_000)),  # layers per cell divide the stack
         ((), None, False, ()),
     ],
@@ -168,11 +168,11 @@ def test_refusals(args, message):
 
 
 def test_reading_counts_each_piece_once():
-    info = ArrayInfo((4, 1024, 1024), "bfloat16", 1, True)  # cells of 128 rows... of 256, as four parts reach 1 MiB
-    assert cell_of(info) == (1, 256, 1024) and inner_shape(cell_of(info)) is None
-    box = ((1, 3), (250, 260), (0, 1))
-    assert read_bytes(info, [box]) == (2 * 10 * 2, 4 * 256 * 1024 * 2)
-    assert read_bytes(info, [box, box]) == (2 * 2 * 10 * 2, 4 * 256 * 1024 * 2)
+    info = ArrayInfo((4, 1024, 1024), "bfloat16", 1, True)  # in eight parts of 512 KiB
+    assert cell_of(info) == (1, 128, 1024) and inner_shape(cell_of(info)) is None
+    box = ((1, 3), (125, 130), (0, 1))
+    assert read_bytes(info, [box]) == (2 * 5 * 2, 4 * 128 * 1024 * 2)
+    assert read_bytes(info, [box, box]) == (2 * 2 * 5 * 2, 4 * 128 * 1024 * 2)
     whole_array = [whole(info.shape)]
     assert read_bytes(info, whole_array) == (volume(*whole_array) * 2,) * 2
     sharded = ArrayInfo((2048, 1024), "float32")
@@ -192,7 +192,7 @@ def test_equal_cuts_of_buckets_read_little_more_than_they_need(model):
     assert 1 < amplification(model, Mesh(dp=8, zero=True)) <= 1.10
 
 
-@pytest.mark.parametrize(("model", "most"), [(GPT_124M, 1.06), (GPT_7B, 1.0)])
+@pytest.mark.parametrize(("model", "most"), [(GPT_124M, 1.01), (GPT_7B, 1.0)])
 def test_tensor_parallel_shards_read_what_they_need(model, most):
     """At 124M the attention's output is too small for 4 parts, so 4 ranks read it twice; the rest is exact, but for
     the vocabulary's last piece, which is stored in full."""
