@@ -66,7 +66,9 @@ def flatten(state: Any) -> LocalState:
             return
         item = leaf if isinstance(leaf, ShardedObject) else ShardedObject("/".join(path), leaf)
         check_key(item.key)
-        flat.objects[item.key] = _plain(item)
+        value = _plain(item)
+        if flat.objects.setdefault(item.key, value) != value:
+            raise ValueError(f"{item.key} is both {flat.objects[item.key]!r} and {value!r}; give them one key each")
 
     map_leaves(state, add)
     return flat

@@ -115,9 +115,12 @@ class Job:
             self._root.retain(self.keep_last, self.keep_every)
 
     def fail(self, error: str) -> None:
-        """Tell whoever commits that this rank will not be done."""
-        write_failure(self._place, self.rank, error)
+        """Tell whoever commits that this rank will not be done; or, if it gave up before, remove what came late."""
+        try:
+            write_failure(self._place, self.rank, error)
+        except FileNotFoundError:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Rank 0, when all know that this attempt failed: remove what it wrote."""
+        """Give up this attempt: remove what is there of it. A rank that still writes finds out, and comes to `fail`."""
         self._root.abandon(self.name, self.uuid)
