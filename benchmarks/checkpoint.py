@@ -75,9 +75,8 @@ def the_rest(table, path, size, pairs):
     table.number("extra_rss_mib_load", memory["load"], "MiB per rank")
     found = launch(1, "stall", path, size, "float32", pairs)
     ratios = [s / c for s, c in zip(found["stall"], found["copy"], strict=True)]
-    print(
-        f"stall of each save {[round(1e3 * s) for s in found['stall']]} ms, the first one included; copies {[round(1e3 * c) for c in found['copy']]} ms"
-    )
+    for name in ("stall", "copy"):
+        print(f"{name} of each save, ms: {[round(1e3 * seconds) for seconds in found[name]]}")
     table.number("stall_vs_memcpy", statistics.median(ratios))
     table.number("stall_vs_memcpy_first_save", ratios[0])
     found = launch(1, "checksums", path, size, "float32", pairs)

@@ -32,7 +32,7 @@ def timed(call, before=lambda: None):
 
 
 def turns(calls, pairs, before=None):
-    """name -> seconds of each round; the order rotates, so that drift hits all alike. The first one is not counted."""
+    """name -> seconds of each round; the order rotates, so that drift hits all alike; the first does not count."""
     times = {name: [] for name in calls}
     names = list(calls)
     for number in range(pairs + 1):
@@ -45,6 +45,7 @@ def turns(calls, pairs, before=None):
 
 def warm(sides, path):
     """Everything that is imported or built at first use: a tiny save and load by each side."""
+    os.makedirs(path, exist_ok=True)
     for side in sides:
         fresh(f"{path}/warm")
         side.save(f"{path}/warm")

@@ -45,7 +45,7 @@ SIZES = {
 
 
 class State:
-    """name -> tensors of this tensor rank: weights, first and second moment, and main parameters beside 16-bit ones."""
+    """(kind, name) -> tensors of this tensor rank: weights, two moments, main parameters beside 16-bit weights."""
 
     def __init__(self, size, dtype, *, zeros=False):
         self.layers = SIZES[size]["layers"]
