@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from core.dist_checkpointing.json_files import seal, unseal
 from core.dist_checkpointing.kv_place import KvPlace
 
-
 _POINTER = "/manifest.json"
 
 

@@ -95,7 +95,6 @@ class Directory:
         self._fs.sync_all([place.url + "manifest.json", *(place.url + folder for folder in _folders(files))])
         if replaces and self._fs.stat(final) is not None:
             self._fs.rename(final, f"{self.files.url}.replaced-{name}-{uuid}")
-            self._fs.sync(self.files.path)
         try:
             self._fs.rename(place.path, final)
         except OSError as error:
@@ -120,7 +119,6 @@ class Directory:
                 continue
             if self._fs.stat(self.files.url + name) is None:
                 self._fs.rename(self.files.url + entry, self.files.url + name)
-                self._fs.sync(self.files.path)
             else:
                 swept.append(entry)
         self._discard(swept)

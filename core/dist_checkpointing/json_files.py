@@ -1,13 +1,10 @@
-"""JSON that is written in one way only and read with suspicion."""
+"""JSON files: sealed by a crc of their own, read with suspicion."""
 
 import json
 import zlib
 from typing import Any
 
-
-def canonical_json(value: Any) -> bytes:
-    """The one text of a JSON value: sorted keys, no spaces. NaN is no JSON: ValueError."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+from core.dist_checkpointing.zarr_metadata import canonical_json
 
 
 def parse_json(data: bytes, file: str) -> Any:
@@ -24,12 +21,12 @@ def seal(value: dict[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, file: str) -> dict[str, Any]:
-    """The inverse of `seal`, `crc` left out. ValueError naming `file`: damaged, or its crc is wrong."""
+    """The inverse of `seal`, `crc` left out. ValueError naming `file`: damaged, be it by one space."""
     value = parse_json(data, file)
     if not isinstance(value, dict):
         raise ValueError(f"{file}: a JSON {type(value).__name__}, not an object; use another step")
     said = value.pop("crc", None)
-    found = zlib.crc32(canonical_json(value))
-    if said != found:
+    if data != seal(value):
+        found = zlib.crc32(canonical_json(value))
         raise ValueError(f"{file}: its crc is {said}, its content has {found}: damaged; use another step")
     return value

@@ -13,17 +13,20 @@ from core.dist_checkpointing.bucket import Bucket
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.directory import Directory
 from core.dist_checkpointing.fs import Fs
-from core.dist_checkpointing.json_files import canonical_json, parse_json
+from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.lock import Heartbeat, Lock
 from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
+from core.dist_checkpointing.zarr_metadata import canonical_json
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint; names sort as steps do."""
+    """The name of a step's checkpoint. ValueError: the step is negative."""
+    if step < 0:
+        raise ValueError(f"step {step}: steps count from 0")
     return f"step-{step:08d}"
 
 
@@ -78,7 +81,8 @@ class Root:
 
     def steps(self) -> list[int]:
         """Every committed step, ascending. None of them is verified."""
-        return [int(found[1]) for name in self._at.names() if (found := _STEP.fullmatch(name))]
+        steps = [int(found[1]) for name in self._at.names() if (found := _STEP.fullmatch(name))]
+        return sorted(steps)
 
     def open(self, name: int | str) -> Place:
         """The checkpoint of a step or name. ValueError: there is none."""

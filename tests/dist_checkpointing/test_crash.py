@@ -34,7 +34,7 @@ class Story:
         yield {30}, lambda: self.root.retain(keep_last=1)
 
     def tell(self, log=()):
-        """Tells it until it is killed. `allowed`: what may be found then; `marks`: where in `log` what may be found."""
+        """Tells it until it is killed. `allowed`: what may be found then; `marks`: and from where in `log` on."""
         self.allowed, self.marks = {None}, []
         for allowed, chapter in self.chapters():
             self.allowed = allowed
@@ -78,6 +78,8 @@ def assert_sound(root, allowed):
         version_of(root.open(step))
     root.sweep()
     assert newest(root) in allowed
+    if 30 in allowed:  # the chapters behind the tag's
+        assert root.tags() == {"best": 2}
     assert {name.split("/")[0] for name in root.files.names()} <= {"tags", *map(step_name, root.steps())}
 
 
@@ -119,7 +121,7 @@ LOSSES = {  # what survives of content, of names
     "nothing unsynced": (oldest, oldest),
     "names only": (oldest, latest),
     "content only": (latest, oldest),
-    **{f"random {seed}": (any_of(seed), any_of(seed + 100)) for seed in range(3)},
+    **{f"random {seed}": (any_of(seed), any_of(seed + 100)) for seed in range(2)},
 }
 
 
