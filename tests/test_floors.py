@@ -24,6 +24,7 @@ WITHOUT_TORCH = [
     "core.parallel_state",
     "core.parallel_state.config",
     "core.parallel_state.grid",
+    "core.dist_checkpointing.commit",  # and with it check, root, lock, place, manifest, fs
     "core.pipeline",
     "core.pipeline.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw

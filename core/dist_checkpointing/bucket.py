@@ -5,12 +5,14 @@ when the attempt began: whoever puts it has committed. Nobody looks below a uuid
 `NAME/UUID.heartbeat` is there while an attempt is being written.
 """
 
+import re
 from collections.abc import Iterable
 
 from core.dist_checkpointing.json_files import seal, unseal
 from core.dist_checkpointing.kv_place import KvPlace
 
 _POINTER = "/manifest.json"
+_ATTEMPT = re.compile(r"([^/]+)/([0-9a-f]{32})(?:/|\.heartbeat$)")  # all else is not ours
 
 
 class Bucket:
@@ -58,11 +60,11 @@ class Bucket:
         """Seconds since each attempt that no pointer names, by name and uuid, was last known to be written."""
         keys = self.files.names()
         pointed = {name: self.identity(name) for name in _pointers(keys)}
-        found = {tuple(key.removesuffix(".heartbeat").split("/")[:2]) for key in keys if "/" in key}
+        found = {(attempt[1], attempt[2]) for key in keys if (attempt := _ATTEMPT.match(key))}
         return {
             (name, uuid): self.files.age(_heartbeat(name, uuid))
             for name, uuid in sorted(found)
-            if uuid != "manifest.json" and pointed.get(name) not in (uuid, "damaged")
+            if pointed.get(name) not in (uuid, "damaged")
         }
 
     def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:

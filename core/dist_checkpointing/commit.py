@@ -8,11 +8,10 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from core.dist_checkpointing.digest import json_crc
-from core.dist_checkpointing.json_files import parse_json
+from core.dist_checkpointing.json_files import canonical_json, parse_json
 from core.dist_checkpointing.manifest import Files, Manifest, is_entry, planned_files
 from core.dist_checkpointing.place import Place
 from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.zarr_metadata import canonical_json
 
 __all__ = ["commit", "planned_files", "write_failure", "write_receipt"]
 

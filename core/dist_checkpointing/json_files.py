@@ -1,10 +1,13 @@
-"""JSON files: sealed by a crc of their own, read with suspicion."""
+"""JSON that is written in one way only and read with suspicion."""
 
 import json
 import zlib
 from typing import Any
 
-from core.dist_checkpointing.zarr_metadata import canonical_json
+
+def canonical_json(value: Any) -> bytes:
+    """The one text of a JSON value: sorted keys, no spaces. NaN is no JSON: ValueError."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_json(data: bytes, file: str) -> Any:

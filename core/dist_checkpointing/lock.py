@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-from core.dist_checkpointing.json_files import parse_json
+from core.dist_checkpointing.json_files import canonical_json, parse_json
 from core.dist_checkpointing.place import Place
-from core.dist_checkpointing.zarr_metadata import canonical_json
 
 _LOCK = ".lock"
 

@@ -13,11 +13,10 @@ from core.dist_checkpointing.bucket import Bucket
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.directory import Directory
 from core.dist_checkpointing.fs import Fs
-from core.dist_checkpointing.json_files import parse_json
+from core.dist_checkpointing.json_files import canonical_json, parse_json
 from core.dist_checkpointing.lock import Heartbeat, Lock
 from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
-from core.dist_checkpointing.zarr_metadata import canonical_json
 
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
@@ -46,7 +45,11 @@ class Root:
     # saving
 
     def begin(self, name: int | str, uuid: str) -> Place:
-        """A new temporary for a step or name. The attempt may replace the checkpoint that has the name now."""
+        """A new temporary for a step or name; `uuid` is a uuid4().hex that no other attempt has.
+
+        The attempt may replace the checkpoint that has the name now, and no other.
+        """
+        assert re.fullmatch("[0-9a-f]{32}", uuid), uuid
         name = _named(name)
         note = {"pid": os.getpid(), "replaces": self._at.identity(name), "time": time.time()}
         self._at.create(name, uuid, canonical_json(note))

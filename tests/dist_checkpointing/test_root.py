@@ -166,6 +166,17 @@ def test_a_directory_of_something_else_is_not_replaced(tmp_path):
     assert version_of(Root(tmp_path).open("empty")) == 1
 
 
+def test_other_objects_are_left_alone(tmp_path):
+    root = Root(store("memory", tmp_path), stale_s=0)
+    others = {"notes.txt", "logs/today/a.txt", "step-00000009/x/y", "tags/best.txt"}
+    root.files.write_all(dict.fromkeys(others, b"mine"))
+    fill(root, 1, 2)
+    root.tag("best", 2)
+    assert root.retain(keep_last=1) == [1] and root.sweep() == []
+    left = {name for name in root.files.names() if not name.startswith("step-00000002/")}
+    assert left == others | {"tags/best.json"} and root.tags() == {"best": 2}
+
+
 def test_other_files_are_left_alone(tmp_path):
     root = Root(tmp_path, stale_s=0)
     for name in ("notes.txt", "step-7", "step-000000007", ".hidden"):

@@ -8,8 +8,8 @@ import numpy as np
 import tensorstore as ts
 
 from core.dist_checkpointing import commit as committing
+from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.zarr_metadata import canonical_json
 
 WORLD = 2
 STORES = ["posix", "memory", "file"]  # the last two are key-value stores
