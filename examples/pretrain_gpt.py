@@ -16,19 +16,26 @@ from torch import Tensor
 
 from core import parallel_state
 from core.data_parallel import PerParameterGradSync
-from core.models.gpt import GPTModel
 from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import ParallelConfig, ParallelState
-from core.pipeline.draw import draw_text
-from core.training import DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run, train
-from core.training.build import build_executor, build_stages, count_parameters
-from core.training.compare import first_step_alone
+from core.training import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainingConfig,
+    check_run,
+    train,
+)
+from core.training.build import build_executor, build_stages
+from core.training.checkpoint import Checkpoints
+from core.training.compare import against_run, first_step_alone
 from core.training.console import Console
-from core.training.data import Corpus, open_corpus
+from core.training.data import open_corpus
 from core.training.evaluate import evaluate_bits_per_byte
 from core.training.generate import generate
 from core.training.metrics import MetricsLog, flops_per_token
-from core.training.report import headline, last_step, write_report
+from core.training.report import describe, last_step, tell
 
 STEPS = 200
 
@@ -47,16 +54,8 @@ class Run:
             lr=2e-3, min_lr=2e-4, lr_schedule="cosine", lr_warmup_steps=20, lr_decay_steps=STEPS, weight_decay=0.1
         )
     )
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     device: str | None = None  # cpu, cuda, npu, xpu; default: the accelerator if there is one
-
-
-def describe(stages: dict[int, GPTModel], ps: ParallelState, corpus: Corpus, console: Console) -> None:
-    """Who holds what."""
-    console.say(f"{ps.config.world_size} ranks on {ps.device.type}, sequence parallel: {ps.config.sequence_parallel}")
-    console.say(ps.grid.table())
-    total, here = count_parameters(stages, ps)
-    console.say(f"parameters: {total:,} in all, {here:,} on rank 0 (with padding)")
-    console.say(f"text: {corpus.train.num_tokens:,} tokens to train on, {corpus.valid.num_tokens:,} to validate")
 
 
 def pretrain(run: Run, ps: ParallelState) -> None:
@@ -69,9 +68,10 @@ def pretrain(run: Run, ps: ParallelState) -> None:
     sync = PerParameterGradSync(stages, ps)
     optimizer = AdamW(stages, ps, run.optimizer, grad_sync=sync)
     executor = build_executor(stages, run.pipeline, run.training, ps, sync)
-    describe(stages, ps, corpus, console)
-    output = Path(run.training.output)
-    log = MetricsLog(output if ps.rank == 0 else None)
+    describe(stages, ps, corpus, console.say)
+    checkpoints = Checkpoints(run.checkpoint, stages, optimizer, ps, run.data, run.training, console.say)
+    start, output = checkpoints.resume(), Path(run.training.output)
+    log = MetricsLog(output if ps.rank == 0 else None, start)
 
     def here(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(ps.device) for name, tensor in batch.items()}
@@ -80,7 +80,7 @@ def pretrain(run: Run, ps: ParallelState) -> None:
         rows = valid.sequential(run.training.global_batch_size, rank, size)
         return evaluate_bits_per_byte(executor, map(here, rows), corpus.valid_bytes)
 
-    with console:
+    with console, checkpoints:
         first = train(
             executor,
             optimizer,
@@ -91,20 +91,22 @@ def pretrain(run: Run, ps: ParallelState) -> None:
             say=console.say,
             every_step=console.every_step if console.bar else None,
             validate=validate,
+            checkpoints=checkpoints,
+            start=start,
         )
+    if checkpoints.stopped:
+        return
     steps, bits = last_step(executor), validate()
     prompt = corpus.tokenizer.encode("def main():\n")[: max(1, s // 2)]
     tokens = generate(stages[min(stages)], prompt, new_tokens=100, temperature=0.7, executor=executor)
     if ps.rank != 0:
         return
-    lines = {"unigram": corpus.unigram, "gzip -9": corpus.gzip, "validation": bits}
-    write_report(output / "report.png", log.records, corpus.bytes_per_token, baselines=lines, timelines=steps)
-    for title, timeline in steps.items():
-        console.say(f"{headline(title, timeline)}\n{draw_text(timeline)}\n")
-    console.say(f"--- a sample ---\n{corpus.tokenizer.decode(tokens)}\n----------------")
-    console.say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in lines.items()))
-    console.say(f"written: {output / 'metrics.jsonl'}, {output / 'report.png'}")
-    console.say(first.against(first_step_alone(run.model, run.data, run.training, batches, vocab)))
+    baselines = {"unigram": corpus.unigram, "gzip -9": corpus.gzip, "validation": bits}
+    tell(output, log.records, corpus, baselines, steps, corpus.tokenizer.decode(tokens), console.say)
+    if start == 0:
+        console.say(first.against(first_step_alone(run.model, run.data, run.training, batches, vocab)))
+    if run.training.compare_with is not None:
+        console.say(against_run(log.records, run.training.compare_with))
 
 
 if __name__ == "__main__":

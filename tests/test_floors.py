@@ -21,10 +21,15 @@ COLLECTIVES = ROOT / "core" / "parallel_state" / "collectives"
 # pure packages and modules: importable, and usable, on a machine without torch
 WITHOUT_TORCH = [
     "core",
+    "core.dist_checkpointing.plan",  # and with it arrays, grid
     "core.parallel_state",
     "core.parallel_state.config",
+    "core.parallel_state.flat",
     "core.parallel_state.grid",
     "core.dist_checkpointing.commit",  # and with it check, root, lock, place, manifest, fs
+    "core.dist_checkpointing.digest",
+    "core.dist_checkpointing.zarr_metadata",
+    "core.dist_checkpointing.zarr_store",
     "core.pipeline",
     "core.pipeline.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw

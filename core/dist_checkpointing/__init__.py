@@ -8,11 +8,11 @@ _HOME = {
     "ShardedTensor": "mapping",
     "ShardedObject": "mapping",
     "sharded_state_dict": "mapping",
-    "save": "save",
-    "load": "load",
-    "load_common_state_dict": "load",
-    "load_plain_tensors": "load",
-    "load_tensors_metadata": "load",
+    "save": "saving",
+    "load": "loading",
+    "load_common_state_dict": "loading",
+    "load_plain_tensors": "loading",
+    "load_tensors_metadata": "loading",
     "CheckpointManager": "manager",
 }
 

@@ -48,6 +48,11 @@ class Bucket:
         """Announces the attempt."""
         self.files.write(_heartbeat(name, uuid), note)
 
+    def abandon(self, name: str, uuid: str) -> None:
+        """Removes the attempt."""
+        self.files.remove(_heartbeat(name, uuid))
+        self.temporary(name, uuid).remove_all()
+
     def note(self, name: str, uuid: str) -> bytes:
         """What `create` was given."""
         return self.files.read(_heartbeat(name, uuid))

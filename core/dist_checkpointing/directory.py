@@ -67,6 +67,10 @@ class Directory:
         self._fs.makedirs(place.url + "receipts")
         self._fs.write(place.url + _HEARTBEAT, note, exclusive=True)
 
+    def abandon(self, name: str, uuid: str) -> None:
+        """Removes the temporary."""
+        self._discard([f".tmp-{name}-{uuid}"])
+
     def note(self, name: str, uuid: str) -> bytes:
         """What `create` was given."""
         return self.temporary(name, uuid).read(_HEARTBEAT)

@@ -80,6 +80,24 @@ class Root:
                 "being written; two jobs save into one directory: stop one"
             )
 
+    def abandon(self, name: int | str, uuid: str) -> None:
+        """Removes the temporary of an attempt that failed."""
+        self._at.abandon(_named(name), uuid)
+
+    def wait_for(self, name: int | str, uuid: str, timeout_s: float) -> None:
+        """Returns when that attempt is committed, seen from a rank that does not commit.
+
+        Raises RuntimeError: it never will be. TimeoutError.
+        """
+        name, end, pause = _named(name), time.monotonic() + timeout_s, 0.002
+        while self._at.identity(name) != uuid:
+            if (name, uuid) not in self._at.ages() and self._at.identity(name) != uuid:
+                raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.url}{name}: not committed after {timeout_s} s; rank 0 tells why")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+
     # finding
 
     def steps(self) -> list[int]:

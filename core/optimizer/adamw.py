@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.dist_checkpointing.mapping import ShardedObject, sharded_states
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.grad_norm import squared_grad_norm
 from core.parallel_state.layout import Box, Layout, layout_of, true_part
-from core.parallel_state.modules import Modules, named_parameters
+from core.parallel_state.modules import Modules, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
@@ -43,12 +44,14 @@ class StepStats:
 class StatePart:
     """This rank's true part (no padded rows) of one whole state tensor: a live view, and where it lies.
 
-    layout: of the whole tensor, the parameter's. box: the slices of the whole that `tensor` is.
+    layout: of the whole tensor, the parameter's. box: the slices of the whole that `tensor` is. interval: of a
+    sharded optimizer: `tensor` is 1-D, elements [start, stop) of the local tensor's flat form, padded rows included.
     """
 
     tensor: Tensor
     layout: Layout
     box: Box
+    interval: tuple[int, int] | None = None
 
 
 class AdamW:
@@ -66,6 +69,7 @@ class AdamW:
         self.ps, self.config, self.grad_sync = ps, config, grad_sync
         self.step_count = 0
         self._schedule = config.learning_rate
+        self._stacks = named_stacks(module)
         self._parameters = {name: p for name, p in named_parameters(module) if p.requires_grad}
         if lacking := [name for name, p in self._parameters.items() if getattr(p, "main_grad", None) is None]:
             raise ValueError(
@@ -196,6 +200,26 @@ class AdamW:
         state = self._inner.state[main]
         return {"main": main.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """`states()` and the counts, for `dist_checkpointing.save` and `load`; live memory.
+
+        A parameter that is its own main is saved as a weight only. After a load call `load_state_dict(state)`.
+        """
+        states = {
+            name: {kind: part for kind, part in kinds.items() if kind != "main" or self._main[name] is not parameter}
+            for (name, kinds), parameter in zip(self.states().items(), self._parameters.values(), strict=True)
+        }
+        return {
+            "step_count": ShardedObject("optimizer/step_count", self.step_count),
+            "skipped_steps": ShardedObject("optimizer/skipped_steps", self.skipped_steps),
+            "states": sharded_states(states, self.ps, stacks=self._stacks),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After a checkpoint filled the memory that `sharded_state_dict` named: take the counts from `state`."""
+        self._resume(state["step_count"], state["skipped_steps"])
+
     @torch.no_grad()
     def load_states(
         self, states: Mapping[str, Mapping[str, Tensor | StatePart]], step_count: int, *, skipped_steps: int = 0
@@ -219,6 +243,9 @@ class AdamW:
                 )
         for (name, kind), tensor in given.items():
             mine[name][kind].tensor.copy_(tensor)
+        self._resume(step_count, skipped_steps)
+
+    def _resume(self, step_count: int, skipped_steps: int) -> None:
         self.step_count = step_count
         self._skipped.fill_(skipped_steps)
         for state in self._inner.state.values():

@@ -27,8 +27,13 @@ def volume(box: Box) -> int:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """What two boxes of one tensor share; None if nothing."""
-    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    both = []
+    for (start, stop), (other_start, other_stop) in zip(a, b, strict=True):
+        first, last = max(start, other_start), min(stop, other_stop)
+        if first >= last:
+            return None
+        both.append((first, last))
+    return tuple(both)
 
 
 def relative(box: Box, outer: Box) -> Box:

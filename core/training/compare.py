@@ -1,4 +1,7 @@
-"""The first step again, in one process: whether a layout of ranks computes what one rank does."""
+"""Whether a layout of ranks computes what one rank does, and a resumed run what an unbroken one does."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 from core.data_parallel import PerParameterGradSync
 from core.datasets import GPTBatches
@@ -9,6 +12,7 @@ from core.pipeline import SingleStage
 from core.training.config import DataConfig, ModelConfig, TrainingConfig
 from core.training.evaluate import next_token_loss
 from core.training.loop import FirstStep
+from core.training.metrics import StepRecord, read_metrics
 
 
 def first_step_alone(
@@ -37,3 +41,18 @@ def first_step_alone(
     result = executor.step(batches.batch(0), next_token_loss)
     stats = optimizer.step(num_tokens=result.num_tokens)
     return FirstStep(float(result.loss), float(stats.grad_norm))
+
+
+def against_run(records: Sequence[StepRecord], path: str | Path) -> str:
+    """One line: how far the losses of this run are from those of the same steps in another run's `metrics.jsonl`.
+
+    Raises ValueError: no step that both have.
+    """
+    other = {record.step: record.loss for record in read_metrics(path)}
+    common = [(record.step, abs(record.loss - other[record.step])) for record in records if record.step in other]
+    if not common:
+        raise ValueError(f"{path} has {len(other)} steps, none of them among the {len(records)} of this run")
+    return (
+        f"against {path}: {len(common)} steps in common, {common[0][0]} to {common[-1][0]}, max |loss difference| "
+        f"{max(difference for _, difference in common):.1e}"
+    )

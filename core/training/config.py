@@ -122,6 +122,7 @@ class TrainingConfig:
     eval_interval: int = 0  # 0: only at the end
     seed: int = 1234
     output: str = "runs/pretrain"
+    compare_with: str | None = None  # another run's metrics.jsonl: tell how far this run's losses are from its
 
     def __post_init__(self) -> None:
         raise_all("TrainingConfig", self._rules())
@@ -132,3 +133,35 @@ class TrainingConfig:
         yield self.eval_interval >= 0, f"eval_interval={self.eval_interval} must not be negative"
         known = ("none", "selective", "layer", "stage")
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run's state is saved, how much of it is kept, and what a run starts from.
+
+    directory: of all its checkpoints, `step-00001000` and so on; None saves nothing, also not on SIGTERM.
+    every: steps between two; 0 saves at the end only. keep_last: of the newest; keep_every: multiples of it are kept
+    for ever. resume: from the newest that verifies: "auto" if there is one, "must", or "never".
+    load: one checkpoint to start from, of any layout, wherever it lies; goes before `resume`.
+    Raises ValueError with every rule that is broken.
+    """
+
+    directory: str | None = None
+    every: int = 0
+    keep_last: int = 3
+    keep_every: int = 0
+    resume: Literal["must", "auto", "never"] = "auto"
+    load: str | None = None
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        raise_all("CheckpointConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
+            yield getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}"
+        yield self.resume in ("must", "auto", "never"), f"unknown resume {self.resume!r}; known: must, auto, never"
+        yield (
+            self.directory is not None or (self.every == 0 and self.resume != "must"),
+            f"every={self.every} and resume={self.resume} need a directory; give one",
+        )

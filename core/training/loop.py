@@ -30,6 +30,18 @@ class Optimizer(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """What the loop needs of `Checkpoints`."""
+
+    def before_update(self) -> None:
+        """Before parameters change."""
+        ...
+
+    def after_step(self, step: int, *, last: bool) -> bool:
+        """After update number `step`; True ends the run."""
+        ...
+
+
 @dataclass(frozen=True)
 class FirstStep:
     """What the first step saw, to compare layouts by: loss in nats per token, and the gradient norm."""
@@ -84,12 +96,14 @@ def train(
     say: Callable[[str], None] = print,
     every_step: Callable[[int, float], None] | None = None,
     validate: Callable[[], float] | None = None,
+    checkpoints: Keeper | None = None,
     start: int = 0,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
     Logs every `log_interval` steps and at both ends; `every_step(step, loss)` moves a progress bar;
-    `validate()` gives bits per byte every `eval_interval` steps. Returns what the first step saw.
+    `validate()` gives bits per byte every `eval_interval` steps; `checkpoints` saves, and may end the run early.
+    Returns what the first step saw.
     Raises RuntimeError: a loss that is not a number. ValueError: no step left to run.
     """
     if start >= config.train_steps:
@@ -99,36 +113,47 @@ def train(
         optimizer.zero_grad()
         rate = optimizer.learning_rate
         result = executor.step(batch_of(step), next_token_loss)
+        if checkpoints is not None:
+            checkpoints.before_update()
         stats = optimizer.step(num_tokens=result.num_tokens)
         meter.add(result.num_tokens)
-        logged = step in (start, config.train_steps - 1) or _due(step, config.log_interval)
+        last = step == config.train_steps - 1
+        logged = last or step == start or _due(step, config.log_interval)
         # decided by the configuration alone: ranks differ in who shows a bar, and validation is collective
         validated = validate is not None and _due(step, config.eval_interval)
-        if not (logged or validated or every_step is not None):
-            continue  # nothing here waits for the device
-        loss = float(result.loss_sum) / max(1, int(result.num_tokens))
-        if loss != loss and logged:  # where every rank looks, so that none is left waiting
-            raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate or check the text")
-        seen = seen or FirstStep(loss, float(stats.grad_norm))
-        if logged:
-            tokens_per_s, seconds = meter.read(step)
-            record = StepRecord(
-                step=step + 1,
-                loss=loss,
-                grad_norm=float(stats.grad_norm),
-                learning_rate=rate,
-                tokens_per_s=tokens_per_s,
-                tflops_per_s=tokens_per_s * flops_per_token / 1e12,
-                step_ms=1e3 * seconds,
-                tokens=int(result.num_tokens),
-            )
-            log.add(record)
-            say(record.line(config.train_steps))
-        if every_step is not None:
-            every_step(step + 1, loss)
+        if logged or validated or every_step is not None:  # else nothing waits for the device
+            loss = float(result.loss_sum) / max(1, int(result.num_tokens))
+            seen = seen or FirstStep(loss, float(stats.grad_norm))
+            if loss != loss and logged:  # where every rank looks, so that none is left waiting
+                raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate")
+            if logged:
+                record = _record(step, loss, rate, stats, int(result.num_tokens), meter, flops_per_token)
+                log.add(record)
+                say(record.line(config.train_steps))
+            if every_step is not None:
+                every_step(step + 1, loss)
+        begin = time.perf_counter()
         if validate is not None and validated:
-            begin = time.perf_counter()
             say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
-            meter.leave_out(time.perf_counter() - begin)
+        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last)
+        meter.leave_out(time.perf_counter() - begin)
+        if stop:
+            break
     assert seen is not None  # the first step is always logged
     return seen
+
+
+def _record(
+    step: int, loss: float, rate: float, stats: StepStats, tokens: int, meter: _Meter, flops_per_token: int
+) -> StepRecord:
+    tokens_per_s, seconds = meter.read(step)
+    return StepRecord(
+        step=step + 1,
+        loss=loss,
+        grad_norm=float(stats.grad_norm),
+        learning_rate=rate,
+        tokens_per_s=tokens_per_s,
+        tflops_per_s=tokens_per_s * flops_per_token / 1e12,
+        step_ms=1e3 * seconds,
+        tokens=tokens,
+    )

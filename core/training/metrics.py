@@ -38,14 +38,20 @@ class StepRecord:
 
 
 class MetricsLog:
-    """Appends records to `metrics.jsonl` in a directory; None writes nothing (ranks other than 0)."""
+    """Appends records to `metrics.jsonl` in a directory; None writes nothing (ranks other than 0).
 
-    def __init__(self, directory: str | Path | None) -> None:
+    start: steps that a resumed run does not make again; their records stay, later ones are dropped.
+    """
+
+    def __init__(self, directory: str | Path | None, start: int = 0) -> None:
         self.records: list[StepRecord] = []
         self._path = Path(directory) / "metrics.jsonl" if directory is not None else None
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [r for r in read_metrics(self._path) if r.step <= start] if start and self._path.exists() else []
             self._path.write_text("")
+            for record in kept:
+                self.add(record)
 
     def add(self, record: StepRecord) -> None:
         """Keep it, and append its line at once, so that a killed run still has it."""
@@ -53,3 +59,14 @@ class MetricsLog:
         if self._path is not None:
             with self._path.open("a") as f:
                 f.write(json.dumps(asdict(record)) + "\n")
+
+
+def read_metrics(path: str | Path) -> list[StepRecord]:
+    """The records of a `metrics.jsonl`, also of a run that was killed while it wrote a line."""
+    found = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            found.append(StepRecord(**json.loads(line)))
+        except (ValueError, TypeError):  # a line that was never finished
+            continue
+    return found

@@ -1,11 +1,15 @@
-"""`report.png`: the loss curve against the baselines that need no model, and the pipeline's last step."""
+"""What a run tells before and after: who holds what, the loss against baselines that need no model, the last step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.models.gpt import GPTModel
+from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
-from core.pipeline.draw import MEANING, shade
+from core.pipeline.draw import MEANING, draw_text, shade
+from core.training.build import count_parameters
+from core.training.data import Corpus
 from core.training.metrics import StepRecord
 
 
@@ -20,6 +24,33 @@ def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
 def headline(title: str, timeline: Timeline) -> str:
     """`title: 120 ms, bubble 6%`."""
     return f"{title}: {1e3 * timeline.makespan:.0f} ms, bubble {timeline.bubble:.0%}"
+
+
+def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:
+    """Who holds what, before a run. All-gather over pp."""
+    say(f"{ps.config.world_size} ranks on {ps.device.type}, sequence parallel: {ps.config.sequence_parallel}")
+    say(ps.grid.table())
+    total, here = count_parameters(stages, ps)
+    say(f"parameters: {total:,} in all, {here:,} on rank 0 (with padding)")
+    say(f"text: {corpus.train.num_tokens:,} tokens to train on, {corpus.valid.num_tokens:,} to validate")
+
+
+def tell(
+    output: Path,
+    records: Sequence[StepRecord],
+    corpus: Corpus,
+    baselines: Mapping[str, float],
+    timelines: Mapping[str, Timeline],
+    sample: str,
+    say: Callable[[str], None],
+) -> None:
+    """After a run: `report.png`, the last step drawn, a sample, the loss beside what needs no model."""
+    write_report(output / "report.png", records, corpus.bytes_per_token, baselines=baselines, timelines=timelines)
+    for title, timeline in timelines.items():
+        say(f"{headline(title, timeline)}\n{draw_text(timeline)}\n")
+    say(f"--- a sample ---\n{sample}\n----------------")
+    say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
+    say(f"written: {output / 'metrics.jsonl'}, {output / 'report.png'}")
 
 
 def write_report(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd import StageContext
+from core.dist_checkpointing.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
 from core.models.gpt.inputs import check_optional, check_tokens, check_values
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of
@@ -57,6 +58,7 @@ class GPTModel(nn.Module):
         self.post_process = ps.is_last_stage if post_process is None else post_process
         self.tied, self.parallel_output = share_embeddings_and_output_weights, parallel_output
         self.stage, spec = StageContext(), transformer_layer_spec
+        self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
         build = Build(config, ps, self.stage, seed)
         self.place = build.place
         across = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
@@ -112,6 +114,10 @@ class GPTModel(nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
         return gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
+        """name -> this rank's part of each parameter, for `dist_checkpointing.save` and `load`; live memory."""
+        return sharded_state_dict(self, self.parallel, prefix=prefix)
 
     def num_parameters(self) -> int:
         """True parameters of the part of the model that all tensor ranks of this stage hold together."""

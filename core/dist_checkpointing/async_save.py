@@ -1,0 +1,135 @@
+"""The trainer's side of an asynchronous save: a warm slab, the writer program, and what became of each save."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from core.dist_checkpointing.arrays import Index
+from core.dist_checkpointing.job import Job
+from core.dist_checkpointing.slab import Slab, aligned
+from core.parallel_state.flat import Box
+
+Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
+MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
+
+
+@dataclass
+class SaveStats:
+    """What a save cost the training loop, in milliseconds, and what it wrote from this rank.
+
+    stall_ms: between the call and its return; exchange_ms: of that, planning and fragments that changed rank.
+    seconds: from the call to the commit, once it is known.
+    """
+
+    stall_ms: float = 0.0
+    exchange_ms: float = 0.0
+    bytes: int = 0
+    seconds: float | None = None
+
+
+class WriterProgram:
+    """One writer program and its slab; started once, again after it died."""
+
+    def __init__(self, log: str | None) -> None:
+        self._log = log
+        self._slab = Slab()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._job: Job | None = None
+        self._since = 0.0
+
+    def start(self, size: int) -> None:
+        """Warm up: `size` bytes of slab, every page touched, and the program running."""
+        self._slab.reserve(size)
+        if self._process is None or self._process.poll() is not None:
+            with open(self._log or os.devnull, "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "core.dist_checkpointing.writer", str(self._slab.fd)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    pass_fds=[self._slab.fd],
+                    start_new_session=True,
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                )
+
+    def take(self, cells: Cells) -> list[list[Any]]:
+        """Copy the cells into the slab: [key, index, box, offset] of each."""
+        placed, offset = [], 0
+        for key, index, box, array in cells:
+            self._slab.reserve(offset + array.nbytes)
+            np.copyto(self._slab.array(offset, array.shape, array.dtype.str), array)
+            placed.append([key, index, box, offset])
+            offset = aligned(offset + array.nbytes)
+        return placed
+
+    def begin(self, job: Job, placed: list[list[Any]]) -> None:
+        """Hand over what `take` copied; returns at once."""
+        self.start(0)
+        assert self._process is not None and self._process.stdin is not None
+        line = json.dumps({"job": asdict(job), "cells": placed, "bytes": self._slab.size})
+        self._job, self._since = job, time.monotonic()
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def wait(self, timeout_s: float | None = None) -> tuple[str | None, float]:
+        """(error, None if it committed; seconds since `begin`). TimeoutError: it has not ended after `timeout_s`.
+
+        Without a timeout: the job's own, after which the writer is dead anyhow.
+        """
+        assert self._job is not None and self._process is not None and self._process.stdout is not None
+        bound = self._job.timeout_s + MARGIN_S - (time.monotonic() - self._since) if timeout_s is None else timeout_s
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, bound))
+        if not ready:
+            if timeout_s is not None:
+                raise TimeoutError(f"{self._job.name} is not written after {timeout_s:.0f} s")
+            self._process.kill()
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            error = f"the writer program of {self._job.name} ended with status {status}; its log: {self._log}"
+        else:
+            error = json.loads(line)["error"]
+        return error, time.monotonic() - self._since
+
+    def close(self) -> None:
+        """Let the program end after the save under way."""
+        if self._process is not None:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.close()
+            self._process.wait()
+            self._process.stdout.close()
+        self._slab.close()
+
+
+class Background:
+    """A call in a thread, or at once; `wait` raises what it raised."""
+
+    def __init__(self, call: Callable[[], None], *, threaded: bool) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            call()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Block until it is done."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error

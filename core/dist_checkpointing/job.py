@@ -1,0 +1,123 @@
+"""One rank's share of one save, as plain values: the trainer does it at once, or hands it to the writer program."""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from core.dist_checkpointing.arrays import Index
+from core.dist_checkpointing.commit import commit, write_failure, write_receipt
+from core.dist_checkpointing.digest import json_crc
+from core.dist_checkpointing.grid import cell_name
+from core.dist_checkpointing.json_files import canonical_json
+from core.dist_checkpointing.manifest import planned_files
+from core.dist_checkpointing.place import Place, space_for
+from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.stored import crc_of
+from core.dist_checkpointing.zarr_metadata import Json, group_metadata
+from core.dist_checkpointing.zarr_store import Writer
+from core.parallel_state.flat import Box
+
+Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
+Entries = dict[str, tuple[int, int]]  # path -> (size, crc)
+SLACK = 1 << 20  # bytes beside the arrays: metadata, receipts, the manifest
+
+
+@dataclass(frozen=True)
+class Job:
+    """root, name, uuid: which attempt at which checkpoint. metadata: key -> `zarr.json` of every array.
+    attributes: of the root group. run: for the manifest. keep_last, keep_every: retention after the commit, None for
+    none. nbytes: of the whole checkpoint."""
+
+    root: str
+    name: str
+    uuid: str
+    rank: int
+    world_size: int
+    metadata: Mapping[str, Json]
+    attributes: Mapping[str, Any]
+    run: Mapping[str, Any]
+    nbytes: int
+    timeout_s: float = 600.0
+    keep_last: int | None = None
+    keep_every: int | None = None
+    durable: bool = True
+
+    @cached_property
+    def _root(self) -> Root:
+        return Root(self.root)
+
+    @property
+    def _place(self) -> Place:
+        return self._root.temporary(self.name, self.uuid)
+
+    def begin(self) -> None:
+        """Rank 0, before the others write much: the temporary directory. Raises DiskFullError: too little space."""
+        with space_for(self._root.files, self.nbytes + SLACK):
+            self._root.begin(self.name, self.uuid)
+
+    def write(self, cells: Cells) -> int:
+        """This rank's cells and its receipt; on rank 0 also the metadata. Returns bytes of payload written.
+
+        Exhausts `cells` also when writing fails: other ranks may take part in making them.
+        """
+        writer = Writer(self._place, self.metadata, durable=self.durable)
+        written, size = [], 0
+        full = space_for(self._root.files, 0)
+        with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
+            told = aside.submit(self._write_metadata) if self.rank == 0 else None
+            for key, index, box, array in cells:
+                writer.write(key, box, array)
+                written.append((key, index))
+                size += array.nbytes
+            writer.finish()
+            entries = self._entries(written) | (told.result() if told is not None else {})
+            write_receipt(self._place, self.rank, entries)
+        return size
+
+    def _write_metadata(self) -> Entries:
+        nodes = {**self.metadata, **group_metadata(self.metadata, dict(self.attributes))}
+        files = {(f"{path}/" if path else "") + "zarr.json": canonical_json(node) for path, node in nodes.items()}
+        self._place.write_all(files)
+        return {name: (len(data), json_crc(data)) for name, data in files.items()}
+
+    def _entries(self, written: list[tuple[str, Index]]) -> Entries:
+        def entry(at: tuple[str, Index]) -> tuple[str, tuple[int, int]]:
+            name = f"{at[0]}/{cell_name(at[1])}"
+            return name, crc_of(self._place, name, self.metadata[at[0]])
+
+        with ThreadPoolExecutor(4) as pool:
+            return dict(pool.map(entry, written))
+
+    def conclude(self) -> None:
+        """Rank 0: commit, when every rank's receipt is there, then drop old checkpoints. Others: wait for it.
+
+        Raises RuntimeError: a rank failed; TimeoutError: one is silent.
+        """
+        if self.rank != 0:
+            self._root.wait_for(self.name, self.uuid, self.timeout_s)
+            return
+        groups = group_metadata(self.metadata, {})
+        planned = planned_files({**self.metadata, **groups})
+        commit(
+            self._root,
+            self.name,
+            self.uuid,
+            planned,
+            world_size=self.world_size,
+            run=self.run,
+            timeout_s=self.timeout_s,
+        )
+        if self.keep_last is not None:
+            self._root.retain(self.keep_last, self.keep_every)
+
+    def fail(self, error: str) -> None:
+        """Tell whoever commits that this rank will not be done."""
+        write_failure(self._place, self.rank, error)
+
+    def abandon(self) -> None:
+        """Rank 0, when all know that this attempt failed: remove what it wrote."""
+        self._root.abandon(self.name, self.uuid)

@@ -1,0 +1,157 @@
+"""Load: every rank reads its own parts, straight into the memory that its state dict names."""
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from core.dist_checkpointing.catalog import LocalState, flatten
+from core.dist_checkpointing.derive import source
+from core.dist_checkpointing.exchange import gather_json
+from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
+from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state
+from core.dist_checkpointing.read import Target, read, torch_dtype
+from core.dist_checkpointing.stored import Stored
+from core.parallel_state import ParallelState
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a state dict and a checkpoint do not fit: the same on every rank.
+
+    missing: keys that the checkpoint has nothing for. unexpected: keys of the checkpoint that no rank asks for, in
+    the groups (`model`, `optimizer`, ...) that some rank asks for. mismatched: key -> what differs.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        lines = [f"missing in the checkpoint: {key}" for key in self.missing]
+        lines += [f"not asked for: {key}" for key in self.unexpected]
+        lines += [f"{key}: {why}" for key, why in self.mismatched.items()]
+        return "\n".join([*lines[:20], *[f"and {len(lines) - 20} more"] * (len(lines) > 20)])
+
+
+def load(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    *,
+    strict: bool | Literal["report"] = True,
+    ps: ParallelState | None = None,
+    cast: bool = False,
+    verify: bool = True,
+) -> Any:
+    """Read a checkpoint written under any layout into the tensors of `sharded_state_dict`; collective over all ranks.
+
+    Tensors are filled in place; the same nested dict comes back with tensors and values in place of sharded ones
+    (`model.load_state_dict(state)` works, and changes nothing any more). `strict="report"`: what does not fit is left
+    as it was, and the result is (state, Report). `cast`: other floating dtypes are converted; else they are a
+    mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are there.
+    Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
+    DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
+    """
+    ps = ps if ps is not None else default_state()
+    flat = flatten(sharded_state_dict)
+    stored, problem = None, None
+    try:
+        stored = Stored.open(checkpoint_dir, sizes=verify and ps.rank == 0)
+    except (ValueError, OSError) as error:
+        problem = error
+    agree(problem, ps)
+    assert stored is not None
+    report = _compare(flat, stored, ps, cast=cast)
+    if report and strict == "report":
+        flat = _known(flat, report)
+    elif report and strict:
+        raise ValueError(
+            f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of "
+            "it, or give strict='report'"
+        )
+    problem = None
+    try:
+        read(stored, _targets(flat, stored), verify=verify)
+    except ValueError as error:
+        problem = DamagedCheckpoint(str(error))
+    agree(problem, ps)
+    state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, stored.objects))
+    return (state, report) if strict == "report" else state
+
+
+def _compare(flat: LocalState, stored: Stored, ps: ParallelState, *, cast: bool) -> Report:
+    missing = [key for key in (*flat.parts, *flat.objects) if not _has(stored, key)]
+    mismatched = {}
+    for key, info in flat.arrays().items():
+        found = source(key, stored.metadata, stored.derived)
+        if found is not None and (why := stored.differs(key, found, info, cast=cast)) is not None:
+            mismatched[key] = why
+    told = gather_json([missing, mismatched, [*flat.parts, *flat.objects]], ps.world, ps.device)
+    asked = {key for _, _, keys in told for key in keys}
+    groups = {key.split("/")[0] for key in asked if "/" in key}
+    used = asked | {found for key in asked if (found := source(key, stored.metadata, stored.derived)) is not None}
+    return Report(
+        missing=tuple(sorted({key for keys, _, _ in told for key in keys})),
+        unexpected=tuple(
+            key for key in sorted({*stored.metadata, *stored.objects} - used) if key.split("/")[0] in groups
+        ),
+        mismatched={key: why for _, found, _ in told for key, why in found.items()},
+    )
+
+
+def _has(stored: Stored, key: str) -> bool:
+    return key in stored.objects or source(key, stored.metadata, stored.derived) is not None
+
+
+def _known(flat: LocalState, report: Report) -> LocalState:
+    parts = {k: v for k, v in flat.parts.items() if k not in report.missing and k not in report.mismatched}
+    return LocalState(parts, flat.objects)
+
+
+def _targets(flat: LocalState, stored: Stored) -> dict[str, list[Target]]:
+    """Stored key -> what is read from it."""
+    wanted: dict[str, list[Target]] = {}
+    for key, parts in flat.parts.items():
+        found = source(key, stored.metadata, stored.derived)
+        assert found is not None
+        wanted.setdefault(found, []).extend((part.box, part.part) for part in parts)
+    return wanted
+
+
+def _value(path: tuple[str, ...], leaf: Any, objects: Mapping[str, Any]) -> Any:
+    if isinstance(leaf, ShardedTensor):
+        return leaf.data if leaf.local is None else leaf.local
+    if isinstance(leaf, Tensor):
+        return leaf
+    key = leaf.key if isinstance(leaf, ShardedObject) else "/".join(path)
+    return objects.get(key, leaf.data if isinstance(leaf, ShardedObject) else leaf)
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """key -> value of everything that is no array; every rank by itself."""
+    return dict(Stored.open(checkpoint_dir).objects)
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """key -> (global shape, dtype) of every array; every rank by itself."""
+    stored = Stored.open(checkpoint_dir)
+    return {key: (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
+
+
+def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[str, Tensor]:
+    """key -> whole tensor of every array whose key matches a pattern (`model/*`); every rank by itself."""
+    stored = Stored.open(checkpoint_dir)
+    found = {
+        key: torch.empty(stored.shape(key), dtype=torch_dtype(stored.dtype(key)))
+        for key in stored.metadata
+        if fnmatch.fnmatchcase(key, keys)
+    }
+    read(stored, {key: [(tuple((0, n) for n in t.shape), t)] for key, t in found.items()})
+    return found

@@ -1,0 +1,249 @@
+"""The checkpoints of a training run: steps in one directory, saved beside the training, found after anything."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from core.dist_checkpointing.async_save import Background, SaveStats, WriterProgram
+from core.dist_checkpointing.exchange import exchanged_cells, gather_json, local_cells
+from core.dist_checkpointing.loading import load
+from core.dist_checkpointing.lock import Lock
+from core.dist_checkpointing.place import PosixPlace
+from core.dist_checkpointing.prepare import Prepared, Weights
+from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state
+from core.dist_checkpointing.root import Root, step_name
+from core.dist_checkpointing.saving import Saver, problem_of
+from core.dist_checkpointing.slab import aligned
+from core.parallel_state import ParallelState
+from core.parallel_state.flat import volume
+
+log = logging.getLogger(__name__)
+
+
+class SaveHandle:
+    """An asynchronous save under way. `stats.stall_ms` is what it cost the loop."""
+
+    def __init__(self, step: int, manager: "CheckpointManager", stats: SaveStats) -> None:
+        self.step, self.stats, self._manager = step, stats, manager
+
+    def done(self) -> bool:
+        """Whether it is over, committed or failed, on this rank."""
+        return self._manager._ended(self, 0.0)
+
+    def wait(self) -> None:
+        """Block until it is committed. Raises RuntimeError: it failed (once; or the next save does)."""
+        self._manager._ended(self, None)
+        if (failure := self._manager._taken_failure()) is not None:
+            raise RuntimeError(failure)
+
+
+class CheckpointManager:
+    """Saves steps under `root`, keeps the newest ones, and loads the newest that verifies. Collective throughout.
+
+    keep_last: newest steps kept; keep_every: multiples of it are kept for ever. when_busy: what `save_async` does
+    while a save is under way: "wait" for it (that is part of the stall), or "skip" this one. A step saved again
+    replaces itself only when the new one is whole. run: told in the manifest (who wrote).
+    One job at a time per root: a lock with a heartbeat is held from the first save to `close`.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        ps: ParallelState | None = None,
+        when_busy: Literal["wait", "skip"] = "wait",
+        weights: Weights = "derive",
+        run: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        stale_s: float = 60.0,
+    ) -> None:
+        self.ps = ps if ps is not None else default_state()
+        self.root, self.when_busy, self.stale_s, self.timeout_s = str(root), when_busy, stale_s, timeout_s
+        self._saver = Saver(
+            self.root,
+            self.ps,
+            run=run,
+            timeout_s=timeout_s,
+            weights=weights,
+            keep_last=keep_last,
+            keep_every=keep_every or None,
+        )
+        self._lock: Lock | None = None
+        self._writer: WriterProgram | None = None
+        self._handle: SaveHandle | None = None
+        self._copy: Background | None = None
+        self._failure: str | None = None
+        self._begun = False
+
+    def steps(self) -> list[int]:
+        """Every committed step, ascending."""
+        return Root(self.root).steps()
+
+    def url(self, step: int) -> str:
+        """Where a step lies. ValueError: there is none, with those that there are."""
+        return Root(self.root).open(step).url
+
+    # saving
+
+    def save(self, step: int, state: Any) -> SaveStats:
+        """Save a step and return when it is committed. Raises what went wrong, on all ranks (see `save`)."""
+        self._begin()
+        self._settle()
+        return self._saver.save(step_name(step), state, self._taken_failure())
+
+    def prepare(self, state: Any) -> None:
+        """Before training: plan, warm memory, start the writer: the first save is as short as later ones then."""
+        self._begin()
+        self._program().start(self._bytes(self._saver.prepare(state)))
+
+    def save_async(self, step: int, state: Any) -> SaveHandle | None:
+        """Copy this rank's cells and return; a program of its own writes and commits them, also if this one dies.
+
+        The state may change as soon as this returns (on an accelerator: as soon as `before_update` does). None: a
+        save is under way, and `when_busy` says to skip. Raises what went wrong with the save before, on all ranks.
+        """
+        begin = time.perf_counter()
+        self._begin()
+        if self.when_busy == "skip" and self._busy():
+            return None
+        self._settle()
+        prepared = self._saver.prepare(state, self._taken_failure())
+        job = self._saver.job(step_name(step), prepared)
+        agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
+        program, stats = self._program(), SaveStats(bytes=self._bytes(prepared))
+        program.start(stats.bytes)
+        self._handle = SaveHandle(step, self, stats)
+        moved = exchanged_cells(
+            prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
+        )
+        placed = program.take(moved)
+        stats.exchange_ms = 1e3 * (time.perf_counter() - begin)
+
+        def copy() -> None:
+            here = local_cells(prepared.plan, prepared.arrays, prepared.parts, self.ps.rank)
+            program.begin(job, placed + program.take(here))
+
+        self._copy = Background(copy, threaded=self.ps.device.type != "cpu")
+        stats.stall_ms = 1e3 * (time.perf_counter() - begin)
+        return self._handle
+
+    def before_update(self) -> None:
+        """Wait until the copy of the last `save_async` is complete: before parameters change."""
+        if self._copy is not None:
+            copy, self._copy = self._copy, None
+            copy.wait()
+
+    def _begin(self) -> None:
+        """Once: the lock, and what killed jobs left is finished or removed."""
+        if self._begun:
+            return
+
+        def enter() -> None:
+            root = Root(self.root, stale_s=self.stale_s)
+            self._lock = root.lock()
+            root.wait_for_writers(self.timeout_s)
+            root.sweep()
+
+        agree(problem_of(enter) if self.ps.rank == 0 else None, self.ps)
+        self._begun = True
+
+    def _program(self) -> WriterProgram:
+        if self._writer is None:
+            self._writer = WriterProgram(log_file(self.root, self.ps.rank))
+        return self._writer
+
+    def _bytes(self, prepared: Prepared) -> int:
+        """What this rank's cells take in the slab."""
+        owned = prepared.plan.owned(self.ps.rank)
+        return sum(aligned(volume(box) * prepared.arrays[key].itemsize) for key, _, box in owned)
+
+    def _busy(self) -> bool:
+        """Whether a save is under way on any rank."""
+        busy = self._handle is not None and not self._ended(self._handle, 0.0)
+        return any(gather_json(busy, self.ps.world, self.ps.device))
+
+    def _settle(self) -> None:
+        if self._handle is not None:
+            self._ended(self._handle, None)
+
+    def _ended(self, handle: SaveHandle, timeout_s: float | None) -> bool:
+        """Whether that save is over; its failure is kept until somebody is told."""
+        if handle is not self._handle:
+            return True
+        assert self._writer is not None
+        try:
+            self.before_update()
+            error, handle.stats.seconds = self._writer.wait(timeout_s)
+        except TimeoutError:
+            return False
+        except Exception as problem:  # the copy failed: nothing was handed over
+            error = f"{type(problem).__name__}: {problem}"
+        self._handle = None
+        if error is not None:
+            self._failure = f"step {handle.step}: {error}"
+        return True
+
+    def _taken_failure(self) -> str | None:
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> None:
+        """Wait for the save under way, end the writer, give the lock back. Raises RuntimeError: that save failed."""
+        self._settle()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self._begun = False
+        if (failure := self._taken_failure()) is not None:
+            raise RuntimeError(failure)
+
+    # loading
+
+    def load(self, step: int, template: Any, *, strict: bool = True) -> Any:
+        """Read one step into the tensors of `template` (see `load`). ValueError: no such step; names those there."""
+        url = ""
+
+        def find() -> None:
+            nonlocal url
+            url = self.url(step)
+
+        agree(problem_of(find) if self.ps.rank == 0 else None, self.ps)
+        return load(template, gather_json(url, self.ps.world, self.ps.device)[0], strict=strict, ps=self.ps)
+
+    def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
+        """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
+
+        Waits for a writer that a killed job left behind. Raises FileNotFoundError: no step at all. DamagedCheckpoint:
+        none is whole; `template` then holds nothing defined. ValueError: the newest does not fit `template`.
+        """
+        if self.ps.rank == 0:
+            Root(self.root, stale_s=self.stale_s).wait_for_writers(self.timeout_s)
+        steps = gather_json(self.steps() if self.ps.rank == 0 else [], self.ps.world, self.ps.device)[0]
+        damaged = []
+        for step in reversed(steps):
+            try:
+                return step, self.load(step, template, strict=strict)
+            except (DamagedCheckpoint, FileNotFoundError) as error:
+                damaged.append(f"step {step}: {error}")
+                log.warning("checkpoint %s is damaged, falling back to the one before: %s", step_name(step), error)
+        if damaged:
+            raise DamagedCheckpoint(f"none of the {len(steps)} steps in {self.root} is whole:\n" + "\n".join(damaged))
+        raise FileNotFoundError(f"{self.root} has no checkpoint; start afresh, or look for the right directory")
+
+
+def log_file(root: str, rank: int) -> str | None:
+    """Where the writer program of a rank says what it does; None beside an object store."""
+    place = Root(root).files
+    if not isinstance(place, PosixPlace):
+        return None
+    folder = os.path.join(place.path, ".logs")
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, f"writer-{rank:05d}.log")

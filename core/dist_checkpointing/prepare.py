@@ -1,0 +1,92 @@
+"""What all ranks agree on before a save: catalogue, plan, attempt. One small exchange, if nothing changed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+from uuid import uuid4
+
+from core.dist_checkpointing.arrays import Arrays
+from core.dist_checkpointing.catalog import Catalog, LocalState, digest, flatten, merge, merge_objects, to_json
+from core.dist_checkpointing.derive import derived, unequal
+from core.dist_checkpointing.exchange import gather_json
+from core.dist_checkpointing.grid import cell_of, inner_shape
+from core.dist_checkpointing.manifest import FORMAT
+from core.dist_checkpointing.mapping import Piece
+from core.dist_checkpointing.plan import Plan, make_plan
+from core.dist_checkpointing.zarr_metadata import Json, array_metadata
+from core.parallel_state import ParallelState
+
+Weights = Literal["derive", "bf16"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A save that can begin. arrays, metadata: what is stored. attributes: of the root group. parts: this rank's."""
+
+    uuid: str
+    plan: Plan
+    arrays: Arrays
+    metadata: Mapping[str, Json]
+    attributes: Mapping[str, Any]
+    parts: Mapping[str, Sequence[Piece]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays, on all ranks together."""
+        return sum(prod(info.shape) * info.itemsize for info in self.arrays.values())
+
+
+class Preparer:
+    """Keeps catalogue and plan from save to save, as long as no rank's part changes."""
+
+    def __init__(self, ps: ParallelState) -> None:
+        self._ps = ps
+        self._digests: list[str] = []
+        self._catalog: Catalog | None = None
+        self._plan: tuple[Plan, Arrays, Mapping[str, Json]] | None = None
+        self._left_out: set[str] = set()
+
+    def prepare(self, state: Any, *, weights: Weights = "derive", failure: str | None = None) -> Prepared:
+        """Collective. `failure`: why this rank cannot save (an earlier save that failed); told to all.
+
+        Raises ValueError on all ranks alike: a state that cannot be saved, parts that do not make wholes.
+        RuntimeError: a rank's `failure`.
+        """
+        flat, problem = LocalState(), None
+        try:
+            flat = flatten(state)
+            local = to_json(flat)
+            mine: dict[str, Any] = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
+        except ValueError as error:
+            problem, mine = str(error), {}
+        told = self._gather(mine | {"uuid": uuid4().hex, "problem": problem, "failure": failure})
+        for rank, said in enumerate(told):
+            if said["failure"]:
+                raise RuntimeError(f"rank {rank}: the save before this one failed: {said['failure']}")
+            if said["problem"]:
+                raise ValueError(f"rank {rank}: {said['problem']}" if len(told) > 1 else said["problem"])
+        objects = merge_objects([said["objects"] for said in told])
+        if (digests := [said["digest"] for said in told]) != self._digests:
+            self._catalog, self._plan = merge(self._gather(local)), None
+            self._digests = digests
+        stored = {key for said in told for key in said["unequal"]}
+        plan, arrays, metadata, table = self._planned(stored, weights)
+        facts = {"format": FORMAT, "objects": objects, "derived": table}
+        parts = {key: [part.piece for part in held] for key, held in flat.parts.items() if key in arrays}
+        return Prepared(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_json(value, self._ps.world, self._ps.device)
+
+    def _planned(self, stored: set[str], weights: Weights) -> tuple[Plan, Arrays, Mapping[str, Json], dict[str, Any]]:
+        assert self._catalog is not None
+        table = derived(self._catalog.arrays, stored) if weights == "derive" else {}
+        if self._plan is None or self._left_out != set(table):
+            kept, self._left_out = self._catalog.without(set(table)), set(table)
+            metadata = {}
+            for key, info in kept.arrays.items():
+                cell = cell_of(info)
+                metadata[key] = array_metadata(info, cell, inner_shape(cell))
+            self._plan = make_plan(kept.arrays, kept.holdings), kept.arrays, metadata
+        return *self._plan, table

@@ -1,0 +1,30 @@
+"""What concerns all ranks at once: which state they share, and that one rank's problem is everybody's."""
+
+from core.dist_checkpointing.exchange import gather_json
+from core.dist_checkpointing.place import DiskFullError
+from core.parallel_state import ParallelState, current_state, model_parallel_is_initialized
+
+
+class DamagedCheckpoint(ValueError):
+    """The files are not those that were saved."""
+
+
+_KINDS: dict[str, type[Exception]] = {
+    DiskFullError.__name__: OSError,
+    **{kind.__name__: kind for kind in (DamagedCheckpoint, FileNotFoundError, OSError, TimeoutError, ValueError)},
+}
+
+
+def default_state() -> ParallelState:
+    """The current state, or a single process."""
+    return current_state() if model_parallel_is_initialized() else ParallelState.single("cpu")
+
+
+def agree(problem: Exception | None, ps: ParallelState) -> None:
+    """Collective: raises on all ranks what one has as a problem, the others with its number in front."""
+    told = gather_json(None if problem is None else [type(problem).__name__, str(problem)], ps.world, ps.device)
+    if problem is not None:
+        raise problem
+    for rank, error in enumerate(told):
+        if error is not None:
+            raise _KINDS.get(error[0], RuntimeError)(f"rank {rank}: {error[1]}")

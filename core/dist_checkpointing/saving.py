@@ -1,0 +1,130 @@
+"""Save: each rank writes the cells it owns, nothing is gathered, a checkpoint appears as a whole or not at all."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from core.dist_checkpointing.async_save import SaveStats
+from core.dist_checkpointing.exchange import owned_cells
+from core.dist_checkpointing.job import Job
+from core.dist_checkpointing.prepare import Prepared, Preparer, Weights
+from core.dist_checkpointing.ranks import agree, default_state
+from core.parallel_state import ParallelState
+
+
+class Saver:
+    """Synchronous saves of one job into one root; the plan is kept from one to the next.
+
+    run: told in the manifest. timeout_s: how long a rank may take before the save is given up.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        ps: ParallelState,
+        *,
+        run: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        weights: Weights = "derive",
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        durable: bool = True,
+    ) -> None:
+        self.root, self.ps, self.timeout_s, self.weights = root, ps, timeout_s, weights
+        self.keep_last, self.keep_every, self.durable = keep_last, keep_every, durable
+        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size} | dict(run or {})
+        self._preparer = Preparer(ps)
+
+    def prepare(self, state: Any, failure: str | None = None) -> Prepared:
+        """Agree with all ranks on what is saved by whom. Collective."""
+        return self._preparer.prepare(state, weights=self.weights, failure=failure)
+
+    def job(self, name: str, prepared: Prepared) -> Job:
+        """This rank's share."""
+        return Job(
+            root=self.root,
+            name=name,
+            uuid=prepared.uuid,
+            rank=self.ps.rank,
+            world_size=self.ps.config.world_size,
+            metadata=prepared.metadata,
+            attributes=prepared.attributes,
+            run={**self._run, "time": time.time()},
+            nbytes=prepared.nbytes,
+            timeout_s=self.timeout_s,
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            durable=self.durable,
+        )
+
+    def save(self, name: str, state: Any, failure: str | None = None) -> SaveStats:
+        """Collective; returns once it is committed. Raises what went wrong, on all ranks, with the rank named."""
+        begin = time.perf_counter()
+        prepared = self.prepare(state, failure)
+        job, size = self.job(name, prepared), 0
+        cells = owned_cells(
+            prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
+        )
+
+        def write() -> None:
+            nonlocal size
+            try:
+                if self.ps.rank == 0:
+                    job.begin()
+                size = job.write(cells)
+            except (OSError, ValueError, RuntimeError):
+                for _ in cells:  # the others still need what this rank sends
+                    pass
+                raise
+
+        problem = problem_of(write)
+        try:
+            agree(problem, self.ps)
+        except Exception:
+            if self.ps.rank == 0:
+                job.abandon()
+            raise
+        agree(problem_of(job.conclude) if self.ps.rank == 0 else None, self.ps)
+        seconds = time.perf_counter() - begin
+        return SaveStats(stall_ms=1e3 * seconds, bytes=size, seconds=seconds)
+
+
+def layout_of_ranks(ps: ParallelState) -> dict[str, int]:
+    """axis -> size, for the manifest."""
+    return {axis: ps.sizes[axis] for axis in ("pp", "dp", "cp", "tp", "ep")}
+
+
+def problem_of(call: Callable[[], None]) -> Exception | None:
+    """What a call raised: to be told to the other ranks before it is raised."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    *,
+    ps: ParallelState | None = None,
+    weights: Weights = "derive",
+    run: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+) -> SaveStats:
+    """Write one checkpoint; collective over all ranks. A checkpoint already there is replaced, at the very end.
+
+    sharded_state_dict: nested dicts of sharded tensors and objects (`model.sharded_state_dict()`); plain tensors and
+    values are the same on all ranks. weights: "derive" leaves 16-bit weights out where they are the main parameters
+    rounded, bit for bit; "bf16" stores them in any case, for a release.
+    Raises, on all ranks, with the guilty one named: ValueError (a state that cannot be saved), DiskFullError,
+    OSError; what lay there before is intact then.
+    """
+    where = str(checkpoint_dir).rstrip("/")
+    root, _, name = where.rpartition("/")
+    if not name:
+        raise ValueError(f"{checkpoint_dir!r} names no checkpoint; give a directory that is to be made")
+    root = root or ("/" if where.startswith("/") else ".")
+    ps = ps if ps is not None else default_state()
+    return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(name, sharded_state_dict)

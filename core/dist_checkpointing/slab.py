@@ -1,0 +1,62 @@
+"""Memory that a trainer fills and a writer program reads: without a name, so nothing is left behind by a kill."""
+
+import mmap
+import os
+import tempfile
+
+import numpy as np
+
+ALIGN = 64
+
+
+class Slab:
+    """One growing piece of shared memory, `fd` its descriptor. Growing touches every page, so that copies are fast.
+
+    A view of it (`array`) must not outlive the next `reserve`.
+    """
+
+    def __init__(self, fd: int | None = None, size: int = 0) -> None:
+        self.fd = fd if fd is not None else _anonymous()
+        self._size, self._memory = 0, np.empty(0, np.uint8)
+        if size:
+            self._map(size)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._size
+
+    def reserve(self, size: int) -> None:
+        """Make it at least `size` bytes. Raises OSError: no memory."""
+        if size > self._size:
+            os.posix_fallocate(self.fd, 0, size)
+            self._map(size)
+            self._memory[:: mmap.PAGESIZE] = 0
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """A view."""
+        count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return self._memory[offset : offset + count].view(dtype).reshape(shape)
+
+    def _map(self, size: int) -> None:
+        self._memory = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+        self._size = size
+
+    def close(self) -> None:
+        """Give the memory back, once the other side has too."""
+        self._memory, self._size = np.empty(0, np.uint8), 0
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _anonymous() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("checkpoint", 0)
+    with tempfile.TemporaryFile() as file:  # unlinked at once
+        return os.dup(file.fileno())
+
+
+def aligned(size: int) -> int:
+    """The next offset that any dtype may start at."""
+    return -(-size // ALIGN) * ALIGN

@@ -1,0 +1,155 @@
+"""A committed checkpoint, opened: what is in it, and whether each file is the one that was saved. No torch."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from core.dist_checkpointing.arrays import ArrayInfo, Index
+from core.dist_checkpointing.check import check
+from core.dist_checkpointing.digest import cell_crc, file_crc, json_crc
+from core.dist_checkpointing.grid import cell_name
+from core.dist_checkpointing.json_files import parse_json
+from core.dist_checkpointing.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from core.dist_checkpointing.place import Place, PosixPlace, open_place
+from core.dist_checkpointing.zarr_metadata import Json, check_metadata
+
+
+@dataclass(frozen=True)
+class Stored:
+    """place: its files. manifest: path -> size and crc, who wrote it. metadata: key -> `zarr.json` of every array.
+    objects: key -> value. derived: key -> how to get an array that is not stored."""
+
+    place: Place
+    manifest: Manifest
+    metadata: Mapping[str, Json]
+    objects: Mapping[str, Any]
+    derived: Mapping[str, Mapping[str, str]]
+
+    @classmethod
+    def open(cls, url: str | Path, *, sizes: bool = False) -> "Stored":
+        """Reads two files, whose checksums must hold; `sizes`: every other file must be there in its size.
+
+        Raises FileNotFoundError: no checkpoint there. ValueError: damaged (the file is named), a newer format, or
+        metadata that no checkpoint of ours has.
+        """
+        place = open_place(url)
+        if place.size(MANIFEST) is None:
+            raise FileNotFoundError(
+                f"{place.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
+            )
+        if sizes and (problems := check(place)):
+            raise ValueError("\n".join(problems[:10]))
+        manifest = read_manifest(place)
+        data = place.read("zarr.json")
+        if json_crc(data) != manifest.files.get("zarr.json", (0, -1))[1]:
+            raise ValueError(f"{place.url}zarr.json is not the file that was saved; use another step")
+        root = parse_json(data, f"{place.url}zarr.json")
+        try:
+            facts = root["attributes"]["paracore"]
+            below = root["consolidated_metadata"]["metadata"]
+            version, objects, derived = facts["format"], facts["objects"], facts["derived"]
+            metadata = {key: m for key, m in below.items() if m["node_type"] == "array"}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{place.url}zarr.json is no group of a checkpoint: {error!r} is missing") from None
+        if version != FORMAT:
+            raise ValueError(f"{place.url} has format {version}, this version reads {FORMAT}; install a newer one")
+        for key, value in metadata.items():
+            check_metadata(key, value)
+        return cls(place, manifest, metadata, objects, derived)
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """Who wrote it: layout, time, version."""
+        return self.manifest.run
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The global shape of an array."""
+        return tuple(self.metadata[key]["shape"])
+
+    def cell(self, key: str) -> tuple[int, ...]:
+        """The shape of its cells."""
+        return tuple(self.metadata[key]["chunk_grid"]["configuration"]["chunk_shape"])
+
+    def dtype(self, key: str) -> str:
+        """torch's name of its dtype."""
+        value = self.metadata[key]
+        return str(value.get("attributes", {}).get("torch_dtype", value["data_type"]))
+
+    def nbytes(self, key: str) -> int:
+        """Bytes of its values."""
+        return prod(self.shape(key)) * ArrayInfo((), self.dtype(key)).itemsize
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Every array, sorted."""
+        return sorted(self.metadata)
+
+    def differs(self, key: str, found: str, info: ArrayInfo, *, cast: bool) -> str | None:
+        """Why the stored array `found` cannot fill `key` as `info`; None if it can."""
+        if self.shape(found) != info.shape:
+            return f"its shape is {self.shape(found)} in the checkpoint and {info.shape} here"
+        derived = self.derived.get(key, {}).get("torch_dtype")
+        dtype = self.dtype(found)
+        floating = all("float" in name for name in (dtype, info.dtype))
+        if info.dtype in (dtype, derived) or (cast and floating) or (found != key and info.dtype == "float32"):
+            return None
+        return f"it is {dtype} in the checkpoint and {info.dtype} here; give cast=True to convert"
+
+    @contextmanager
+    def checker(self, *, enabled: bool = True) -> Iterator["Checker"]:
+        """Checks the cells added to it beside other work; at the end raises ValueError naming the first bad one."""
+        with ThreadPoolExecutor(4, thread_name_prefix="checkpoint-check") as pool:
+            checker = Checker(self, pool if enabled else None)
+            yield checker
+            checker.finish()
+
+
+class Checker:
+    """See `Stored.checker`."""
+
+    def __init__(self, stored: Stored, pool: ThreadPoolExecutor | None) -> None:
+        self._stored, self._pool = stored, pool
+        self._running: list[Future[None]] = []
+
+    def add(self, key: str, index: Index) -> None:
+        """One more cell."""
+        if self._pool is not None:
+            self._running.append(self._pool.submit(self._check, key, index))
+
+    def _check(self, key: str, index: Index) -> None:
+        name, stored = f"{key}/{cell_name(index)}", self._stored
+        expected = stored.manifest.files.get(name)
+        if expected is None:
+            raise ValueError(f"{stored.place.url}{name} is not in the manifest; use another step")
+        try:
+            found = crc_of(stored.place, name, stored.metadata[key], size=expected[0])
+        except FileNotFoundError as error:
+            raise ValueError(f"{stored.place.url}{name} is missing; use another step") from error
+        if found != expected:
+            raise ValueError(
+                f"{stored.place.url}{name} is not the cell that was saved there: size and digest are {found}, the "
+                f"manifest says {expected}; use another step"
+            )
+
+    def finish(self) -> None:
+        """Wait for all."""
+        for running in self._running:
+            running.result()
+
+
+def crc_of(place: Place, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
+    """(size, digest) of a cell's file; `size`: what is expected, which saves requests to object stores.
+
+    Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.
+    """
+    if isinstance(place, PosixPlace):
+        return file_crc(place.url + name, metadata)
+    found = place.size(name, size)
+    if found is None:
+        raise FileNotFoundError(place.url + name)
+    return found, cell_crc(partial(place.read, name), found, metadata)

@@ -1,0 +1,70 @@
+"""The writer program: `python -m core.dist_checkpointing.writer FD`. Writes what lies in a slab, and commits.
+
+A program of its own and not a fork: no copy of the trainer's threads and device contexts, no second run of the user's
+script. It imports numpy and tensorstore only, lives in a session of its own (torchrun ends the trainer's), and
+finishes the save it has begun when the trainer is gone. One job per line of standard input, one answer per line of
+standard output; the end of the input ends it.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from core.dist_checkpointing.arrays import Index
+from core.dist_checkpointing.job import Job
+from core.dist_checkpointing.slab import Slab
+from core.parallel_state.flat import Box, extent
+
+NICENESS = 10  # the training step beside it goes first
+
+
+def main(fd: int) -> None:
+    """Serve until the trainer closes the pipe, or is gone."""
+    os.nice(NICENESS)
+    slab = None
+    for line in sys.stdin:
+        told = json.loads(line)
+        if slab is None or slab.size < told["bytes"]:
+            slab = Slab(fd, told["bytes"])
+        print(json.dumps(_serve(told, slab)), flush=True)
+
+
+def _serve(told: dict[str, Any], slab: Slab) -> dict[str, Any]:
+    job = Job(**told["job"])
+    begin = time.perf_counter()
+    signal.alarm(max(1, int(job.timeout_s)))  # ends this program whatever it waits for
+    try:
+        _say(f"{job.name}: {len(told['cells'])} cells")
+        job.write(_cells(told["cells"], slab, job))
+        written = time.perf_counter() - begin
+        job.conclude()
+        _say(f"{job.name}: done after {time.perf_counter() - begin:.2f} s, of which {written:.2f} s to write")
+        return {"uuid": job.uuid, "error": None, "seconds": time.perf_counter() - begin}
+    except Exception as error:
+        _say(traceback.format_exc())
+        job.fail(f"{type(error).__name__}: {error}")
+        return {"uuid": job.uuid, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - begin}
+    finally:
+        signal.alarm(0)
+
+
+def _cells(cells: list[Any], slab: Slab, job: Job) -> Iterator[tuple[str, Index, Box, np.ndarray]]:
+    for key, index, pairs, offset in cells:
+        box: Box = tuple((start, stop) for start, stop in pairs)
+        yield key, tuple(index), box, slab.array(offset, extent(box), job.metadata[key]["data_type"])
+
+
+def _say(text: str) -> None:
+    """Into the log file, which is this program's standard error."""
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

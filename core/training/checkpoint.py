@@ -1,0 +1,141 @@
+"""Saving and resuming a training run: what its state is, when it is saved, and what SIGTERM does."""
+
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from core.dist_checkpointing.loading import load
+from core.dist_checkpointing.manager import CheckpointManager
+from core.dist_checkpointing.mapping import sharded_state_dict
+from core.dist_checkpointing.saving import layout_of_ranks
+from core.dist_checkpointing.stored import Stored
+from core.optimizer import AdamW
+from core.parallel_state import ParallelState
+from core.parallel_state.collectives import all_reduce
+from core.parallel_state.modules import Modules
+from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
+
+
+class Checkpoints(AbstractContextManager):
+    """The checkpoints of one run; every method is collective.
+
+    `resume()` before the loop, `after_step` as its hook, the context around it: SIGTERM then ends the run after the
+    step under way, with a checkpoint, on all ranks at the same step; `stopped` tells that.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        stages: Modules,
+        optimizer: AdamW,
+        ps: ParallelState,
+        data: DataConfig,
+        training: TrainingConfig,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.config, self.stages, self.optimizer, self.ps, self.say = config, stages, optimizer, ps, say
+        self._order = {
+            "global_batch_size": training.global_batch_size,
+            "sequence_length": data.sequence_length,
+            "data_seed": data.seed,
+            "seed": training.seed,
+        }
+        self._terminated, self.stopped = False, False
+        self._saved: int | None = None
+        self._before: Any = None
+        self.manager: CheckpointManager | None = None
+        if config.directory is not None:
+            self.manager = CheckpointManager(
+                config.directory, keep_last=config.keep_last, keep_every=config.keep_every, ps=ps
+            )
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Everything that the steps after `step` updates depend on."""
+        return {
+            "model": sharded_state_dict(self.stages, self.ps),
+            "optimizer": self.optimizer.sharded_state_dict(),
+            "training": {"step": step, "samples": step * self._order["global_batch_size"], "order": self._order},
+        }
+
+    def resume(self) -> int:
+        """Load what the configuration says; the number of updates already made, 0 for a fresh run.
+
+        Raises FileNotFoundError: `resume=must` and nothing to resume. ValueError: another model, or another order of
+        the data.
+        """
+        if self.config.load is not None:
+            state = load(self.state(0), self.config.load, ps=self.ps)
+            return self._loaded(self.config.load, state)
+        if self.manager is None or self.config.resume == "never":
+            return 0
+        try:
+            step, state = self.manager.load_latest(self.state(0))
+        except FileNotFoundError:
+            if self.config.resume == "must":
+                raise
+            return 0
+        self._saved = step
+        return self._loaded(self.manager.url(step), state)
+
+    def _loaded(self, url: str, state: Mapping[str, Any]) -> int:
+        told = state["training"]
+        if changed := {name: value for name, value in told["order"].items() if self._order.get(name) != value}:
+            now = {name: self._order.get(name) for name in changed}
+            raise ValueError(
+                f"{url} was trained with {changed}, this run has {now}: its next batch would not be the one "
+                "that comes next; use the same, or start afresh with checkpoint.resume=never"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = self.optimizer
+        layouts = Stored.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
+        before, after = (" ".join(f"{axis}={size}" for axis, size in layout.items()) for layout in layouts)
+        self.say(
+            f"resumed from {url}: step {told['step']}, next sample {told['samples']}, optimizer "
+            f"{optimizer.step_count} updates ({optimizer.skipped_steps} skipped)\n"
+            f"layout before: {before}\nlayout now:    {after}"
+        )
+        return int(told["step"])
+
+    def __enter__(self) -> "Checkpoints":
+        if self.manager is not None:
+            self.manager.prepare(self.state(0))
+            self._before = signal.signal(signal.SIGTERM, self._terminate)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.manager is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self.manager.close()
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def before_update(self) -> None:
+        """Wait until nothing reads the parameters any more (a copy beside the step, on an accelerator)."""
+        if self.manager is not None:
+            self.manager.before_update()
+
+    def after_step(self, step: int, *, last: bool) -> bool:
+        """After update number `step`: save if it is time; True if the run is to end here (SIGTERM, on any rank)."""
+        if self.manager is None:
+            return False
+        stop = self.stopped = self._anybody_terminated()
+        due = last or stop or (self.config.every > 0 and step % self.config.every == 0)
+        if due and step != self._saved:
+            if self.config.asynchronous and not (last or stop):
+                self.manager.save_async(step, self.state(step))
+            else:
+                self.manager.save(step, self.state(step))
+            self._saved = step
+        if stop:
+            self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
+        return stop
+
+    def _anybody_terminated(self) -> bool:
+        """One reduced flag, so that all ranks stop after the same step."""
+        flag = torch.tensor([int(self._terminated)], device=self.ps.device)
+        return bool(all_reduce(flag, self.ps.world, "max").item())
