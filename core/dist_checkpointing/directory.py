@@ -80,11 +80,13 @@ class Directory:
         self.temporary(name, uuid).touch(_HEARTBEAT)
 
     def ages(self) -> dict[tuple[str, str], float]:
-        """Seconds since each temporary, by name and uuid, was last known to be written."""
-        found = {}
-        for name, uuid, entry in self._marked("tmp"):
-            found[name, uuid] = min(self.files.age(f"{entry}/{_HEARTBEAT}"), self.files.age(entry))
-        return found
+        """The age of each temporary, by name and uuid."""
+        return {(name, uuid): self.age(name, uuid) for name, uuid, _ in self._marked("tmp")}
+
+    def age(self, name: str, uuid: str) -> float:
+        """Seconds since the temporary was last known to be written; infinite: it is gone."""
+        entry = f".tmp-{name}-{uuid}"
+        return min(self.files.age(f"{entry}/{_HEARTBEAT}"), self.files.age(entry))
 
     def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
         """Makes the temporary the checkpoint `name`. False: another one took the name meanwhile.

@@ -13,7 +13,7 @@ import tensorstore as ts
 from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.root import Root, step_name
 from tests.dist_checkpointing.crash import CrashFs, CrashStore, Disk, Killed, Steps
-from tests.dist_checkpointing.toy import save, version_of
+from tests.dist_checkpointing.toy import save, version_of, write_rank
 
 
 class Story:
@@ -21,7 +21,7 @@ class Story:
 
     def __init__(self, root):
         self.root = root
-        self.abandoned = uuid4().hex
+        self.forgotten, self.abandoned = uuid4().hex, uuid4().hex
 
     def chapters(self):
         yield {None, 10}, lambda: save(self.root, 1, 10)
@@ -29,8 +29,10 @@ class Story:
         yield {20, 21}, lambda: save(self.root, 2, 21)  # the same step again
         yield {21}, lambda: self.root.tag("best", 2)
         yield {21, 30}, lambda: save(self.root, 3, 30)
-        yield {30}, lambda: self.root.begin(4, self.abandoned)
+        yield {30}, lambda: self.root.begin(4, self.forgotten)
         yield {30}, self.root.sweep
+        yield {30}, lambda: write_rank(self.root.begin(4, self.abandoned), 0, 40)
+        yield {30}, lambda: self.root.abandon(4, self.abandoned)
         yield {30}, lambda: self.root.retain(keep_last=1)
 
     def tell(self, log=()):

@@ -144,6 +144,27 @@ def test_waiting_for_a_writer_that_commits(root):
     late.join()
 
 
+def test_a_rank_that_does_not_commit_waits(root):
+    save(root, 2, 1)
+    place = root.begin(2, A)
+    for rank in range(2):
+        write_rank(place, rank, 2)
+    with pytest.raises(TimeoutError, match=r"step-00000002: not committed after 0\.01 s"):
+        root.wait_for(2, A, timeout_s=0.01)
+    late = Timer(0.1, commit, (root, 2, A, planned_files(METADATA)), {"world_size": 2, "run": {}, "timeout_s": 5})
+    late.start()
+    root.wait_for(2, A, timeout_s=30)
+    assert version_of(root.open(2)) == 2
+    late.join()
+
+
+def test_an_attempt_that_is_given_up_is_not_waited_for(root):
+    root.begin(2, A)
+    Timer(0.1, root.abandon, (2, A)).start()
+    with pytest.raises(RuntimeError, match=f"the attempt {A} was given up; rank 0 tells why"):
+        root.wait_for(2, A, timeout_s=30)
+
+
 def test_a_replaced_checkpoint_without_successor(tmp_path):
     root = Root(tmp_path, stale_s=0)
     save(root, 2, 20)
