@@ -10,7 +10,9 @@ import pytest
 import zarr
 
 from core.dist_checkpointing.commit import commit, planned_files, write_failure, write_receipt
+from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.root import Root
+from tests.dist_checkpointing.crash import CrashFs, CrashStore
 from tests.dist_checkpointing.toy import (
     METADATA,
     STORES,
@@ -174,3 +176,61 @@ def test_a_swept_attempt_cannot_commit(root):
     with pytest.raises((TimeoutError, RuntimeError)):
         finish(root, A)
     assert root.steps() == []
+
+
+class Interloper:
+    """As the steps of CrashFs and CrashStore: when `left` steps are done it does something else."""
+
+    left, act = -1, None
+
+    def alive(self):
+        pass
+
+    def __call__(self):
+        self.left -= 1
+        if self.left == -1:
+            self.act()
+
+
+def two_roots(kind, folder, step):
+    """The same place twice, the first of which calls `step` before it changes something."""
+    where = store(kind, folder)
+    if kind == "posix":
+        fs = CrashFs()
+        fs.step = step
+        return Root(where, fs=fs), Root(where)
+    return Root(KvPlace(CrashStore(where._store, step))), Root(where)
+
+
+def outcome(root, uuid):
+    """None if it committed, else what it was told."""
+    try:
+        finish(root, uuid)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind, again", [("posix", False), ("memory", False), ("memory", True)])
+def test_of_two_that_commit_at_once_one_is_told(kind, again, tmp_path):
+    """The one commits before every step of the other's commit."""
+    winners = set()
+    for at in range(100):
+        step, told = Interloper(), {}
+        first, second = two_roots(kind, tmp_path / str(at), step)
+        if again:
+            save(second, 7, 0, uuid="c" * 32)
+        for uuid, version in ((A, 1), (B, 2)):
+            place = second.begin(7, uuid)
+            for rank in range(2):
+                write_rank(place, rank, version)
+        step.left, step.act = at, lambda told=told, root=second: told.update({B: outcome(root, B)})
+        told[A] = outcome(first, A)
+        if B not in told:  # the first was through before
+            break
+        (winner,) = [uuid for uuid, error in told.items() if error is None]
+        (loser,) = [uuid for uuid, error in told.items() if error is not None]
+        assert f"committed by another attempt, {winner}, while {loser}" in told[loser]
+        assert version_of(second.open(7)) == {A: 1, B: 2}[winner]
+        winners.add(winner)
+    assert winners == {A, B} and at > 3
