@@ -4,9 +4,12 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import tensorstore as ts
 
+from core.dist_checkpointing import place as place_module
 from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.place import DiskFullError, PosixPlace, free_bytes, open_place, open_store, space_for
 from core.dist_checkpointing.root import Root
@@ -67,18 +70,23 @@ def test_open_a_url():
     assert open_place("memory://nothing").names() == []
 
 
-def test_urls():
-    for url, driver in (("gs://bucket/run", "gcs"), ("s3://bucket/run", "s3")):
-        place = open_store(url)
-        assert place.url == url + "/" and place.kvstore("x/") == {
-            "driver": driver,
-            "bucket": "bucket",
-            "path": "run/x/",
-        }
-    for url in ("ftp://x/y", "gs://x", "memory:/"):
-        if "://" in url:
-            with pytest.raises(ValueError, match="not a path, file://, gs://, s3:// or memory://"):
-                open_store(url)
+@pytest.mark.parametrize("url, driver", [("gs://bucket/run", "gcs"), ("s3://bucket/run/", "s3")])
+def test_urls(url, driver, monkeypatch):
+    """Parsed only: opening such a store makes its client look for the user's credentials."""
+
+    def opened(text, context):
+        assert ts.KvStore.Spec(text).to_json() == {"driver": driver, "bucket": "bucket", "path": "run/"}
+        raise ValueError("parsed")
+
+    monkeypatch.setattr(place_module, "ts", SimpleNamespace(KvStore=SimpleNamespace(open=opened)))
+    with pytest.raises(ValueError, match=f"{url}: .*parsed"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "gs://x"])
+def test_urls_that_are_none(url):
+    with pytest.raises(ValueError, match=f"{url}: not a path, file://, gs://, s3:// or memory://"):
+        open_store(url)
 
 
 def test_space_is_asked_for_before(tmp_path):
