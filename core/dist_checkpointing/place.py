@@ -92,9 +92,7 @@ def space_for(place: Place, needed: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) in _FULL or any(
-            f" {errno.errorcode[code]} " in str(error) for code in _FULL
-        ):
+        if any(os.strerror(code) in str(error) for code in _FULL):
             raise DiskFullError(place.url, needed, free_bytes(place) or 0) from error
         raise
 

@@ -92,7 +92,7 @@ class Checkpoints(AbstractContextManager):
         self.optimizer.load_state_dict(state["optimizer"])
         optimizer = self.optimizer
         layouts = Stored.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
-        before, after = (" ".join(f"{axis}={size}" for axis, size in layout.items()) for layout in layouts)
+        before, after = (" ".join(f"{axis}={layout[axis]}" for axis in sorted(layout)) for layout in layouts)
         self.say(
             f"resumed from {url}: step {told['step']}, next sample {told['samples']}, optimizer "
             f"{optimizer.step_count} updates ({optimizer.skipped_steps} skipped)\n"
