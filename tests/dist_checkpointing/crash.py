@@ -95,8 +95,10 @@ class Node:
         self.now = now
         self.since.append(now)
 
-    def sync(self):
-        self.since = [self.now]
+    def sync(self, state=None):
+        """`state`, which it had when the sync began, is safe: by default what it has now."""
+        known = [number for number, other in enumerate(self.since) if other is (self.now if state is None else state)]
+        self.since = self.since[known[0] :] if known else self.since  # none: a later one is safe already
 
 
 class Disk:
@@ -105,11 +107,17 @@ class Disk:
     def __init__(self, top):
         self.top = Path(top)
         self.root = Node({})
+        self._syncing = {}
 
     def apply(self, change):
         kind, path, *rest = change
+        if kind == "syncing":  # a sync that takes its time is two changes, with one number
+            node = self._find(path)
+            self._syncing[rest[0]] = node, node.now
+            return
         if kind == "sync":
-            self._find(path).sync()
+            node, state = self._syncing.pop(rest[0]) if rest else (self._find(path), None)
+            node.sync(state)
             return
         parent, name = self._find(os.path.dirname(path)), os.path.basename(path)
         if kind == "mkdir":
@@ -118,6 +126,13 @@ class Disk:
             if name not in parent.now:
                 parent.change({**parent.now, name: Node(b"")})
             parent.now[name].change(rest[0])
+        elif kind == "create":
+            if name not in parent.now:
+                parent.change({**parent.now, name: Node(b"")})
+            elif rest[0]:  # truncated
+                parent.now[name].change(b"")
+        elif kind == "append":
+            parent.now[name].change(parent.now[name].now + rest[0])
         elif kind == "unlink":
             parent.change({other: node for other, node in parent.now.items() if other != name})
         elif kind == "rename":
@@ -125,6 +140,8 @@ class Disk:
             node = parent.now[name]
             kept = {other: node for other, node in parent.now.items() if other != name}
             parent.change({**kept, os.path.basename(rest[0]): node})
+        else:
+            raise AssertionError(f"{kind} of {path} is not known")
 
     def _find(self, path):
         node = self.root
@@ -132,17 +149,34 @@ class Disk:
             node = node.now[part]
         return node
 
-    def after_power_loss(self, target, content, names):
-        """Writes what is left into `target`: of each file and directory the state that `content`, `names` choose."""
-        self._leave(self.root, Path(target), content, names)
+    def left(self, content, names):
+        """What a power loss leaves, as nested dicts: of each file and directory the state that these two choose."""
+        return _left(self.root, content, names)
 
-    def _leave(self, node, path, content, names):
-        if isinstance(node.now, bytes):
-            path.write_bytes(content(node.since))
-            return
-        path.mkdir(exist_ok=True)
-        for name, child in names(node.since).items():
-            self._leave(child, path / name, content, names)
+    def after_power_loss(self, target, content, names):
+        """Writes what is left into `target`."""
+        write_tree(self.left(content, names), Path(target))
+
+
+def _left(node, content, names):
+    if isinstance(node.now, bytes):
+        return content(node.since)
+    return {name: _left(child, content, names) for name, child in names(node.since).items()}
+
+
+def write_tree(tree, path):
+    """Files and directories from nested dicts."""
+    if isinstance(tree, bytes):
+        path.write_bytes(tree)
+        return
+    path.mkdir(exist_ok=True)
+    for name, child in tree.items():
+        write_tree(child, path / name)
+
+
+def read_tree(path):
+    """The inverse of `write_tree`."""
+    return {child.name: child.read_bytes() if child.is_file() else read_tree(child) for child in path.iterdir()}
 
 
 class CrashStore:
