@@ -66,7 +66,7 @@ class Job:
         """
         writer = Writer(self._place, self.metadata, durable=self.durable)
         written, size = [], 0
-        full = space_for(self._root.files, 0)
+        full = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
             told = aside.submit(self._write_metadata) if self.rank == 0 else None
             for key, index, box, array in cells:

@@ -109,7 +109,7 @@ def _compare(flat: LocalState, stored: Stored, ps: ParallelState, *, cast: bool)
     return Report(
         missing=tuple(sorted({key for keys, _, _ in told for key in keys})),
         unexpected=tuple(key for key in sorted(known - used) if key.split("/")[0] in groups),
-        mismatched={key: why for _, found, _ in told for key, why in found.items()},
+        mismatched=dict(sorted(item for _, found, _ in told for item in found.items())),
     )
 
 
