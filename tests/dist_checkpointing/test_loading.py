@@ -151,9 +151,7 @@ def test_cast(tmp_path, single, into):
     value = torch.randn(5, 3, dtype=torch.float32)
     Saver(str(tmp_path), single, durable=False).save("x", {"model": {"w": value, "n": torch.ones(2).int()}})
     template = {"model": {"w": torch.zeros(5, 3, dtype=into), "n": torch.zeros(2).int()}}
-    with pytest.raises(
-        ValueError, match=r"model/w: it is float32 in the checkpoint and .*float\d+ here; give cast"
-    ):
+    with pytest.raises(ValueError, match=r"model/w: it is float32 in the checkpoint and .*float\d+ here; give cast"):
         load(template, tmp_path / "x", ps=single)
     assert not template["model"]["w"].any()
     back = load(template, tmp_path / "x", ps=single, cast=True)["model"]

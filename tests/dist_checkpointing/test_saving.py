@@ -1,4 +1,4 @@
-"""Saves that go wrong: all ranks hear it within seconds, the guilty one is named, and the old checkpoint is intact."""
+"""Saves that go wrong: all ranks hear it within seconds, by whose fault, and the old checkpoint is intact."""
 
 import ast
 import pickle
@@ -198,9 +198,7 @@ def too_little(root):
     saver.save("old", small.state(1, ps.rank, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fs, "free_bytes", lambda self, path: 1000)
-        with pytest.raises(
-            OSError, match=r"no space .* \d{7} bytes needed, 1000 free; the older checkpoints are"
-        ):
+        with pytest.raises(OSError, match=r"no space .* \d{7} bytes needed, 1000 free; the older checkpoints are"):
             saver.save("old", small.state(2, ps.rank, 2))
 
 
