@@ -122,5 +122,5 @@ class Job:
             self.abandon()
 
     def abandon(self) -> None:
-        """Give up this attempt: remove what is there of it. A rank that still writes finds out and comes to `fail`."""
+        """Give this attempt up: remove what is there of it. A rank that still writes finds out: `fail`."""
         self._root.abandon(self.name, self.uuid)

@@ -21,9 +21,8 @@ def stored(directory):
     """(keys of the arrays on disk, the table of derived ones), read without the package."""
     root = json.loads((directory / "zarr.json").read_text())
     nodes = root["consolidated_metadata"]["metadata"]
-    return {key for key, node in nodes.items() if node["node_type"] == "array"}, root["attributes"]["paracore"][
-        "derived"
-    ]
+    keys = {key for key, node in nodes.items() if node["node_type"] == "array"}
+    return keys, root["attributes"]["paracore"]["derived"]
 
 
 def pair(weight, main=MAIN):
