@@ -66,7 +66,7 @@ class Job:
         """
         writer = Writer(self._place, self.metadata, durable=self.durable)
         written, size = [], 0
-        full = space_for(self._root.files, 0)
+        full = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
             told = aside.submit(self._write_metadata) if self.rank == 0 else None
             for key, index, box, array in cells:
@@ -122,5 +122,5 @@ class Job:
             self.abandon()
 
     def abandon(self) -> None:
-        """Give up this attempt: remove what is there of it. A rank that still writes finds out, and comes to `fail`."""
+        """Give this attempt up: remove what is there of it. A rank that still writes finds out: `fail`."""
         self._root.abandon(self.name, self.uuid)

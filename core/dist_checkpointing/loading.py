@@ -53,9 +53,10 @@ def load(
     """Read a checkpoint written under any layout into the tensors of `sharded_state_dict`; collective over all ranks.
 
     Tensors are filled in place; the same nested dict comes back with tensors and values in place of sharded ones
-    (`model.load_state_dict(state)` works, and changes nothing any more). `strict="report"`: what does not fit is left
-    as it was, and the result is (state, Report). `cast`: other floating dtypes are converted; else they are a
-    mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are there.
+    (`model.load_state_dict(state)` works, and changes nothing any more). `strict=False`: what does not fit is left as
+    it was; "report": so too, and the result is (state, Report). `cast`: other floating dtypes are converted; else
+    they are a mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are
+    there.
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
     """
@@ -71,13 +72,12 @@ def load(
     agree(problem_of(begin), ps)
     assert stored is not None
     report = _compare(flat, stored, ps, cast=cast)
-    if report and strict == "report":
-        flat = _known(flat, report)
-    elif report and strict:
+    if report and strict is True:
         raise ValueError(
             f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of "
             "it, or give strict='report'"
         )
+    flat = _known(flat, report)
     problem = problem_of(lambda: read(stored, _targets(flat, stored), verify=verify))
     agree(DamagedCheckpoint(str(problem)) if isinstance(problem, ValueError) else problem, ps)
     state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, stored.objects))
@@ -109,7 +109,7 @@ def _compare(flat: LocalState, stored: Stored, ps: ParallelState, *, cast: bool)
     return Report(
         missing=tuple(sorted({key for keys, _, _ in told for key in keys})),
         unexpected=tuple(key for key in sorted(known - used) if key.split("/")[0] in groups),
-        mismatched={key: why for _, found, _ in told for key, why in found.items()},
+        mismatched=dict(sorted(item for _, found, _ in told for item in found.items())),
     )
 
 

@@ -236,7 +236,16 @@ class CheckpointManager:
 
     def load(self, step: int, template: Any, *, strict: bool = True) -> Any:
         """Read one step into the tensors of `template` (see `load`). ValueError: no such step; names those there."""
-        return load(template, from_first(lambda: self.url(step), self.ps), strict=strict, ps=self.ps)
+
+        def find() -> str:
+            try:
+                return self.url(step)
+            except ValueError as error:
+                if step in self.steps():  # what points to it in an object store is damaged
+                    raise DamagedCheckpoint(str(error)) from error
+                raise
+
+        return load(template, from_first(find, self.ps), strict=strict, ps=self.ps)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.

@@ -28,7 +28,7 @@ def wholes(seed):
 
 
 def part(key, value, rank, world):
-    """This rank's sharded tensors of a whole: rows of the table and of each matrix, every norm's elements by turns."""
+    """This rank's sharded tensors of a whole: a share of the rows of the table and of each layer."""
     stacked = "layers" in key
     rows = value[0] if stacked else value
     if not rows.dim():
@@ -38,9 +38,7 @@ def part(key, value, rank, world):
     for layer, of_layer in enumerate(value if stacked else [value]):
         offset = (layer,) * stacked + (first,) + (0,) * (rows.dim() - 1)
         cut = of_layer[first:last].clone()
-        made.append(
-            ShardedTensor(key, cut, tuple(value.shape), offset, 0, int(stacked), tp_dim=int(stacked))
-        )
+        made.append(ShardedTensor(key, cut, tuple(value.shape), offset, 0, int(stacked), tp_dim=int(stacked)))
     return made
 
 

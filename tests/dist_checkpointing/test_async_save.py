@@ -127,7 +127,7 @@ def killed(root, who, waits):
     with pytest.raises(RuntimeError, match="the save of step 2 failed") as told:
         handle.wait() if waits else manager.save_async(3, small.state(3, ps.rank, 2))
     assert time.monotonic() - begin < 5
-    if waits and ps.rank == who or not waits and who == 0:
+    if (waits and ps.rank == who) or (not waits and who == 0):
         assert "the writer program ended by SIGKILL" in str(told.value)
     if waits:
         assert handle.done()
