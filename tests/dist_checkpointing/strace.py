@@ -9,20 +9,22 @@ from dataclasses import dataclass
 import pytest
 
 CALLS = (
-    "open creat openat mkdir mkdirat write writev pwrite64 pwritev ftruncate fallocate fsync fdatasync "
-    "rename renameat renameat2 link linkat unlink unlinkat rmdir close"
-).split()
+    "open,creat,openat,mkdir,mkdirat,write,writev,pwrite64,pwritev,ftruncate,fallocate,fsync,fdatasync,"
+    "rename,renameat,renameat2,link,linkat,unlink,unlinkat,rmdir,close"
+)
 LONGEST = 1 << 20  # bytes of one write that the log holds
 
 
 def strace(*command, log, **options):
     """Runs a command and all it starts under strace, into the file `log`. Skips where that is not possible."""
-    can = shutil.which("strace") and subprocess.run(["strace", "-o", "/dev/null", "true"], check=False).returncode == 0
+    can = (
+        shutil.which("strace") and subprocess.run(["strace", "-o", "/dev/null", "true"], check=False).returncode == 0
+    )
     if not can and os.environ.get("CI") == "true":
         pytest.fail("strace does not run here: apt-get install strace, and allow ptrace")
     if not can:
         pytest.skip("strace does not run here: apt-get install strace")
-    traced = ["strace", "-f", "-y", "-xx", "-s", str(LONGEST), "-o", str(log), "-e", "trace=" + ",".join(CALLS)]
+    traced = ["strace", "-f", "-y", "-xx", "-s", str(LONGEST), "-o", str(log), "-e", f"trace={CALLS}"]
     subprocess.run([*traced, *map(str, command)], check=True, **options)
 
 

@@ -1,11 +1,16 @@
 """Trainers that do nothing but save, in processes of their own: to be killed, traced, or left without a disk."""
 
 import os
+import resource
 import sys
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import torch
+
 from core.dist_checkpointing import CheckpointManager
+from core.dist_checkpointing.fs import Fs
 from core.dist_checkpointing.root import Root
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives.groups import init_world
@@ -66,6 +71,41 @@ def retaining(ps, tell, root):
         if seed % 4 == 0:
             tell("retains", seed)
             Root(root).retain(keep_last=1)
+
+
+def filling(ps, tell, root, *, beside, hidden=False, limit=None):
+    """One save that fits, one that does not, one that does. `hidden`: the disk says that there is space. `limit`:
+    bytes that a file may have meanwhile, on the last rank."""
+    if hidden:
+        Fs.free_bytes = lambda self, path: 1 << 40
+    world = ps.config.world_size
+    manager = CheckpointManager(root, ps=ps, timeout_s=TIMEOUT_S)
+    manager.save(1, large(1, ps.rank, world))
+    try:
+        with files_limited_to(limit if ps.rank == world - 1 else None):
+            if beside:
+                manager.save_async(2, large(2, ps.rank, world)).wait()
+            else:
+                manager.save(2, large(2, ps.rank, world))
+    except (OSError, RuntimeError) as error:
+        tell("failed", (type(error).__name__, str(error), getattr(error, "needed", None)))
+    manager.save(3, small.state(3, ps.rank, world))
+    manager.close()
+    tell("saved", 3)
+
+
+@contextmanager
+def files_limited_to(size):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited if size is None else (size, unlimited[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+def large(seed, rank=0, world=1):
+    """4.7 MiB in six arrays, each of another size, so that every rank writes some."""
+    wholes = {f"model/{n}": torch.full((160 + 16 * n, 1024), seed + n / 8) for n in range(6)}
+    return {"arrays": {key: small.part(key, value, rank, world) for key, value in wholes.items()}}
 
 
 def tale(top):
