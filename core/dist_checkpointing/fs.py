@@ -82,7 +82,9 @@ class Fs:
         )
 
     def free_bytes(self, path: str) -> int:
-        """What an ordinary user may still write there."""
+        """What an ordinary user may still write there, in a directory that may be yet to be made."""
+        while not os.path.exists(path):
+            path = os.path.dirname(path)
         return shutil.disk_usage(path).free
 
     # what is made of these
