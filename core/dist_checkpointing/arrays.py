@@ -38,8 +38,8 @@ class ArrayInfo:
 
     shape: true global shape, the stack axis first if there is one. dtype: torch's name, `bfloat16`.
     tp_dim: the dim that tensor parallelism cuts, None if it cuts none. stacked: dim 0 counts layers.
-    ragged: `tp_dim` may be padded in memory (a vocabulary), so its cells need not divide it. stack: the name of the list
-    of layers that dim 0 counts, `decoder.layers`, where it is known.
+    ragged: `tp_dim` may be padded in memory (a vocabulary), so its cells need not divide it.
+    stack: the name of the list of layers that dim 0 counts, `decoder.layers`, where it is known.
     """
 
     shape: tuple[int, ...]

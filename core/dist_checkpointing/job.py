@@ -70,11 +70,13 @@ class Job:
         full = space_for(self._root.files, 0)
         with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
             told = aside.submit(self._write_metadata) if self.rank == 0 else None
-            for key, index, box, array in cells:
-                writer.write(key, box, array)
-                written.append((key, index))
-                size += array.nbytes
-            writer.finish()
+            try:
+                for key, index, box, array in cells:
+                    writer.write(key, box, array)
+                    written.append((key, index))
+                    size += array.nbytes
+            finally:  # whoever makes the cells may fail: nothing writes into a temporary that is given up
+                writer.finish()
             entries = self._entries(written) | (told.result() if told is not None else {})
             write_receipt(self._place, self.rank, entries)
         return size

@@ -23,8 +23,8 @@ class ShardedTensor:
     key: the path of the array in the checkpoint. global_shape, global_offset: of the whole, stack axes included.
     data: the part, without the first `prepend_axis_num` dims, each of which it is one row of.
     replica_id: 0 on one holder of each part, as in Megatron; saving does not need it (one of the holders writes).
-    tp_dim: the dim that tensor parallelism cuts, which the grid of cells follows. stack: of a layer's parameter, the name
-    of the list of layers, for those who want single layers back.
+    tp_dim: the dim that tensor parallelism cuts, which the grid of cells follows.
+    stack: of a layer's parameter, the name of the list of layers, for those who want single layers back.
     local: what `load` gives back instead of `data`: the parameter with its padded rows.
     """
 
