@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from uuid import uuid4
 
-import ml_dtypes
+import ml_dtypes  # tensorstore needs it
 import numpy as np
 
 from core.dist_checkpointing.arrays import STORED, ArrayInfo
