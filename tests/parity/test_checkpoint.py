@@ -19,7 +19,7 @@ from core.parallel_state.modules import named_parameters, named_stacks
 from core.transformer import TransformerConfig
 from tests.states import state
 
-VOCABULARY, KINDS = 5467, ("main", "exp_avg", "exp_avg_sq")
+VOCABULARY, KINDS = 2731, ("main", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
