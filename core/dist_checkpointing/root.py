@@ -82,8 +82,9 @@ class Root:
             )
 
     def abandon(self, name: int | str, uuid: str) -> None:
-        """Removes the temporary of an attempt that failed."""
-        self._at.abandon(_named(name), uuid)
+        """Removes the temporary of an attempt that failed, but nothing that was committed after all."""
+        if self._at.identity(_named(name)) != uuid:
+            self._at.abandon(_named(name), uuid)
 
     def wait_for(self, name: int | str, uuid: str, timeout_s: float) -> None:
         """Returns when that attempt is committed, seen from a rank that does not commit.
