@@ -10,6 +10,7 @@ from core.dist_checkpointing.exchange import owned_cells
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.prepare import Prepared, Preparer, Weights
 from core.dist_checkpointing.ranks import agree, default_state, problem_of
+from core.dist_checkpointing.root import root_and_name
 from core.parallel_state import ParallelState
 
 
@@ -110,10 +111,6 @@ def save(
     Raises, on all ranks, with the guilty one named: ValueError (a state that cannot be saved), DiskFullError,
     OSError; what lay there before is intact then.
     """
-    where = str(checkpoint_dir).rstrip("/")
-    root, _, name = where.rpartition("/")
-    if not name or root.endswith(":/"):
-        raise ValueError(f"{str(checkpoint_dir)!r} names no checkpoint; give a directory that is to be made")
-    root = root or ("/" if where.startswith("/") else ".")
+    root, name = root_and_name(checkpoint_dir)
     ps = ps if ps is not None else default_state()
     return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(name, sharded_state_dict)

@@ -16,7 +16,7 @@ from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 from core.dist_checkpointing.place import Place, PosixPlace, open_place
-from core.dist_checkpointing.zarr_metadata import Json, check_metadata
+from core.dist_checkpointing.zarr_metadata import Json, check_metadata, info_of
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,10 @@ class Stored:
         """torch's name of its dtype."""
         value = self.metadata[key]
         return str(value.get("attributes", {}).get("torch_dtype", value["data_type"]))
+
+    def info(self, key: str) -> ArrayInfo:
+        """What it is."""
+        return info_of(self.metadata[key])
 
     def nbytes(self, key: str) -> int:
         """Bytes of its values."""

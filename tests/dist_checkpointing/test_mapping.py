@@ -50,9 +50,9 @@ def test_flat_intervals_of_all_ranks_are_the_whole(tp, dp):
 
 def test_stacks():
     stacks = {"decoder.layers": 12}
-    assert stacked_key("decoder.layers.7.mlp.w", stacks) == ("decoder.layers.mlp.w", 7, 12)
+    assert stacked_key("decoder.layers.7.mlp.w", stacks) == ("decoder.layers.mlp.w", 7, "decoder.layers")
     for name in ("decoder.layersx.7.w", "decoder.layers.7", "encoder.layers.7.w"):
-        assert stacked_key(name, stacks) == (name, None, 0)
+        assert stacked_key(name, stacks) == (name, None, "")
 
 
 def test_foreign_stages_have_names_of_their_own():
