@@ -36,8 +36,13 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# two pipeline stages of two tensor ranks, saving beside the training; then four tensor ranks go on from the middle
 pretrain: $(STAMP)
-	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT)
+	rm -rf runs/pretrain/checkpoints
+	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
+	$(TORCHRUN) examples/pretrain_gpt.py --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
+		--checkpoint.load runs/pretrain/checkpoints/step-00000090 --training.train-steps 100 --training.output runs/resumed \
+		--training.compare-with runs/pretrain/metrics.jsonl
 
 pretrain-long: $(STAMP)
 	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.train-steps 1200 --optimizer.lr-decay-steps 1200

@@ -112,8 +112,8 @@ def pretrain(run: Run, ps: ParallelState) -> None:
 if __name__ == "__main__":
     run = tyro.cli(Run, description=__doc__)
     try:
-        world = int(os.environ.get("WORLD_SIZE", 1))
-        layout = check_run(run.model, run.parallel, run.data, run.training, run.pipeline, world_size=world)
+        parts = run.model, run.parallel, run.data, run.training, run.pipeline, run.checkpoint
+        layout = check_run(*parts, world_size=int(os.environ.get("WORLD_SIZE", 1)))
         with parallel_state.launch(run.device) as device:
             pretrain(run, ParallelState.build(layout, device=device))
     except (ValueError, OSError) as error:

@@ -1,8 +1,10 @@
 """The trainer's side of an asynchronous save: a warm slab, the writer program, and what became of each save."""
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -42,43 +44,45 @@ class WriterProgram:
     def __init__(self, log: str | None) -> None:
         self._log = log
         self._slab = Slab()
+        self._placed: list[list[Any]] = []  # what `take` copied: [key, index, box, offset] of each cell
+        self._used = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
         self._since = 0.0
 
     def start(self, size: int) -> None:
-        """Warm up: `size` bytes of slab, every page touched, and the program running."""
+        """Warm up: an empty slab of `size` bytes, every page touched, and the program running."""
         self._slab.reserve(size)
-        if self._process is None or self._process.poll() is not None:
-            with open(self._log or os.devnull, "ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "core.dist_checkpointing.writer", str(self._slab.fd)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    pass_fds=[self._slab.fd],
-                    start_new_session=True,
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                )
+        self._placed, self._used = [], 0
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        with open(self._log or os.devnull, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "core.dist_checkpointing.writer", str(self._slab.fd)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=[self._slab.fd],
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            )
 
-    def take(self, cells: Cells) -> list[list[Any]]:
-        """Copy the cells into the slab: [key, index, box, offset] of each."""
-        placed, offset = [], 0
+    def take(self, cells: Cells) -> None:
+        """Copy the cells into the slab, behind those that are there; `start` made room."""
         for key, index, box, array in cells:
-            self._slab.reserve(offset + array.nbytes)
-            np.copyto(self._slab.array(offset, array.shape, array.dtype.str), array)
-            placed.append([key, index, box, offset])
-            offset = aligned(offset + array.nbytes)
-        return placed
+            np.copyto(self._slab.array(self._used, array.shape, array.dtype.str), array)
+            self._placed.append([key, index, box, self._used])
+            self._used = aligned(self._used + array.nbytes)
 
-    def begin(self, job: Job, placed: list[list[Any]]) -> None:
+    def begin(self, job: Job) -> None:
         """Hand over what `take` copied; returns at once."""
-        self.start(0)
         assert self._process is not None and self._process.stdin is not None
-        line = json.dumps({"job": asdict(job), "cells": placed, "bytes": self._slab.size})
+        line = json.dumps({"job": asdict(job), "cells": self._placed, "bytes": self._slab.size})
         self._job, self._since = job, time.monotonic()
-        self._process.stdin.write(line.encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it is dead: `wait` tells
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
 
     def wait(self, timeout_s: float | None = None) -> tuple[str | None, float]:
         """(error, None if it committed; seconds since `begin`). TimeoutError: it has not ended after `timeout_s`.
@@ -94,20 +98,31 @@ class WriterProgram:
             self._process.kill()
         line = self._process.stdout.readline()
         if not line:
-            status = self._process.wait()
-            error = f"the writer program of {self._job.name} ended with status {status}; its log: {self._log}"
+            error = f"the writer program ended {_told(self._process.wait())}; its log: {self._log}"
         else:
             error = json.loads(line)["error"]
         return error, time.monotonic() - self._since
 
     def close(self) -> None:
         """Let the program end after the save under way."""
+        self._end()
+        self._slab.close()
+
+    def _end(self) -> None:
         if self._process is not None:
             assert self._process.stdin is not None and self._process.stdout is not None
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # what a dead program did not read
+                self._process.stdin.close()
             self._process.wait()
             self._process.stdout.close()
-        self._slab.close()
+            self._process = None
+
+
+def _told(status: int) -> str:
+    """How a program ended."""
+    if status == -signal.SIGALRM:
+        return "at its time limit"
+    return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 
 class Background:
@@ -119,7 +134,7 @@ class Background:
         if self._thread is not None:
             self._thread.start()
         else:
-            call()
+            self._run(call)
 
     def _run(self, call: Callable[[], None]) -> None:
         try:

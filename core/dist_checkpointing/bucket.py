@@ -5,12 +5,14 @@ when the attempt began: whoever puts it has committed. Nobody looks below a uuid
 `NAME/UUID.heartbeat` is there while an attempt is being written.
 """
 
+import re
 from collections.abc import Iterable
 
 from core.dist_checkpointing.json_files import seal, unseal
 from core.dist_checkpointing.kv_place import KvPlace
 
 _POINTER = "/manifest.json"
+_ATTEMPT = re.compile(r"([^/]+)/([0-9a-f]{32})(?:/|\.heartbeat$)")  # all else is not ours
 
 
 class Bucket:
@@ -60,15 +62,19 @@ class Bucket:
         self.files.touch(_heartbeat(name, uuid))
 
     def ages(self) -> dict[tuple[str, str], float]:
-        """Seconds since each attempt that no pointer names, by name and uuid, was last known to be written."""
+        """The age of each attempt that no pointer names, by name and uuid."""
         keys = self.files.names()
         pointed = {name: self.identity(name) for name in _pointers(keys)}
-        found = {tuple(key.removesuffix(".heartbeat").split("/")[:2]) for key in keys if "/" in key}
+        found = {(attempt[1], attempt[2]) for key in keys if (attempt := _ATTEMPT.match(key))}
         return {
-            (name, uuid): self.files.age(_heartbeat(name, uuid))
+            (name, uuid): self.age(name, uuid)
             for name, uuid in sorted(found)
-            if uuid != "manifest.json" and pointed.get(name) not in (uuid, "damaged")
+            if pointed.get(name) not in (uuid, "damaged")
         }
+
+    def age(self, name: str, uuid: str) -> float:
+        """Seconds since the attempt was last known to be written; infinite: it is committed, or gone."""
+        return self.files.age(_heartbeat(name, uuid))
 
     def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
         """Makes the attempt the checkpoint `name`. False: another one took the name meanwhile.
@@ -103,7 +109,7 @@ class Bucket:
                 note = self.note(name, uuid)
             except FileNotFoundError:
                 note = None
-            stale = note is None or self.files.age(_heartbeat(name, uuid)) >= stale_s
+            stale = note is None or self.age(name, uuid) >= stale_s
             if stale and (note is None or self.files.swap(_heartbeat(name, uuid), note, None)):
                 self.temporary(name, uuid).remove_all()
                 swept.append(f"{name}/{uuid}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import STORED, ArrayInfo, Holdings
@@ -54,10 +55,9 @@ def flatten(state: Any) -> LocalState:
             leaf = ShardedTensor("/".join(path), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
         if isinstance(leaf, ShardedTensor):
             check_key(leaf.key)
-            if leaf.info.dtype not in STORED:
-                raise ValueError(
-                    f"{leaf.key} is of {leaf.data.dtype}, which has no stored form; known: {list(STORED)}"
-                )
+            kind = leaf.data.dtype if leaf.data.layout is torch.strided else leaf.data.layout
+            if kind is not leaf.data.dtype or leaf.info.dtype not in STORED:
+                raise ValueError(f"{leaf.key} is of {kind}, which has no stored form; known: dense, {list(STORED)}")
             parts = flat.parts.setdefault(leaf.key, [])
             if volume(leaf.box):  # a rank may hold padding only
                 parts.append(leaf)
@@ -66,7 +66,9 @@ def flatten(state: Any) -> LocalState:
             return
         item = leaf if isinstance(leaf, ShardedObject) else ShardedObject("/".join(path), leaf)
         check_key(item.key)
-        flat.objects[item.key] = _plain(item)
+        value = _plain(item)
+        if flat.objects.setdefault(item.key, value) != value:
+            raise ValueError(f"{item.key} is both {flat.objects[item.key]!r} and {value!r}; give them one key each")
 
     map_leaves(state, add)
     return flat

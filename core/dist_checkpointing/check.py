@@ -1,5 +1,6 @@
 """Is a checkpoint what its manifest says? In three depths: sizes, digests, every byte."""
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,11 +14,13 @@ from core.dist_checkpointing.grid import cell_name, cells
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.manifest import MANIFEST, Manifest, grid_shape, planned_files, read_manifest
 from core.dist_checkpointing.place import Place
+from core.dist_checkpointing.zarr_metadata import check_metadata
 from core.dist_checkpointing.zarr_store import Reader
 from core.parallel_state.flat import Box, extent
 
 _MALFORMED = (KeyError, TypeError, ValueError, ZeroDivisionError)  # what reading strange metadata may raise
 Problems = dict[str, str]  # file -> what is wrong with it
+Each = Callable[[Callable[[str], str | None], Iterable[str]], Problems]
 Node = dict[str, Any]  # the content of a zarr.json
 
 
@@ -31,23 +34,32 @@ def check(place: Place, *, digests: bool = False, full: bool = False, jobs: int 
         manifest = read_manifest(place)
     except (OSError, ValueError) as error:
         return [str(error)]
-    with ThreadPoolExecutor(jobs, thread_name_prefix="checkpoint-check") as pool:
-        found = _each(pool, partial(_size, place, manifest), manifest.files)
-        if digests or full:
-            metadata = _metadata(pool, place, manifest, found)
-            cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in found]
-            found |= _each(pool, partial(_digest, place, manifest, metadata), cell_files)
-            if full:
-                for key, array in metadata.items():
-                    found |= _payload(place, key, array, found)
-                extra = set(place.names()) - manifest.files.keys() - {MANIFEST}
-                found |= dict.fromkeys(extra, "is not in the manifest")
+    each = partial(_each, jobs)
+    found = each(partial(_size, place, manifest), manifest.files)
+    if digests or full:
+        metadata = _metadata(each, place, manifest, found)
+        cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in found]
+        found |= each(partial(_digest, place, manifest, metadata), cell_files)
+    if full:
+        for key, array in metadata.items():
+            found |= _payload(place, key, array, found)
+        extra = set(place.names()) - manifest.files.keys() - {MANIFEST}
+        found |= dict.fromkeys(extra, "is not in the manifest")
     return [f"{place.url}{path}: {found[path]}" for path in sorted(found)]
 
 
-def _each(pool: ThreadPoolExecutor, problem: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
+def _each(jobs: int, problem: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
+    """What `problem` says of the paths, in threads: each is mostly waiting for a disk or a network."""
     paths = list(paths)
-    return {path: text for path, text in zip(paths, pool.map(problem, paths), strict=True) if text}
+    jobs = max(1, min(jobs, len(paths) // 8))
+
+    def some(first: int) -> Problems:
+        return {path: text for path in paths[first::jobs] if (text := problem(path))}
+
+    if jobs == 1:
+        return some(0)
+    with ThreadPoolExecutor(jobs, thread_name_prefix="checkpoint-check") as pool:
+        return dict(ChainMap(*pool.map(some, range(jobs))))
 
 
 def _size(place: Place, manifest: Manifest, path: str) -> str | None:
@@ -64,10 +76,10 @@ def _json(place: Place, manifest: Manifest, path: str) -> str | None:
     return None if crc == expected else f"is damaged: its crc is {crc}, the manifest says {expected}"
 
 
-def _metadata(pool: ThreadPoolExecutor, place: Place, manifest: Manifest, found: Problems) -> dict[str, Node]:
+def _metadata(each: Each, place: Place, manifest: Manifest, found: Problems) -> dict[str, Node]:
     """Path -> zarr.json of the arrays that can be read; adds to `found` what is wrong with JSON files."""
     files = [path for path in manifest.files if path.endswith(".json") and path not in found]
-    found |= _each(pool, partial(_json, place, manifest), files)
+    found |= each(partial(_json, place, manifest), files)
     arrays = {}
     for file in files:
         if file in found or not f"/{file}".endswith("/zarr.json"):
@@ -77,7 +89,7 @@ def _metadata(pool: ThreadPoolExecutor, place: Place, manifest: Manifest, found:
             node = parse_json(place.read(file), place.url + file)
             unlisted = _needed(path, node, manifest) - manifest.files.keys()
         except _MALFORMED as error:
-            found[file] = f"is no metadata of a checkpoint ({error!r})"
+            found[file] = f"is no metadata of a checkpoint ({error})"
             continue
         found |= dict.fromkeys(unlisted, "is not in the manifest")
         if node["node_type"] == "array":
@@ -87,8 +99,12 @@ def _metadata(pool: ThreadPoolExecutor, place: Place, manifest: Manifest, found:
 
 def _needed(path: str, node: Node, manifest: Manifest) -> set[str]:
     """The files of a group or array; counted before they are named, for a shape may say anything."""
-    if node["node_type"] == "array" and prod(grid_shape(node)) > len(manifest.files):
-        raise ValueError(f"shape {node['shape']}: more cells than the manifest has files, {len(manifest.files)}")
+    if node["node_type"] not in ("array", "group"):
+        raise ValueError(f"node_type {node['node_type']!r}")
+    if node["node_type"] == "array":
+        check_metadata(path, node)
+        if prod(grid_shape(node)) > len(manifest.files):
+            raise ValueError(f"shape {node['shape']}: more cells than the manifest has files, {len(manifest.files)}")
     return planned_files({path: node})
 
 

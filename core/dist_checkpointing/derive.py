@@ -32,6 +32,8 @@ def unequal(state: LocalState) -> list[str]:
 
 def _equal(state: LocalState, weight: str, main: str) -> bool:
     """Whether all of this rank's main parts are also here as weights, and round to them."""
+    if {part.global_shape for part in state.parts[main]} != {part.global_shape for part in state.parts[weight]}:
+        return False
     for part in state.parts[main]:
         seen = 0
         for other in state.parts[weight]:
@@ -54,7 +56,7 @@ def _rounds(main: Tensor, weight: Tensor) -> bool:
     if not (main.is_contiguous() and weight.is_contiguous()):
         main, weight = main.contiguous(), weight.contiguous()
     pieces = zip(main.view(-1).split(BLOCK), weight.view(-1).split(BLOCK), strict=True)
-    return all(torch.equal(_bits(m.to(w.dtype)), _bits(w)) for m, w in pieces)
+    return all(torch.equal(_bits(m.to(w)), _bits(w)) for m, w in pieces)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -80,11 +80,13 @@ class Directory:
         self.temporary(name, uuid).touch(_HEARTBEAT)
 
     def ages(self) -> dict[tuple[str, str], float]:
-        """Seconds since each temporary, by name and uuid, was last known to be written."""
-        found = {}
-        for name, uuid, entry in self._marked("tmp"):
-            found[name, uuid] = min(self.files.age(f"{entry}/{_HEARTBEAT}"), self.files.age(entry))
-        return found
+        """The age of each temporary, by name and uuid."""
+        return {(name, uuid): self.age(name, uuid) for name, uuid, _ in self._marked("tmp")}
+
+    def age(self, name: str, uuid: str) -> float:
+        """Seconds since the temporary was last known to be written; infinite: it is gone."""
+        entry = f".tmp-{name}-{uuid}"
+        return min(self.files.age(f"{entry}/{_HEARTBEAT}"), self.files.age(entry))
 
     def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
         """Makes the temporary the checkpoint `name`. False: another one took the name meanwhile.
@@ -99,7 +101,6 @@ class Directory:
         self._fs.sync_all([place.url + "manifest.json", *(place.url + folder for folder in _folders(files))])
         if replaces and self._fs.stat(final) is not None:
             self._fs.rename(final, f"{self.files.url}.replaced-{name}-{uuid}")
-            self._fs.sync(self.files.path)
         try:
             self._fs.rename(place.path, final)
         except OSError as error:
@@ -124,7 +125,6 @@ class Directory:
                 continue
             if self._fs.stat(self.files.url + name) is None:
                 self._fs.rename(self.files.url + entry, self.files.url + name)
-                self._fs.sync(self.files.path)
             else:
                 swept.append(entry)
         self._discard(swept)

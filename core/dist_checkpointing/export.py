@@ -79,7 +79,8 @@ def export(
 ) -> list[Tensor]:
     """The whole model in safetensors files, streamed; returns what was written."""
     found = tensors(stored, dtype)
-    with space_for(open_store(folder), sum(t.nbytes for t in found)), new_folder(folder) as temporary:
+    total = sum(t.nbytes for t in found)
+    with new_folder(folder) as temporary, space_for(open_store(temporary), total):
         write(stored, found, temporary, done, shard_bytes)
     return found
 
@@ -93,7 +94,7 @@ def per_rank(
         name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1)
         ranks[name] = tensors(stored, tp=(rank, tp), pp=(stage, pp))
     total = sum(t.nbytes for found in ranks.values() for t in found)
-    with space_for(open_store(folder), total), new_folder(folder) as temporary:
+    with new_folder(folder) as temporary, space_for(open_store(temporary), total):
         for name, found in ranks.items():
             (temporary / name).mkdir()
             write(stored, found, temporary / name, done, shard_bytes)

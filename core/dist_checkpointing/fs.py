@@ -82,7 +82,7 @@ class Fs:
         )
 
     def free_bytes(self, path: str) -> int:
-        """What an ordinary user may still write there, in a directory that may be yet to be made."""
+        """What an ordinary user may still write there, or where it will be made."""
         while not os.path.exists(path):
             path = os.path.dirname(path)
         return shutil.disk_usage(path).free
@@ -117,8 +117,8 @@ class Fs:
         self.map(self.sync, paths)
 
     def remove_tree(self, path: str) -> None:
-        """A directory and all below it, or a file. Others may be removing it too."""
-        if not os.path.isdir(path):
+        """A directory and all below it, or a file, or a link itself. Others may be removing it too."""
+        if os.path.islink(path) or not os.path.isdir(path):
             return self._gone(self.unlink, path)
         for folder, folders, names in os.walk(path, topdown=False):
             for name in names:

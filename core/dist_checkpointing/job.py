@@ -67,7 +67,7 @@ class Job:
         """
         writer = Writer(self._place, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes)
         written, size = [], 0
-        full = space_for(self._root.files, 0)
+        full = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
             told = aside.submit(self._write_metadata) if self.rank == 0 else None
             try:
@@ -118,9 +118,12 @@ class Job:
             self._root.retain(self.keep_last, self.keep_every)
 
     def fail(self, error: str) -> None:
-        """Tell whoever commits that this rank will not be done."""
-        write_failure(self._place, self.rank, error)
+        """Tell whoever commits that this rank will not be done; or, if it gave up before, remove what came late."""
+        try:
+            write_failure(self._place, self.rank, error)
+        except FileNotFoundError:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Rank 0, when all know that this attempt failed: remove what it wrote."""
+        """Give this attempt up: remove what is there of it. A rank that still writes finds out: `fail`."""
         self._root.abandon(self.name, self.uuid)

@@ -13,7 +13,7 @@ from core.dist_checkpointing.catalog import LocalState, flatten
 from core.dist_checkpointing.derive import source
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
-from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state
+from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, problem_of
 from core.dist_checkpointing.read import Target, read, torch_dtype
 from core.dist_checkpointing.stored import Stored
 from core.parallel_state import ParallelState
@@ -53,61 +53,64 @@ def load(
     """Read a checkpoint written under any layout into the tensors of `sharded_state_dict`; collective over all ranks.
 
     Tensors are filled in place; the same nested dict comes back with tensors and values in place of sharded ones
-    (`model.load_state_dict(state)` works, and changes nothing any more). `strict="report"`: what does not fit is left
-    as it was, and the result is (state, Report). `cast`: other floating dtypes are converted; else they are a
-    mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are there.
+    (`model.load_state_dict(state)` works, and changes nothing any more). `strict=False`: what does not fit is left as
+    it was; "report": so too, and the result is (state, Report). `cast`: other floating dtypes are converted; else
+    they are a mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are
+    there.
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
     """
     ps = ps if ps is not None else default_state()
-    flat = flatten(sharded_state_dict)
-    stored, problem = None, None
-    try:
-        stored = Stored.open(checkpoint_dir, sizes=verify and ps.rank == 0)
-    except (ValueError, OSError) as error:
-        problem = error
-    agree(problem, ps)
+    flat, stored = LocalState(), None
+
+    def begin() -> None:
+        nonlocal flat, stored
+        flat = flatten(sharded_state_dict)
+        flat.arrays()  # raises where parts disagree
+        stored = _opened(checkpoint_dir, sizes=verify and ps.rank == 0)
+
+    agree(problem_of(begin), ps)
     assert stored is not None
     report = _compare(flat, stored, ps, cast=cast)
-    if report and strict == "report":
-        flat = _known(flat, report)
-    elif report and strict:
+    if report and strict is True:
         raise ValueError(
             f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of "
             "it, or give strict='report'"
         )
-    problem = None
-    try:
-        read(stored, _targets(flat, stored), verify=verify)
-    except ValueError as error:
-        problem = DamagedCheckpoint(str(error))
-    agree(problem, ps)
+    flat = _known(flat, report)
+    problem = problem_of(lambda: read(stored, _targets(flat, stored), verify=verify))
+    agree(DamagedCheckpoint(str(problem)) if isinstance(problem, ValueError) else problem, ps)
     state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, stored.objects))
     return (state, report) if strict == "report" else state
 
 
+def _opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
+    try:
+        return Stored.open(checkpoint_dir, sizes=sizes)
+    except ValueError as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
 def _compare(flat: LocalState, stored: Stored, ps: ParallelState, *, cast: bool) -> Report:
-    missing = [key for key in (*flat.parts, *flat.objects) if not _has(stored, key)]
+    missing = [key for key in flat.objects if key not in stored.objects]
     mismatched = {}
     for key, info in flat.arrays().items():
         found = source(key, stored.metadata, stored.derived)
-        if found is not None and (why := stored.differs(key, found, info, cast=cast)) is not None:
+        if found is None:
+            missing.append(key)
+        elif (why := stored.differs(key, found, info, cast=cast)) is not None:
             mismatched[key] = why
     told = gather_json([missing, mismatched, [*flat.parts, *flat.objects]], ps.world, ps.device)
     asked = {key for _, _, keys in told for key in keys}
     groups = {key.split("/")[0] for key in asked if "/" in key}
     used = asked | {found for key in asked if (found := source(key, stored.metadata, stored.derived)) is not None}
+    used |= {key for key, how in stored.derived.items() if how["from"] in used}
+    known = {*stored.metadata, *stored.objects, *stored.derived}
     return Report(
         missing=tuple(sorted({key for keys, _, _ in told for key in keys})),
-        unexpected=tuple(
-            key for key in sorted({*stored.metadata, *stored.objects} - used) if key.split("/")[0] in groups
-        ),
-        mismatched={key: why for _, found, _ in told for key, why in found.items()},
+        unexpected=tuple(key for key in sorted(known - used) if key.split("/")[0] in groups),
+        mismatched=dict(sorted(item for _, found, _ in told for item in found.items())),
     )
-
-
-def _has(stored: Stored, key: str) -> bool:
-    return key in stored.objects or source(key, stored.metadata, stored.derived) is not None
 
 
 def _known(flat: LocalState, report: Report) -> LocalState:
@@ -136,18 +139,18 @@ def _value(path: tuple[str, ...], leaf: Any, objects: Mapping[str, Any]) -> Any:
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """key -> value of everything that is no array; every rank by itself."""
-    return dict(Stored.open(checkpoint_dir).objects)
+    return dict(_opened(checkpoint_dir, sizes=False).objects)
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """key -> (global shape, dtype) of every array; every rank by itself."""
-    stored = Stored.open(checkpoint_dir)
+    stored = _opened(checkpoint_dir, sizes=False)
     return {key: (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
 
 
 def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[str, Tensor]:
     """key -> whole tensor of every array whose key matches a pattern (`model/*`); every rank by itself."""
-    stored = Stored.open(checkpoint_dir)
+    stored = _opened(checkpoint_dir)
     found = {
         key: torch.empty(stored.shape(key), dtype=torch_dtype(stored.dtype(key)))
         for key in stored.metadata

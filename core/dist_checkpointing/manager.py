@@ -1,5 +1,6 @@
 """The checkpoints of a training run: steps in one directory, saved beside the training, found after anything."""
 
+import contextlib
 import logging
 import os
 import time
@@ -9,13 +10,14 @@ from typing import Any, Literal
 
 from core.dist_checkpointing.async_save import Background, SaveStats, WriterProgram
 from core.dist_checkpointing.exchange import exchanged_cells, gather_json, local_cells
+from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.loading import load
 from core.dist_checkpointing.lock import Lock
 from core.dist_checkpointing.place import PosixPlace
 from core.dist_checkpointing.prepare import Prepared, Weights
-from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state
+from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
 from core.dist_checkpointing.root import Root, step_name
-from core.dist_checkpointing.saving import Saver, problem_of
+from core.dist_checkpointing.saving import Saver
 from core.dist_checkpointing.slab import aligned
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import volume
@@ -26,8 +28,8 @@ log = logging.getLogger(__name__)
 class SaveHandle:
     """An asynchronous save under way. `stats.stall_ms` is what it cost the loop."""
 
-    def __init__(self, step: int, manager: "CheckpointManager", stats: SaveStats) -> None:
-        self.step, self.stats, self._manager = step, stats, manager
+    def __init__(self, step: int, manager: "CheckpointManager", job: Job, stats: SaveStats) -> None:
+        self.step, self.stats, self._manager, self._job = step, stats, manager, job
 
     def done(self) -> bool:
         """Whether it is over, committed or failed, on this rank."""
@@ -62,6 +64,8 @@ class CheckpointManager:
         timeout_s: float = 600.0,
         stale_s: float = 60.0,
     ) -> None:
+        if when_busy not in ("wait", "skip") or keep_last < 1:
+            raise ValueError(f"when_busy={when_busy!r} must be 'wait' or 'skip', keep_last={keep_last} at least 1")
         self.ps = ps if ps is not None else default_state()
         self.root, self.when_busy, self.stale_s, self.timeout_s = str(root), when_busy, stale_s, timeout_s
         self._saver = Saver(
@@ -94,12 +98,13 @@ class CheckpointManager:
         """Save a step and return when it is committed. Raises what went wrong, on all ranks (see `save`)."""
         self._begin()
         self._settle()
-        return self._saver.save(step_name(step), state, self._taken_failure())
+        return self._saver.save(step_name(step), state, self._obstacle())
 
     def prepare(self, state: Any) -> None:
         """Before training: plan, warm memory, start the writer: the first save is as short as later ones then."""
         self._begin()
-        self._program().start(self._bytes(self._saver.prepare(state)))
+        size = self._bytes(self._saver.prepare(state))
+        agree(problem_of(lambda: self._program().start(size)), self.ps)
 
     def save_async(self, step: int, state: Any) -> SaveHandle | None:
         """Copy this rank's cells and return; a program of its own writes and commits them, also if this one dies.
@@ -112,21 +117,26 @@ class CheckpointManager:
         if self.when_busy == "skip" and self._busy():
             return None
         self._settle()
-        prepared = self._saver.prepare(state, self._taken_failure())
-        job = self._saver.job(step_name(step), prepared)
-        agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
-        program, stats = self._program(), SaveStats(bytes=self._bytes(prepared))
-        program.start(stats.bytes)
-        self._handle = SaveHandle(step, self, stats)
+        prepared = self._saver.prepare(state, self._obstacle())
+        job, stats = self._saver.job(step_name(step), prepared), SaveStats(bytes=self._bytes(prepared))
+
+        def start() -> None:
+            self._program().start(stats.bytes)
+            if self.ps.rank == 0:
+                job.begin()
+
+        agree(problem_of(start), self.ps)
+        program = self._program()
+        self._handle = SaveHandle(step, self, job, stats)
         moved = exchanged_cells(
             prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
         )
-        placed = program.take(moved)
+        program.take(moved)
         stats.exchange_ms = 1e3 * (time.perf_counter() - begin)
 
         def copy() -> None:
-            here = local_cells(prepared.plan, prepared.arrays, prepared.parts, self.ps.rank)
-            program.begin(job, placed + program.take(here))
+            program.take(local_cells(prepared.plan, prepared.arrays, prepared.parts, self.ps.rank))
+            program.begin(job)
 
         self._copy = Background(copy, threaded=self.ps.device.type != "cpu")
         stats.stall_ms = 1e3 * (time.perf_counter() - begin)
@@ -136,7 +146,8 @@ class CheckpointManager:
         """Wait until the copy of the last `save_async` is complete: before parameters change."""
         if self._copy is not None:
             copy, self._copy = self._copy, None
-            copy.wait()
+            if (problem := problem_of(copy.wait)) is not None:  # nothing was handed over
+                self._over(f"{type(problem).__name__}: {problem}")
 
     def _begin(self) -> None:
         """Once: the lock, and what killed jobs left is finished or removed."""
@@ -153,6 +164,10 @@ class CheckpointManager:
         self._begun = True
 
     def _program(self) -> WriterProgram:
+        if self.root.startswith("memory:"):
+            raise ValueError(
+                f"{self.root} lives in this process, the writer is another one: use save, not save_async"
+            )
         if self._writer is None:
             self._writer = WriterProgram(log_file(self.root, self.ps.rank))
         return self._writer
@@ -173,20 +188,32 @@ class CheckpointManager:
 
     def _ended(self, handle: SaveHandle, timeout_s: float | None) -> bool:
         """Whether that save is over; its failure is kept until somebody is told."""
+        self.before_update()
         if handle is not self._handle:
             return True
         assert self._writer is not None
         try:
-            self.before_update()
             error, handle.stats.seconds = self._writer.wait(timeout_s)
         except TimeoutError:
             return False
-        except Exception as problem:  # the copy failed: nothing was handed over
-            error = f"{type(problem).__name__}: {problem}"
-        self._handle = None
-        if error is not None:
-            self._failure = f"step {handle.step}: {error}"
+        self._over(error)
         return True
+
+    def _over(self, error: str | None) -> None:
+        """The save under way has ended. One that failed is ended for the other ranks' writers too, which may wait."""
+        assert self._handle is not None
+        handle, self._handle = self._handle, None
+        if error is not None:
+            self._failure = f"the save of step {handle.step} failed: {error}"
+            with contextlib.suppress(OSError):  # the temporary may be gone
+                handle._job.abandon() if self.ps.rank == 0 else handle._job.fail(error)
+
+    def _obstacle(self) -> str | None:
+        """Why this rank must not save: a failure nobody was told of, a lock that another job took over."""
+        failure = self._taken_failure()
+        if failure is None and self._lock is not None and (lost := problem_of(self._lock.check)) is not None:
+            failure = str(lost)
+        return failure
 
     def _taken_failure(self) -> str | None:
         failure, self._failure = self._failure, None
@@ -209,14 +236,16 @@ class CheckpointManager:
 
     def load(self, step: int, template: Any, *, strict: bool = True) -> Any:
         """Read one step into the tensors of `template` (see `load`). ValueError: no such step; names those there."""
-        url = ""
 
-        def find() -> None:
-            nonlocal url
-            url = self.url(step)
+        def find() -> str:
+            try:
+                return self.url(step)
+            except ValueError as error:
+                if step in self.steps():  # what points to it in an object store is damaged
+                    raise DamagedCheckpoint(str(error)) from error
+                raise
 
-        agree(problem_of(find) if self.ps.rank == 0 else None, self.ps)
-        return load(template, gather_json(url, self.ps.world, self.ps.device)[0], strict=strict, ps=self.ps)
+        return load(template, from_first(find, self.ps), strict=strict, ps=self.ps)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
@@ -224,9 +253,13 @@ class CheckpointManager:
         Waits for a writer that a killed job left behind. Raises FileNotFoundError: no step at all. DamagedCheckpoint:
         none is whole; `template` then holds nothing defined. ValueError: the newest does not fit `template`.
         """
-        if self.ps.rank == 0:
+
+        def find() -> list[int]:
             Root(self.root, stale_s=self.stale_s).wait_for_writers(self.timeout_s)
-        steps = gather_json(self.steps() if self.ps.rank == 0 else [], self.ps.world, self.ps.device)[0]
+            return self.steps()
+
+        self._settle()
+        steps = from_first(find, self.ps)
         damaged = []
         for step in reversed(steps):
             try:

@@ -86,8 +86,8 @@ class ShardedTensor:
 
     @property
     def part(self) -> Tensor:
-        """`data` with its stack axes: exactly the shape of `box`."""
-        return self.data[(None,) * self.prepend_axis_num]
+        """`data` with its stack axes, without gradient: exactly the shape of `box`."""
+        return self.data.detach()[(None,) * self.prepend_axis_num]
 
     @property
     def info(self) -> ArrayInfo:
@@ -218,7 +218,10 @@ def sharded_state_dict(modules: Modules, ps: ParallelState, *, prefix: str = "")
 def sharded_states(
     states: Mapping[str, Mapping[str, StatePart]], ps: ParallelState, *, stacks: Stacks, group: str = "optimizer"
 ) -> dict[str, dict[str, ShardedTensor | list[ShardedTensor]]]:
-    """name -> kind -> this rank's part of an optimizer's states, under `optimizer/<kind>/<name>`."""
+    """name -> kind -> this rank's part of an optimizer's states, under `optimizer/<kind>/<name>`.
+
+    An interval of padded rows only is left out: there is nothing of it in the whole.
+    """
     mapper = Mapper(ps, stacks)
 
     def one(name: str, kind: str, part: StatePart) -> ShardedTensor | list[ShardedTensor]:
@@ -227,7 +230,8 @@ def sharded_states(
         box: Box = tuple((s.start, s.stop) for s in part.layout.box(ps.coordinate, ps.sizes))
         return mapper._place(f"{group}/{kind}", name, part.layout, part.tensor, box, None)
 
-    return {name: {kind: one(name, kind, part) for kind, part in kinds.items()} for name, kinds in states.items()}
+    found = {name: {kind: one(name, kind, part) for kind, part in kinds.items()} for name, kinds in states.items()}
+    return {name: {kind: part for kind, part in kinds.items() if part != []} for name, kinds in found.items()}
 
 
 def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:

@@ -83,18 +83,16 @@ def free_bytes(place: Place) -> int | None:
 
 
 @contextmanager
-def space_for(place: Place, needed: int) -> Iterator[None]:
-    """Raises DiskFullError if fewer than `needed` bytes are free, and in the stead of what a full disk raises inside:
-    of OSError, and of tensorstore's ValueError."""
-    free = free_bytes(place)
+def space_for(place: Place, needed: int, *, ahead: bool = True) -> Iterator[None]:
+    """Raises DiskFullError if fewer than `needed` bytes are free (`ahead`: before all else), and in the stead of what
+    a full disk raises inside: of OSError, and of tensorstore's ValueError."""
+    free = free_bytes(place) if ahead else None
     if free is not None and free < needed:
         raise DiskFullError(place.url, needed, free)
     try:
         yield
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) in _FULL or any(
-            f" {errno.errorcode[code]} " in str(error) for code in _FULL
-        ):
+        if any(os.strerror(code) in str(error) for code in _FULL):
             raise DiskFullError(place.url, needed, free_bytes(place) or 0) from error
         raise
 

@@ -48,24 +48,28 @@ class Preparer:
         self._left_out: set[str] = set()
 
     def prepare(self, state: Any, *, weights: Weights = "derive", failure: str | None = None) -> Prepared:
-        """Collective. `failure`: why this rank cannot save (an earlier save that failed); told to all.
+        """Collective. `failure`: why this rank must not save (an earlier save failed); told to all.
 
         Raises ValueError on all ranks alike: a state that cannot be saved, parts that do not make wholes.
         RuntimeError: a rank's `failure`.
         """
         flat, problem = LocalState(), None
+        local: dict[str, Any] = {}
+        mine: dict[str, Any] = {}
         try:
             flat = flatten(state)
             local = to_json(flat)
-            mine: dict[str, Any] = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
-        except ValueError as error:
-            problem, mine = str(error), {}
-        told = self._gather(mine | {"uuid": uuid4().hex, "problem": problem, "failure": failure})
+            mine = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
+        except Exception as error:
+            problem = error
+        told = self._gather(mine | {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure})
         for rank, said in enumerate(told):
             if said["failure"]:
-                raise RuntimeError(f"rank {rank}: the save before this one failed: {said['failure']}")
-            if said["problem"]:
-                raise ValueError(f"rank {rank}: {said['problem']}" if len(told) > 1 else said["problem"])
+                raise RuntimeError(f"rank {rank}: {said['failure']}")
+            if problem is not None and rank == self._ps.rank:
+                raise problem
+            if said["problem"] is not None:
+                raise ValueError(f"rank {rank}: {said['problem']}")
         objects = merge_objects([said["objects"] for said in told])
         if (digests := [said["digest"] for said in told]) != self._digests:
             self._catalog, self._plan = merge(self._gather(local)), None

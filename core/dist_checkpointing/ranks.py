@@ -1,8 +1,13 @@
 """What concerns all ranks at once: which state they share, and that one rank's problem is everybody's."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.place import DiskFullError
 from core.parallel_state import ParallelState, current_state, model_parallel_is_initialized
+
+T = TypeVar("T")
 
 
 class DamagedCheckpoint(ValueError):
@@ -28,3 +33,19 @@ def agree(problem: Exception | None, ps: ParallelState) -> None:
     for rank, error in enumerate(told):
         if error is not None:
             raise _KINDS.get(error[0], RuntimeError)(f"rank {rank}: {error[1]}")
+
+
+def problem_of(call: Callable[[], object]) -> Exception | None:
+    """What a call raised: to be told to the other ranks before it is raised."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def from_first(call: Callable[[], T], ps: ParallelState) -> T:
+    """Collective: what rank 0's call returns, a JSON value, or raises, on every rank."""
+    found: list[T] = []
+    agree(problem_of(lambda: found.append(call())) if ps.rank == 0 else None, ps)
+    return gather_json(found, ps.world, ps.device)[0][0]

@@ -3,6 +3,7 @@
 Only what is committed has a name here. `latest` is found by looking, never by a pointer.
 """
 
+import math
 import os
 import re
 import time
@@ -18,12 +19,14 @@ from core.dist_checkpointing.lock import Heartbeat, Lock
 from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint; names sort as steps do."""
+    """The name of a step's checkpoint. ValueError: the step is negative."""
+    if step < 0:
+        raise ValueError(f"step {step}: steps count from 0")
     return f"step-{step:08d}"
 
 
@@ -31,7 +34,7 @@ def root_and_name(url: str | os.PathLike[str]) -> tuple[str, str]:
     """Where the checkpoint at a path or URL lies, and what it is called there. ValueError: it has no name."""
     where = os.fspath(url).rstrip("/")
     root, slash, name = where.rpartition("/")
-    if not name:
+    if not name or root.endswith(":/"):
         raise ValueError(f"{os.fspath(url)!r} names no checkpoint; give a directory that is to be made")
     return root or slash or ".", name
 
@@ -52,7 +55,11 @@ class Root:
     # saving
 
     def begin(self, name: int | str, uuid: str) -> Place:
-        """A new temporary for a step or name. The attempt may replace the checkpoint that has the name now."""
+        """A new temporary for a step or name; `uuid` is a uuid4().hex that no other attempt has.
+
+        The attempt may replace the checkpoint that has the name now, and no other.
+        """
+        assert re.fullmatch("[0-9a-f]{32}", uuid), uuid
         name = _named(name)
         note = {"pid": os.getpid(), "replaces": self._at.identity(name), "time": time.time()}
         self._at.create(name, uuid, canonical_json(note))
@@ -84,8 +91,9 @@ class Root:
             )
 
     def abandon(self, name: int | str, uuid: str) -> None:
-        """Removes the temporary of an attempt that failed."""
-        self._at.abandon(_named(name), uuid)
+        """Removes the temporary of an attempt that failed, but nothing that was committed after all."""
+        if self._at.identity(_named(name)) != uuid:
+            self._at.abandon(_named(name), uuid)
 
     def wait_for(self, name: int | str, uuid: str, timeout_s: float) -> None:
         """Returns when that attempt is committed, seen from a rank that does not commit.
@@ -94,7 +102,7 @@ class Root:
         """
         name, end, pause = _named(name), time.monotonic() + timeout_s, 0.002
         while self._at.identity(name) != uuid:
-            if (name, uuid) not in self._at.ages() and self._at.identity(name) != uuid:
+            if self._at.age(name, uuid) == math.inf and self._at.identity(name) != uuid:
                 raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.url}{name}: not committed after {timeout_s} s; rank 0 tells why")
@@ -105,7 +113,8 @@ class Root:
 
     def steps(self) -> list[int]:
         """Every committed step, ascending. None of them is verified."""
-        return [int(found[1]) for name in self._at.names() if (found := _STEP.fullmatch(name))]
+        steps = [int(found[1]) for name in self._at.names() if (found := _STEP.fullmatch(name))]
+        return sorted(steps)
 
     def open(self, name: int | str) -> Place:
         """The checkpoint of a step or name. ValueError: there is none."""

@@ -1,7 +1,7 @@
 """Save: each rank writes the cells it owns, nothing is gathered, a checkpoint appears as a whole or not at all."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from core.dist_checkpointing.async_save import SaveStats
 from core.dist_checkpointing.exchange import owned_cells
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.prepare import Prepared, Preparer, Weights
-from core.dist_checkpointing.ranks import agree, default_state
+from core.dist_checkpointing.ranks import agree, default_state, problem_of
 from core.dist_checkpointing.root import root_and_name
 from core.parallel_state import ParallelState
 
@@ -71,17 +71,15 @@ class Saver:
         def write() -> None:
             nonlocal size
             try:
-                if self.ps.rank == 0:
-                    job.begin()
                 size = job.write(cells)
-            except (OSError, ValueError, RuntimeError):
+            except Exception:
                 for _ in cells:  # the others still need what this rank sends
                     pass
                 raise
 
-        problem = problem_of(write)
+        agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
         try:
-            agree(problem, self.ps)
+            agree(problem_of(write), self.ps)
         except Exception:
             if self.ps.rank == 0:
                 job.abandon()
@@ -94,15 +92,6 @@ class Saver:
 def layout_of_ranks(ps: ParallelState) -> dict[str, int]:
     """axis -> size, for the manifest."""
     return {axis: ps.sizes[axis] for axis in ("pp", "dp", "cp", "tp", "ep")}
-
-
-def problem_of(call: Callable[[], None]) -> Exception | None:
-    """What a call raised: to be told to the other ranks before it is raised."""
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
 
 
 def save(

@@ -118,8 +118,10 @@ def _numpy(dtype: str) -> np.dtype:
 def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A directory to fill, made beside `path`, which it becomes at the end: it is there as a whole or not at all.
 
-    Raises ValueError: something is there already.
+    Raises ValueError: something is there already; a URL.
     """
+    if "://" in os.fspath(path):
+        raise ValueError(f"{path}: these files are written into a local directory only; copy them from there")
     final = Path(path).absolute()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{final} is there already; give a directory that is to be made")

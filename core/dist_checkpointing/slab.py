@@ -10,7 +10,7 @@ ALIGN = 64
 
 
 class Slab:
-    """One growing piece of shared memory, `fd` its descriptor. Growing touches every page, so that copies are fast.
+    """One growing piece of shared memory, `fd` its descriptor. Growing touches every new page: copies are fast then.
 
     A view of it (`array`) must not outlive the next `reserve`.
     """
@@ -30,8 +30,9 @@ class Slab:
         """Make it at least `size` bytes. Raises OSError: no memory."""
         if size > self._size:
             os.posix_fallocate(self.fd, 0, size)
+            old = self._size
             self._map(size)
-            self._memory[:: mmap.PAGESIZE] = 0
+            self._memory[old :: mmap.PAGESIZE] = 0
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """A view."""

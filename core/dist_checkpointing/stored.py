@@ -54,13 +54,26 @@ class Stored:
             below = root["consolidated_metadata"]["metadata"]
             version, objects, derived = facts["format"], facts["objects"], facts["derived"]
             metadata = {key: m for key, m in below.items() if m["node_type"] == "array"}
+            sound = isinstance(objects, dict) and all(
+                how["from"] in metadata and isinstance(how["torch_dtype"], str) for how in derived.values()
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{place.url}zarr.json is no group of a checkpoint: {error!r} is missing") from None
         if version != FORMAT:
             raise ValueError(f"{place.url} has format {version}, this version reads {FORMAT}; install a newer one")
+        if not sound:
+            raise ValueError(
+                f"{place.url}zarr.json has objects or derived arrays that no checkpoint has; use another"
+            )
+        stored = cls(place, manifest, metadata, objects, derived)
+        total = sum(size for size, _ in manifest.files.values())
         for key, value in metadata.items():
             check_metadata(key, value)
-        return cls(place, manifest, metadata, objects, derived)
+            if stored.nbytes(key) > total:  # before anybody allocates it
+                raise ValueError(
+                    f"{place.url}{key} is said to have {stored.nbytes(key)} bytes, all files have {total}"
+                )
+        return stored
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -134,6 +147,8 @@ class Checker:
             found = crc_of(stored.place, name, stored.metadata[key], size=expected[0])
         except FileNotFoundError as error:
             raise ValueError(f"{stored.place.url}{name} is missing; use another step") from error
+        except OSError as error:
+            raise ValueError(f"{stored.place.url}{name} cannot be read ({error}); use another step") from error
         if found != expected:
             raise ValueError(
                 f"{stored.place.url}{name} is not the cell that was saved there: size and digest are {found}, the "

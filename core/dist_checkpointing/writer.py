@@ -6,6 +6,7 @@ finishes the save it has begun when the trainer is gone. One job per line of sta
 standard output; the end of the input ends it.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from core.dist_checkpointing.slab import Slab
 from core.parallel_state.flat import Box, extent
 
 NICENESS = 10  # the training step beside it goes first
+GRACE_S = 2  # beyond the time limit of a job: it tells by itself which ranks are silent
 
 
 def main(fd: int) -> None:
@@ -39,17 +42,18 @@ def main(fd: int) -> None:
 def _serve(told: dict[str, Any], slab: Slab) -> dict[str, Any]:
     job = Job(**told["job"])
     begin = time.perf_counter()
-    signal.alarm(max(1, int(job.timeout_s)))  # ends this program whatever it waits for
+    signal.alarm(int(job.timeout_s) + GRACE_S)  # ends this program whatever hangs
     try:
         _say(f"{job.name}: {len(told['cells'])} cells")
         job.write(_cells(told["cells"], slab, job))
         written = time.perf_counter() - begin
-        job.conclude()
+        replace(job, timeout_s=max(0.0, job.timeout_s - written)).conclude()
         _say(f"{job.name}: done after {time.perf_counter() - begin:.2f} s, of which {written:.2f} s to write")
         return {"uuid": job.uuid, "error": None, "seconds": time.perf_counter() - begin}
     except Exception as error:
         _say(traceback.format_exc())
-        job.fail(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # a full disk, or a temporary that is gone
+            job.fail(f"{type(error).__name__}: {error}")
         return {"uuid": job.uuid, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - begin}
     finally:
         signal.alarm(0)
@@ -63,7 +67,8 @@ def _cells(cells: list[Any], slab: Slab, job: Job) -> Iterator[tuple[str, Index,
 
 def _say(text: str) -> None:
     """Into the log file, which is this program's standard error."""
-    print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,10 @@ class AdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After a checkpoint filled the memory that `sharded_state_dict` named: take the counts from `state`."""
+        """After a checkpoint filled the memory that `sharded_state_dict` named: take the counts from `state`.
+
+        Parameters stay as they are: a model is loaded by itself, and a weight need not be its main copy rounded.
+        """
         self._resume(state["step_count"], state["skipped_steps"])
 
     @torch.no_grad()
@@ -244,13 +247,13 @@ class AdamW:
         for (name, kind), tensor in given.items():
             mine[name][kind].tensor.copy_(tensor)
         self._resume(step_count, skipped_steps)
+        self._to_parameters()
 
     def _resume(self, step_count: int, skipped_steps: int) -> None:
         self.step_count = step_count
         self._skipped.fill_(skipped_steps)
         for state in self._inner.state.values():
             state["step"].fill_(step_count - skipped_steps)
-        self._to_parameters()
 
 
 def _main(parameter: Parameter) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from core.dist_checkpointing.loading import load
 from core.dist_checkpointing.manager import CheckpointManager
 from core.dist_checkpointing.mapping import sharded_state_dict
+from core.dist_checkpointing.ranks import from_first
 from core.dist_checkpointing.saving import layout_of_ranks
 from core.dist_checkpointing.stored import Stored
 from core.optimizer import AdamW
@@ -64,14 +65,14 @@ class Checkpoints(AbstractContextManager):
     def resume(self) -> int:
         """Load what the configuration says; the number of updates already made, 0 for a fresh run.
 
-        Raises FileNotFoundError: `resume=must` and nothing to resume. ValueError: another model, or another order of
-        the data.
+        Raises FileNotFoundError: `resume=must` and nothing to resume. ValueError: another model, another order of the
+        data, or a directory with later steps of another run.
         """
         if self.config.load is not None:
             state = load(self.state(0), self.config.load, ps=self.ps)
-            return self._loaded(self.config.load, state)
+            return self._beyond_others(self._loaded(self.config.load, state))
         if self.manager is None or self.config.resume == "never":
-            return 0
+            return self._beyond_others(0)
         try:
             step, state = self.manager.load_latest(self.state(0))
         except FileNotFoundError:
@@ -80,6 +81,16 @@ class Checkpoints(AbstractContextManager):
             return 0
         self._saved = step
         return self._loaded(self.manager.url(step), state)
+
+    def _beyond_others(self, start: int) -> int:
+        """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""
+        steps = from_first(self.manager.steps, self.ps) if self.manager is not None else []
+        if steps and steps[-1] > start:
+            raise ValueError(
+                f"{self.config.directory} has step {steps[-1]}, this run begins at {start}: its checkpoints would be "
+                "the oldest and go first; give another directory, or checkpoint.resume=auto without load"
+            )
+        return start
 
     def _loaded(self, url: str, state: Mapping[str, Any]) -> int:
         told = state["training"]
@@ -92,7 +103,7 @@ class Checkpoints(AbstractContextManager):
         self.optimizer.load_state_dict(state["optimizer"])
         optimizer = self.optimizer
         layouts = Stored.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
-        before, after = (" ".join(f"{axis}={size}" for axis, size in layout.items()) for layout in layouts)
+        before, after = (" ".join(f"{axis}={layout[axis]}" for axis in sorted(layout)) for layout in layouts)
         self.say(
             f"resumed from {url}: step {told['step']}, next sample {told['samples']}, optimizer "
             f"{optimizer.step_count} updates ({optimizer.skipped_steps} skipped)\n"

@@ -30,7 +30,7 @@ class ModelConfig:
     style: Literal["llama", "gpt2"] = "llama"
     num_layers: int = 4
     hidden_size: int = 192
-    num_attention_heads: int = 6
+    num_attention_heads: int = 8
     num_query_groups: int | None = None
     ffn_hidden_size: int | None = 512
     dropout: float = 0.0

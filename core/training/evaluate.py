@@ -10,7 +10,9 @@ from core.pipeline import LossFn, StepResult
 
 
 class Executor(Protocol):
-    """What the loop needs of an executor (`SingleStage`, later `Pipeline`)."""
+    """What the loop needs of an executor (`SingleStage`, `Pipeline`). step_index: of the next step, for its seeds."""
+
+    step_index: int
 
     def step(self, batch: Mapping[str, Tensor], loss_fn: LossFn, loss_scale: float = 1.0) -> StepResult:
         """Forward and backward of one batch; global sums."""

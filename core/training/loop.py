@@ -108,6 +108,7 @@ def train(
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
+    executor.step_index = start  # what dropout draws in a step depends on it
     seen, meter = None, _Meter(start)
     for step in range(start, config.train_steps):
         optimizer.zero_grad()

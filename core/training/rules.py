@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.datasets import TokenFile
+from core.dist_checkpointing.root import Root
 from core.parallel_state import ParallelConfig
 from core.parallel_state.config import divisors, raise_all
-from core.training.config import DataConfig, ModelConfig, PipelineConfig, TrainingConfig
+from core.training.config import CheckpointConfig, DataConfig, ModelConfig, PipelineConfig, TrainingConfig
 from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
@@ -84,12 +85,28 @@ def _file_rules(data: DataConfig) -> Rules:
         yield Path(data.tokenizer).is_file(), f"tokenizer={data.tokenizer} is not a file; give a tokenizer.json"
 
 
+def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
+    """What can be seen without opening anything; object stores are asked when they are read."""
+    load = checkpoint.load
+    if load is not None and "://" not in load:
+        yield (
+            (Path(load) / "manifest.json").is_file(),
+            f"checkpoint.load={load} is no checkpoint: it has no manifest.json; give a step's own directory, as "
+            "runs/checkpoints/step-00001000",
+        )
+    directory = checkpoint.directory
+    if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:
+        steps = len(Root(directory).steps())
+        yield steps > 0, f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run"
+
+
 def check_run(
     model: ModelConfig,
     parallel: ParallelConfig,
     data: DataConfig,
     training: TrainingConfig,
     pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008  (frozen)
+    checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     *,
     world_size: int,
 ) -> ParallelConfig:
@@ -99,5 +116,6 @@ def check_run(
         parallel = parallel.for_world(world_size)
     except ValueError as error:
         rules.append((False, str(error)))
+    rules += _checkpoint_rules(checkpoint)
     raise_all("this run", [*rules, *run_rules(model, parallel, data, training, pipeline)])
     return parallel

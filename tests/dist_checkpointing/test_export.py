@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -170,6 +171,8 @@ def test_refused(saved, tmp_path, capsys):
     (tmp_path / "taken" / "file").touch()
     assert main(["export", str(saved[0]), str(tmp_path / "taken")]) == 2
     assert "is there already" in capsys.readouterr().err
+    assert main(["export", str(saved[0]), "memory://x/y"]) == 2
+    assert "local directory" in capsys.readouterr().err and not Path("memory:").exists()
     shutil.rmtree(tmp_path / "taken")
     (tmp_path / "taken").mkdir()  # an empty one is fine
     assert main(["export", str(saved[0]), str(tmp_path / "taken")]) == 0

@@ -5,11 +5,23 @@ import zlib
 from uuid import uuid4
 
 import numpy as np
+import tensorstore as ts
 
 from core.dist_checkpointing import commit as committing
 from core.dist_checkpointing.json_files import canonical_json
+from core.dist_checkpointing.kv_place import KvPlace
 
 WORLD = 2
+STORES = ["posix", "memory", "file"]  # the last two are key-value stores
+
+
+def store(kind, folder):
+    """Where a Root lies: a path, or a key-value store."""
+    if kind == "posix":
+        return folder / "root"
+    spec = {"driver": kind, "path": "root/" if kind == "memory" else f"{folder}/root/"}
+    context = ts.Context()
+    return KvPlace(ts.KvStore.open(spec, context=context).result(), context)
 
 
 def crc32c(data):

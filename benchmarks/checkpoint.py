@@ -1,0 +1,104 @@
+"""Checkpoints of GPT-shaped training states: ours against torch.distributed.checkpoint, durable on both sides.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.checkpoint [--quick] [--json FILE] [--dir DIRECTORY]
+
+Every phase is a torchrun of its own. Sides take turns after `os.sync()`, warmed by a tiny save and load through the
+whole path. DCP has its defaults (one writer thread) and fsync; its row with four threads stands beside. Ours always
+verifies what it reads, unless a row says otherwise; DCP cannot.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from benchmarks.harness import Ratio, arguments, report
+
+
+def launch(ranks, role, *words):
+    """The JSON that rank 0 of a role printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "benchmarks.checkpoint_rank", role, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not found:
+        raise RuntimeError(f"{role} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
+    return json.loads(found[0])
+
+
+class Table:
+    """Prints a row as soon as it is known; keeps the ratios."""
+
+    def __init__(self):
+        self.result = {}
+
+    def ratio(self, key, ours, peer):
+        """`key`: times of the peer over ours."""
+        found = Ratio(ours, peer)
+        print(found.row(key), flush=True)
+        self.result[key] = found.median
+
+    def number(self, key, value, unit=""):
+        print(f"{key:44s} {value:10.3f} {unit}", flush=True)
+        self.result[key] = value
+
+
+def saves_and_loads(table, path, size, pairs):
+    for ranks in (1, 2):
+        suffix = "" if ranks == 1 else "_2ranks"
+        for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
+            found = launch(ranks, "save_and_load", path, size, dtype, pairs)
+            save, load = found["save"], found["load"]
+            print(f"--- {ranks} rank(s), {short}: {found['bytes'] / 2**30:.2f} GiB in memory")
+            table.ratio(f"save_vs_dcp_{short}{suffix}", save["ours"], save["dcp"])
+            table.ratio(f"save_vs_dcp_4_threads_{short}{suffix}", save["ours"], save["dcp_4_threads"])
+            if dtype == "float32":
+                table.ratio(f"save_vs_raw{suffix}", save["ours"], save["raw"])
+                table.ratio(f"dcp_save_vs_raw{suffix}", save["dcp"], save["raw"])
+                table.ratio(f"same_layout_load_vs_dcp{suffix}", load["ours"], load["dcp"])
+                table.ratio(f"same_layout_load_vs_dcp{suffix}_unverified", load["unverified"], load["dcp"])
+            if not (ranks == 2 and dtype == "float32"):  # what four ranks read below
+                continue
+            moved = launch(4, "reshard_load", path, size, dtype, pairs)
+            table.ratio("reshard_load_vs_dcp", moved["warm"]["ours"], moved["warm"]["dcp"])
+            table.ratio("reshard_load_vs_dcp_cold", moved["cold"]["ours"], moved["cold"]["dcp"])
+            table.number("read_amplification", moved["amplification"]["ours"])
+            table.number("dcp_read_amplification", moved["amplification"]["dcp"])
+
+
+def the_rest(table, path, size, pairs):
+    memory = launch(2, "memory", path, size, "float32", pairs)
+    table.number("extra_rss_mib_save", memory["save"], "MiB per rank")
+    table.number("extra_rss_mib_load", memory["load"], "MiB per rank")
+    found = launch(1, "stall", path, size, "float32", pairs)
+    ratios = [s / c for s, c in zip(found["stall"], found["copy"], strict=True)]
+    for name in ("stall", "copy"):
+        print(f"{name} of each save, ms: {[round(1e3 * seconds) for seconds in found[name]]}")
+    table.number("stall_vs_memcpy", statistics.median(ratios))
+    table.number("stall_vs_memcpy_first_save", ratios[0])
+    found = launch(1, "checksums", path, size, "float32", pairs)
+    cost = [a / b - 1 for a, b in zip(found["with"], found["without"], strict=True)]
+    table.number("crc_wall_cost", statistics.median(cost))
+    toy = launch(1, "save_and_load", path, "toy", "float32", 2 * pairs + 1)["save"]
+    table.number("toy_save_vs_dcp", statistics.median(o / d for o, d in zip(toy["ours"], toy["dcp"], strict=True)))
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.add_argument("--dir", help="where to write (default: the system's temporary directory)")
+    told = parser.parse_args()
+    table, path = Table(), tempfile.mkdtemp(dir=told.dir)
+    size, pairs = ("quick", 2) if told.quick else ("124m", 5)
+    try:
+        saves_and_loads(table, path, size, pairs)
+        the_rest(table, path, size, pairs)
+    finally:
+        shutil.rmtree(path)
+    report(table.result, told.json)
+
+
+if __name__ == "__main__":
+    main()

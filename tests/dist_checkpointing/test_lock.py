@@ -1,0 +1,128 @@
+"""One job per directory: who has the lock, who may take it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core.dist_checkpointing.lock import Heartbeat, Lock
+from core.dist_checkpointing.root import Root
+from tests.dist_checkpointing.toy import STORES, store
+
+
+@pytest.fixture(params=STORES)
+def files(request, tmp_path):
+    root = Root(store(request.param, tmp_path))
+    root.lock().release()  # the directory is there
+    return root.files
+
+
+def edit(files, **changes):
+    """The lock as another job would have written it."""
+    owner = json.loads(files.read(".lock")) | changes
+    files.write(".lock", json.dumps(owner).encode())
+
+
+def dead_pid():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_the_second_is_told_who_is_in(files):
+    lock = Lock(files)
+    told = (
+        rf"in use by process {os.getpid()} on {socket.gethostname()}, seen \d+ s ago.*stop that job or choose another"
+    )
+    with pytest.raises(ValueError, match=told):
+        Lock(files)
+    lock.check()
+    lock.release()
+    assert files.names() == []
+    Lock(files).release()
+
+
+def test_a_dead_process_is_noticed_at_once(files):
+    lock = Lock(files)
+    edit(files, pid=dead_pid(), uuid="other")
+    with pytest.raises(ValueError, match="it was taken over"):
+        lock.check()
+    taken = Lock(files)
+    taken.check()
+    lock.release()  # is not its own any more
+    taken.check()
+    taken.release()
+
+
+def test_a_process_elsewhere_may_have_any_number(files):
+    lock = Lock(files)
+    edit(files, pid=dead_pid(), space="another machine", host="n7")
+    with pytest.raises(ValueError, match="on n7, seen"):
+        Lock(files)
+    lock.release()
+
+
+def test_a_silent_job_is_taken_over(files):
+    lock = Lock(files, every=60)
+    time.sleep(0.05)
+    taken = Lock(files, stale_s=0.04)
+    taken.check()
+    with pytest.raises(ValueError, match="it was taken over because this job was silent"):
+        lock.check()
+    lock.release()
+    taken.release()
+
+
+def test_a_beating_job_is_not(files):
+    lock = Lock(files, every=0.02)
+    time.sleep(0.3)
+    with pytest.raises(ValueError, match="in use by"):
+        Lock(files, stale_s=0.2)
+    lock.release()
+
+
+def test_a_beat_does_not_bring_a_lost_lock_back(files):
+    lock = Lock(files, every=0.01)
+    edit(files, uuid="other")
+    lock._heart._thread.join(5)
+    assert not lock._heart._thread.is_alive()
+    files.remove(".lock")
+    lock.release()
+    assert files.names() == []
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]"])
+def test_a_lock_that_was_killed_while_written(tmp_path, text):
+    (tmp_path / ".lock").write_bytes(text)
+    files = Root(tmp_path).files
+    with pytest.raises(ValueError, match=r"in use by process \? on \?, seen 0 s ago"):
+        Lock(files)
+    os.utime(tmp_path / ".lock", (1, 1))
+    Lock(files).release()
+
+
+def test_of_many_that_take_over_one_succeeds(files):
+    old = Lock(files, every=60)
+    text = files.read(".lock")
+    assert [files.swap(".lock", text, b"%d" % i) for i in range(3)] == [True, False, False]
+    assert files.read(".lock") == b"0"
+    assert not files.swap(".lock", None, b"new") and not files.swap("none", b"old", b"new")
+    assert files.swap(".lock", b"0", None) and files.names() == []
+    old.release()
+
+
+def test_a_heartbeat_survives_hiccups():
+    beats = []
+
+    def beat():
+        beats.append(len(beats))
+        raise OSError("the network") if len(beats) < 3 else FileNotFoundError
+
+    heart = Heartbeat(beat, every=0.001)
+    heart._thread.join(5)
+    assert beats == [0, 1, 2]
+    heart.stop()

@@ -1,0 +1,128 @@
+"""The same answers of a directory and of key-value stores."""
+
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import tensorstore as ts
+
+from core.dist_checkpointing import place as place_module
+from core.dist_checkpointing.kv_place import KvPlace
+from core.dist_checkpointing.place import DiskFullError, PosixPlace, free_bytes, open_place, open_store, space_for
+from core.dist_checkpointing.root import Root
+from tests.dist_checkpointing.toy import STORES, save, store, version_of
+
+
+@pytest.fixture(params=STORES)
+def place(request, tmp_path):
+    where = store(request.param, tmp_path)
+    return where if isinstance(where, KvPlace) else open_store(where)
+
+
+def test_files(place):
+    place.write_all({"b/x": b"12345", "a": b"", "b/c/y": b"7"})
+    assert place.names() == ["a", "b/c/y", "b/x"] and place.names("b") == ["b/c/y", "b/x"] and place.names("c") == []
+    assert place.sizes() == {"a": 0, "b/c/y": 1, "b/x": 5}
+    assert [place.size("b/x", expected) for expected in (0, 1, 4, 5, 6, 99)] == [5] * 6
+    assert [place.size("a", expected) for expected in (0, 1)] == [0, 0] and place.size("z", 3) is None
+    assert place.read("b/x") == b"12345" and place.read("b/x", 1, 3) == b"234" and place.read("b/x", 3) == b"45"
+    assert place.read("b/x", 3, 9) == b"45" and place.read("b/x", 9) == b"" and place.read("a", 0, 4) == b""
+    for arguments in ((), (1,), (0, 1)):
+        with pytest.raises(FileNotFoundError):
+            place.read("z", *arguments)
+    place.write("b/x", b"new")
+    place.remove("a")
+    place.remove("a")
+    assert place.read("b/x") == b"new" and place.names() == ["b/c/y", "b/x"]
+    assert place.below("b").read("x") == b"new" and place.below("b").url == place.url + "b/"
+
+
+def test_signs_of_life(place):
+    assert place.age("beat") == math.inf
+    with pytest.raises(FileNotFoundError):
+        place.touch("beat")
+    place.write_all({"beat": b'{"time": 1}'})
+    if isinstance(place, PosixPlace):
+        os.utime(place.url + "beat", (1, 1))
+    assert place.age("beat") > 10**9
+    place.touch("beat")
+    assert -1 < place.age("beat") < 100
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_open_a_path(tmp_path, prefix):
+    save(Root(prefix + str(tmp_path)), 1, 5)
+    place = open_place(prefix + str(tmp_path / "step-00000001"))
+    assert version_of(place) == 5 and place.kvstore("a/") == {
+        "driver": "file",
+        "path": f"{tmp_path}/step-00000001/a/",
+    }
+
+
+def test_open_a_url():
+    save(Root("memory://runs/7"), 1, 5)
+    place = open_place("memory://runs/7/step-00000001")
+    assert version_of(place) == 5  # through the pointer, which is no manifest
+    assert version_of(open_place(place.url)) == 5
+    assert open_place("memory://nothing").names() == []
+
+
+@pytest.mark.parametrize("url, driver", [("gs://bucket/run", "gcs"), ("s3://bucket/run/", "s3")])
+def test_urls(url, driver, monkeypatch):
+    """Parsed only: opening such a store makes its client look for the user's credentials."""
+
+    def opened(text, context):
+        assert ts.KvStore.Spec(text).to_json() == {"driver": driver, "bucket": "bucket", "path": "run/"}
+        raise ValueError("parsed")
+
+    monkeypatch.setattr(place_module, "ts", SimpleNamespace(KvStore=SimpleNamespace(open=opened)))
+    with pytest.raises(ValueError, match=f"{url}: .*parsed"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "gs://x"])
+def test_urls_that_are_none(url):
+    with pytest.raises(ValueError, match=f"{url}: not a path, file://, gs://, s3:// or memory://"):
+        open_store(url)
+
+
+def test_space_is_asked_for_before(tmp_path):
+    place = open_place(tmp_path)
+    free = free_bytes(place)
+    assert 0 < free < 2**60
+    told = rf"{2**60} bytes needed, \d+ free; the older checkpoints are intact"
+    with pytest.raises(DiskFullError, match=told), space_for(place, 2**60):
+        pytest.fail("written without space")
+    with space_for(open_place("memory://x"), 2**60):
+        pass
+    with pytest.raises(OSError, match="another"), space_for(place, 1):
+        raise OSError("another")
+
+
+FULL = """
+import resource, sys
+import tensorstore as ts
+from core.dist_checkpointing.place import DiskFullError, open_place, space_for
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+place = open_place(sys.argv[1])
+writes = [
+    lambda: place.write("x", bytes(2000)),
+    lambda: place.write_all({"y": bytes(2000)}),
+    lambda: ts.KvStore.open(place.kvstore()).result().write("z", bytes(2000)).result(),
+]
+for write in writes:
+    try:
+        with space_for(place, 4321):
+            write()
+    except DiskFullError as error:
+        assert error.needed == 4321 and error.free > 4321, error
+    else:
+        raise SystemExit("written")
+"""
+
+
+def test_a_disk_that_becomes_full(tmp_path):
+    subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], check=True)
