@@ -17,7 +17,10 @@ from core.dist_checkpointing.console import progress
 from core.dist_checkpointing.export import export, tensors
 from core.dist_checkpointing.shards import _converted
 from core.dist_checkpointing.stored import Stored
+from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from core.models.gpt.gpt_model import GPTModel
 from core.tensor_parallel.embedding import padded_vocab_rows
+from core.transformer.transformer_config import TransformerConfig
 from tests.dist_checkpointing import whole
 from tests.dist_checkpointing.meshes import small_cells
 
@@ -74,6 +77,20 @@ def test_the_whole_model(saved, tmp_path, capsys, asked, dtype):
     assert main(["export", str(path), str(tmp_path / "out"), "--to", "safetensors", "--dtype", asked]) == 0
     same(opened(tmp_path / "out"), by_layer(main_parameters, dtype))
     assert "20 tensors" in capsys.readouterr().out
+
+
+def test_a_model_s_own_names_and_shapes(tmp_path, single):
+    """What is exported is the state dict, but for the rows that are padding in memory."""
+    config = TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4)
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(config, spec, vocab_size=100, max_sequence_length=8, parallel=single)
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, tmp_path / "c", ps=single)
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "out")]) == 0
+    found, wanted = opened(tmp_path / "out"), model.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        true = tensor[:100] if name in ("embedding.word_embeddings.weight", "output_layer.weight") else tensor
+        assert torch.equal(found[name], true), name
 
 
 def test_stored_weights_and_values_that_are_not_floating(tmp_path):
