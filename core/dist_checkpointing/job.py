@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from core.dist_checkpointing.arrays import Index
+from core.dist_checkpointing.check import crc_of
 from core.dist_checkpointing.commit import commit, write_failure, write_receipt
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.grid import cell_name
@@ -16,7 +17,6 @@ from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.manifest import planned_files
 from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.stored import crc_of
 from core.dist_checkpointing.zarr_metadata import Json, group_metadata
 from core.dist_checkpointing.zarr_store import Writer
 from core.parallel_state.flat import Box

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class Saver:
     ) -> None:
         self.root, self.ps, self.timeout_s, self.weights = root, ps, timeout_s, weights
         self.keep_last, self.keep_every, self.durable = keep_last, keep_every, durable
-        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size} | dict(run or {})
+        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
+        self._run |= dict(run or {})
         self._preparer = Preparer(ps)
 
     def prepare(self, state: Any, failure: str | None = None) -> Prepared:
@@ -87,6 +89,14 @@ class Saver:
         agree(problem_of(job.conclude) if self.ps.rank == 0 else None, self.ps)
         seconds = time.perf_counter() - begin
         return SaveStats(stall_ms=1e3 * seconds, bytes=size, seconds=seconds)
+
+
+def _version() -> str:
+    """Of this package; it may be used without having been installed."""
+    try:
+        return version("paracore")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def layout_of_ranks(ps: ParallelState) -> dict[str, int]:
