@@ -326,7 +326,7 @@ def copies_aside(root):
     manager = CheckpointManager(root, ps=ps, timeout_s=20)
     manager.prepare(small.state(1, ps.rank, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager_module, "Background", lambda call, threaded: Background(call, threaded=True))
+        patch.setattr(manager_module, "Background", lambda call, threaded, device: Background(call, threaded=True))
         patch.setattr(WriterProgram, "take", take)
         first = small.state(1, ps.rank, 2)
         manager.save_async(1, first)
