@@ -39,9 +39,11 @@ format: $(STAMP)
 # two pipeline stages of two tensor ranks, saving beside the training; then four tensor ranks go on from the middle
 pretrain: $(STAMP)
 	rm -rf runs/pretrain/checkpoints
-	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
+	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.log-interval 5 \
+		--checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
 	$(TORCHRUN) examples/pretrain_gpt.py --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
-		--checkpoint.load runs/pretrain/checkpoints/step-00000090 --training.train-steps 100 --training.output runs/resumed \
+		--training.log-interval 5 --training.train-steps 100 --training.output runs/resumed \
+		--checkpoint.load runs/pretrain/checkpoints/step-00000090 \
 		--training.compare-with runs/pretrain/metrics.jsonl
 
 pretrain-long: $(STAMP)
@@ -51,3 +53,4 @@ benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.dense_step
 	$(RUN) -m benchmarks.tensor_parallel
 	$(RUN) -m benchmarks.pipeline
+	$(RUN) -m benchmarks.checkpoint

@@ -16,6 +16,8 @@ import sys
 import tempfile
 
 from benchmarks.harness import Ratio, arguments, report
+from core.dist_checkpointing.grid import read_bytes
+from tests.dist_checkpointing.meshes import GPT_7B, GPT_124M, Mesh
 
 
 def launch(ranks, role, *words):
@@ -86,6 +88,38 @@ def the_rest(table, path, size, pairs):
     table.number("toy_save_vs_dcp", statistics.median(o / d for o, d in zip(toy["ours"], toy["dcp"], strict=True)))
 
 
+def offline_reshard(table, path, size):
+    """Peak memory of the command that cuts a checkpoint anew for three tensor ranks."""
+    written = launch(1, "write", path, size, "float32", 1)
+    command = [
+        sys.executable,
+        "-m",
+        "core.dist_checkpointing",
+        "reshard",
+        f"{path}/large",
+        f"{path}/cut",
+        "--tp",
+        "3",
+    ]
+    process = subprocess.Popen([*command, "--copy"], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = status
+    if status:
+        raise RuntimeError(f"reshard ended with {status}")
+    print(f"offline reshard of {written['bytes'] / 2**30:.2f} GiB")
+    table.number("offline_reshard_rss_mib", usage.ru_maxrss / 1024, "MiB")
+
+
+def amplification_of_flat_cuts(table):
+    """By arithmetic: what eight data ranks read of the states that they cut equally, over what they need."""
+    for name, model in (("124m", GPT_124M), ("7b", GPT_7B)):
+        arrays = model.arrays()
+        cuts = Mesh(dp=8, zero=True).holdings(model)
+        bytes_of = [read_bytes(arrays[key], boxes) for held in cuts for key, boxes in held.items()]
+        needed, read = map(sum, zip(*bytes_of, strict=True))
+        table.number(f"read_amplification_zero_dp8_{name}", read / needed)
+
+
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--dir", help="where to write (default: the system's temporary directory)")
@@ -95,6 +129,8 @@ def main():
     try:
         saves_and_loads(table, path, size, pairs)
         the_rest(table, path, size, pairs)
+        offline_reshard(table, path, "quick" if told.quick else "large")
+        amplification_of_flat_cuts(table)
     finally:
         shutil.rmtree(path)
     report(table.result, told.json)

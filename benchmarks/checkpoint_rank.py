@@ -168,6 +168,13 @@ def stall(path, size, dtype, pairs):
     return {"stall": stalls, "copy": copies, "beside": beside}
 
 
+def write(path, size, dtype, pairs):
+    """One checkpoint, for others to work on."""
+    state = State(size, dtype)
+    Ours(state).save(f"{path}/large")
+    return {"bytes": state.nbytes}
+
+
 def checksums(path, size, dtype, pairs):
     """Durable saves of one array in shards with checksums behind each MiB, and of the same without."""
     whole = torch.randn(64, 4 << 20).numpy()

@@ -38,7 +38,7 @@ def shapes(hidden, layers, vocab, groups):
 
 SIZES = {
     "124m": {"hidden": 768, "layers": 12, "vocab": 50304, "groups": 12},
-    "quick": {"hidden": 256, "layers": 4, "vocab": 4096, "groups": 8},
+    "quick": {"hidden": 384, "layers": 4, "vocab": 3072, "groups": 12},
     "toy": {"hidden": 64, "layers": 4, "vocab": 1024, "groups": 4},
     "large": {"hidden": 1536, "layers": 12, "vocab": 12288, "groups": 12},  # 4.2 GiB of fp32 states
 }

@@ -26,6 +26,7 @@ WITHOUT_TORCH = [
     "core.parallel_state.config",
     "core.parallel_state.flat",
     "core.parallel_state.grid",
+    "core.dist_checkpointing.__main__",  # and with it all that its commands need
     "core.dist_checkpointing.commit",  # and with it check, root, lock, place, manifest, fs
     "core.dist_checkpointing.digest",
     "core.dist_checkpointing.zarr_metadata",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.parallel_state import ParallelConfig
-from core.training import DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run
+from core.training import CheckpointConfig, DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -19,6 +19,7 @@ KINDS = {
     "data": DataConfig,
     "training": TrainingConfig,
     "pipeline": PipelineConfig,
+    "checkpoint": CheckpointConfig,
 }
 
 
@@ -55,7 +56,16 @@ def test_python_in_the_readme_parses():
         ast.parse(block)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/benchmarks.md", "docs/concepts/pipeline.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/benchmarks.md",
+        "docs/concepts/pipeline.md",
+        "docs/concepts/checkpoint.md",
+    ],
+)
 def test_links_and_paths_exist(name):
     text = (ROOT / name).read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]

@@ -39,6 +39,7 @@ class ArrayInfo:
     shape: true global shape, the stack axis first if there is one. dtype: torch's name, `bfloat16`.
     tp_dim: the dim that tensor parallelism cuts, None if it cuts none. stacked: dim 0 counts layers.
     ragged: `tp_dim` may be padded in memory (a vocabulary), so its cells need not divide it.
+    stack: the name of the list of layers that dim 0 counts, `decoder.layers`, where it is known.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class ArrayInfo:
     tp_dim: int | None = None
     stacked: bool = False
     ragged: bool = False
+    stack: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -54,13 +56,13 @@ class ArrayInfo:
 
     def to_json(self) -> list[Any]:
         """Plain values, for comparing catalogues across ranks."""
-        return [list(self.shape), self.dtype, self.tp_dim, self.stacked, self.ragged]
+        return [list(self.shape), self.dtype, self.tp_dim, self.stacked, self.ragged, self.stack]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> "ArrayInfo":
         """The inverse of `to_json`."""
-        shape, dtype, tp_dim, stacked, ragged = value
-        return cls(tuple(shape), dtype, tp_dim, stacked, ragged)
+        shape, *facts = value
+        return cls(tuple(shape), *facts)
 
 
 Arrays = Mapping[str, ArrayInfo]  # key (the array's path in the group) -> what it is

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from core.dist_checkpointing.arrays import Index
 from core.dist_checkpointing.job import Job
@@ -126,10 +128,19 @@ def _told(status: int) -> str:
 
 
 class Background:
-    """A call in a thread, or at once; `wait` raises what it raised."""
+    """A call in a thread, or at once; `wait` raises what it raised.
 
-    def __init__(self, call: Callable[[], None], *, threaded: bool) -> None:
+    device: an accelerator, whose work the call does on a stream of its own, after all that is queued now: copies to
+    the host then run beside the next forward and backward.
+    """
+
+    def __init__(self, call: Callable[[], None], *, threaded: bool, device: torch.device | None = None) -> None:
         self._error: BaseException | None = None
+        self._stream: AbstractContextManager[Any] = nullcontext()
+        if device is not None and device.type != "cpu":
+            stream = torch.Stream(device)
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            self._stream = stream
         self._thread = threading.Thread(target=self._run, args=(call,), daemon=True) if threaded else None
         if self._thread is not None:
             self._thread.start()
@@ -138,7 +149,8 @@ class Background:
 
     def _run(self, call: Callable[[], None]) -> None:
         try:
-            call()
+            with self._stream:
+                call()
         except BaseException as error:
             self._error = error
 

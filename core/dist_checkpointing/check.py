@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from core.dist_checkpointing.digest import cell_crc, json_crc
+from core.dist_checkpointing.digest import cell_crc, file_crc, json_crc
 from core.dist_checkpointing.grid import cell_name, cells
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.manifest import MANIFEST, Manifest, grid_shape, planned_files, read_manifest
-from core.dist_checkpointing.place import Place
+from core.dist_checkpointing.place import Place, PosixPlace
 from core.dist_checkpointing.zarr_metadata import check_metadata
 from core.dist_checkpointing.zarr_store import Reader
 from core.parallel_state.flat import Box, extent
@@ -114,7 +114,7 @@ def _digest(place: Place, manifest: Manifest, metadata: Mapping[str, Node], path
         return None if f"{path.rpartition('/')[0]}/zarr.json" in manifest.files else "belongs to no array"
     size, expected = manifest.files[path]
     try:
-        crc = cell_crc(partial(place.read, path), size, array)
+        _, crc = crc_of(place, path, array, size=size)
     except (OSError, *_MALFORMED) as error:
         return f"is damaged ({error})"
     return None if crc == expected else f"is damaged: its digest is {crc}, the manifest says {expected}"
@@ -139,3 +139,16 @@ def _unreadable(place: Place, key: str, array: Node, boxes: Iterable[Box]) -> st
     except (OSError, *_MALFORMED) as error:
         return str(error)
     return None
+
+
+def crc_of(place: Place, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
+    """(size, digest) of a cell's file; `size`: what is expected, which saves requests to object stores.
+
+    Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.
+    """
+    if isinstance(place, PosixPlace):
+        return file_crc(place.url + name, metadata)
+    found = place.size(name, size)
+    if found is None:
+        raise FileNotFoundError(place.url + name)
+    return found, cell_crc(partial(place.read, name), found, metadata)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,11 +52,11 @@ def local_cells(plan: Plan, arrays: Arrays, parts: Parts, rank: int) -> Iterator
     Raises ValueError: a part that is not of its array's dtype or not of its box's shape, parts that are not what the
     plan was made from.
     """
-    _check(arrays, parts)
+    held = _held(arrays, parts)
     awaited = {(f.key, f.index) for wave in plan.waves for f in wave if f.destination == rank}
     for key, index, box in plan.owned(rank):
         if (key, index) not in awaited:
-            yield key, index, box, _local(key, arrays[key], parts.get(key, ()), box)
+            yield key, index, box, _local(key, arrays[key], held.get(key, ()), box)
 
 
 def exchanged_cells(
@@ -66,15 +67,15 @@ def exchanged_cells(
     group: of all ranks of the plan, None for a single process. device: where the group's messages live.
     Raises ValueError: as `local_cells`.
     """
-    _check(arrays, parts)
+    held = _held(arrays, parts)
     boxes = {(key, index): box for key, index, box in plan.owned(rank)}
     begun: dict[tuple[str, Index], np.ndarray] = {}
     missing: dict[tuple[str, Index], int] = {}
     for wave in plan.waves:
-        for fragment, elements in _exchange(wave, arrays, parts, rank, group, device):
+        for fragment, elements in _exchange(wave, arrays, held, rank, group, device):
             key, index = at = fragment.key, fragment.index
             if at not in begun:
-                begun[at], missing[at] = _assembled(arrays[key], parts.get(key, ()), boxes[at])
+                begun[at], missing[at] = _assembled(arrays[key], held.get(key, ()), boxes[at])
             begun[at][slices(relative(fragment.box, boxes[at]))] = elements
             missing[at] -= volume(fragment.box)
             if not missing[at]:
@@ -92,43 +93,63 @@ def gather_json(value: Any, group: Group | None, device: torch.device | str = "c
     return [json.loads(row.tobytes()) for row in everyone]
 
 
-def _check(arrays: Arrays, parts: Parts) -> None:
-    for key, held in parts.items():
-        info = arrays[key]
-        for part in held:
+@dataclass(frozen=True)
+class _Held:
+    """A part as integers of its dtype's size; array: the same memory as it is stored, None if not on the CPU.
+
+    Made once per part: a view by torch costs more than a small cell's write.
+    """
+
+    box: Box
+    bits: Tensor
+    array: np.ndarray | None
+
+    def cut(self, box: Box) -> Tensor:
+        """The elements of `box`, inside the part's."""
+        return self.bits[slices(relative(box, self.box))]
+
+    def stored(self, box: Box, info: ArrayInfo) -> np.ndarray:
+        """The same as stored: a view on the CPU, else a copy."""
+        where: Any = (*slices(relative(box, self.box)), ...)  # the dots: a view even of an array without dims
+        return self.array[where] if self.array is not None else _stored(self.cut(box), info)
+
+
+def _held(arrays: Arrays, parts: Parts) -> dict[str, list[_Held]]:
+    found: dict[str, list[_Held]] = {}
+    for key, of_key in parts.items():
+        info, found[key] = arrays[key], []
+        for part in of_key:
             dtype = str(part.data.dtype).removeprefix("torch.")
             if dtype != info.dtype or tuple(part.data.shape) != extent(part.box):
                 raise ValueError(
                     f"the part {part.box} of {key} is {dtype} {tuple(part.data.shape)}; its array and box say "
                     f"{info.dtype} {extent(part.box)}"
                 )
-
-
-def _cut(part: Part, box: Box) -> Tensor:
-    """The elements of `box`, inside the part's, as integers: a view."""
-    return part.data.detach().view(BITS[part.data.element_size()])[slices(relative(box, part.box))]
+            bits = part.data.detach().view(BITS[part.data.element_size()])
+            found[key].append(_Held(part.box, bits, _stored(bits, info) if bits.device.type == "cpu" else None))
+    return found
 
 
 def _stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
     return bits.cpu().numpy().view(STORED[info.dtype][0])
 
 
-def _local(key: str, info: ArrayInfo, parts: Sequence[Part], cell: Box) -> np.ndarray:
+def _local(key: str, info: ArrayInfo, parts: Sequence[_Held], cell: Box) -> np.ndarray:
     for part in parts:
         if intersect(part.box, cell) == cell:
-            return _stored(_cut(part, cell), info)
+            return part.stored(cell, info)
     whole, missing = _assembled(info, parts, cell)
     if missing:
         raise _lacking(key, cell, missing)
     return whole
 
 
-def _assembled(info: ArrayInfo, parts: Sequence[Part], cell: Box) -> tuple[np.ndarray, int]:
+def _assembled(info: ArrayInfo, parts: Sequence[_Held], cell: Box) -> tuple[np.ndarray, int]:
     """A cell with what is here of it, and how many elements are not: those are not initialized."""
     whole, missing = np.empty(extent(cell), STORED[info.dtype][0]), volume(cell)
     for part in parts:
         if (box := intersect(part.box, cell)) is not None:
-            whole[slices(relative(box, cell))] = _stored(_cut(part, box), info)
+            whole[slices(relative(box, cell))] = part.stored(box, info)
             missing -= volume(box)
     return whole, missing
 
@@ -141,7 +162,12 @@ def _lacking(key: str, cell: Box, missing: int) -> ValueError:
 
 
 def _exchange(
-    wave: list[Fragment], arrays: Arrays, parts: Parts, rank: int, group: Group | None, device: torch.device | str
+    wave: list[Fragment],
+    arrays: Arrays,
+    parts: Mapping[str, Sequence[_Held]],
+    rank: int,
+    group: Group | None,
+    device: torch.device | str,
 ) -> Iterator[tuple[Fragment, np.ndarray]]:
     """One all-to-all: (fragment, its elements) of what came to `rank`."""
     if group is None:
@@ -162,12 +188,16 @@ def _exchange(
 
 
 def _packed(
-    going: list[list[Fragment]], size: int, arrays: Arrays, parts: Parts, device: torch.device | str
+    going: list[list[Fragment]],
+    size: int,
+    arrays: Arrays,
+    parts: Mapping[str, Sequence[_Held]],
+    device: torch.device | str,
 ) -> Tensor:
     message = torch.empty(size, dtype=torch.uint8, device=device)
     for fragment, raw in _split(message, going, arrays):
         part = next(part for part in parts[fragment.key] if intersect(part.box, fragment.box) == fragment.box)
-        raw.copy_(_cut(part, fragment.box))
+        raw.copy_(part.cut(fragment.box))
     return message
 
 

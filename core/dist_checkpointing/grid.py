@@ -9,7 +9,7 @@ from itertools import product
 from math import isqrt, prod
 
 from core.dist_checkpointing.arrays import ArrayInfo, Index
-from core.parallel_state.flat import Box, volume, whole
+from core.parallel_state.flat import Box, extent, shifted, volume, whole
 
 MIN, MAX = 2**18, 2**22  # elements of a cell: 1 and 16 MiB
 ROWS = 16  # a ragged dim is cut at multiples of it, so that its cells divide further
@@ -32,13 +32,13 @@ def cell_shape(
         last = tp_dim == len(shape) - 1
         # half the floor: 2.25 MiB of an attention output at h 768 have four cells, so that TP=4 reads no half cells
         least = MIN // 2 * (1 if last else prod(cell[:tp_dim]))
-        rows = _round_up(-(-shape[tp_dim] // parts)) * parts if ragged else shape[tp_dim]
+        rows = round_up(-(-shape[tp_dim] // parts)) * parts if ragged else shape[tp_dim]
         fitting = (g for g in range(parts, 1, -1) if parts % g == rows % g == 0 and layer >= g * least)
         if cuts := next(fitting, 0):
             cell[tp_dim] = rows // cuts
             cell[:tp_dim] = cell[:tp_dim] if last else [1] * tp_dim
         elif ragged:
-            cell[tp_dim] = _round_up(shape[tp_dim])
+            cell[tp_dim] = round_up(shape[tp_dim])
     return _limited(cell, MAX, MIN)
 
 
@@ -60,6 +60,14 @@ def cells(shape: tuple[int, ...], cell: tuple[int, ...], box: Box | None = None)
     ]
     for cut in product(*axes):
         yield tuple([i for i, _ in cut]), tuple([interval for _, interval in cut])
+
+
+def blocks(box: Box) -> Iterator[Box]:
+    """A box in parts of at most 16 MiB, contiguous in it and in its C order."""
+    shape = extent(box)
+    if volume(box):
+        for _, block in cells(shape, _limited(shape, MAX, MIN)):
+            yield shifted(block, [start for start, _ in box])
 
 
 def cell_name(index: Index) -> str:
@@ -101,7 +109,7 @@ def _limited(cell: Iterable[int], limit: int, least: int = 0) -> tuple[int, ...]
         cut[dim] = _divisor(n, max(1, limit // rest))
         if cut[dim] * rest < least:
             most = limit // rest // ROWS * ROWS
-            cut[dim] = _round_up(-(-n // -(-n // most)))
+            cut[dim] = round_up(-(-n // -(-n // most)))
     return tuple(cut)
 
 
@@ -110,5 +118,6 @@ def _divisor(n: int, most: int) -> int:
     return max(d for pair in small for d in (pair, n // pair) if d <= most)
 
 
-def _round_up(n: int) -> int:
+def round_up(n: int) -> int:
+    """Rows of a ragged dim: to full multiples of 16."""
     return -(-n // ROWS) * ROWS

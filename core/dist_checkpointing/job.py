@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from core.dist_checkpointing.arrays import Index
+from core.dist_checkpointing.check import crc_of
 from core.dist_checkpointing.commit import commit, write_failure, write_receipt
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.grid import cell_name
@@ -16,7 +17,6 @@ from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.manifest import planned_files
 from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.stored import crc_of
 from core.dist_checkpointing.zarr_metadata import Json, group_metadata
 from core.dist_checkpointing.zarr_store import Writer
 from core.parallel_state.flat import Box
@@ -30,7 +30,7 @@ SLACK = 1 << 20  # bytes beside the arrays: metadata, receipts, the manifest
 class Job:
     """root, name, uuid: which attempt at which checkpoint. metadata: key -> `zarr.json` of every array.
     attributes: of the root group. run: for the manifest. keep_last, keep_every: retention after the commit, None for
-    none. nbytes: of the whole checkpoint."""
+    none. nbytes: of the whole checkpoint. budget_bytes: on their way to disk at a time."""
 
     root: str
     name: str
@@ -45,6 +45,7 @@ class Job:
     keep_last: int | None = None
     keep_every: int | None = None
     durable: bool = True
+    budget_bytes: int = 128 << 20
 
     @cached_property
     def _root(self) -> Root:
@@ -64,16 +65,18 @@ class Job:
 
         Exhausts `cells` also when writing fails: other ranks may take part in making them.
         """
-        writer = Writer(self._place, self.metadata, durable=self.durable)
+        writer = Writer(self._place, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes)
         written, size = [], 0
         full = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
             told = aside.submit(self._write_metadata) if self.rank == 0 else None
-            for key, index, box, array in cells:
-                writer.write(key, box, array)
-                written.append((key, index))
-                size += array.nbytes
-            writer.finish()
+            try:
+                for key, index, box, array in cells:
+                    writer.write(key, box, array)
+                    written.append((key, index))
+                    size += array.nbytes
+            finally:  # whoever makes the cells may fail: nothing writes into a temporary that is given up
+                writer.finish()
             entries = self._entries(written) | (told.result() if told is not None else {})
             write_receipt(self._place, self.rank, entries)
         return size

@@ -138,7 +138,7 @@ class CheckpointManager:
             program.take(local_cells(prepared.plan, prepared.arrays, prepared.parts, self.ps.rank))
             program.begin(job)
 
-        self._copy = Background(copy, threaded=self.ps.device.type != "cpu")
+        self._copy = Background(copy, threaded=self.ps.device.type != "cpu", device=self.ps.device)
         stats.stall_ms = 1e3 * (time.perf_counter() - begin)
         return self._handle
 

@@ -24,6 +24,7 @@ class ShardedTensor:
     data: the part, without the first `prepend_axis_num` dims, each of which it is one row of.
     replica_id: 0 on one holder of each part, as in Megatron; saving does not need it (one of the holders writes).
     tp_dim: the dim that tensor parallelism cuts, which the grid of cells follows.
+    stack: of a layer's parameter, the name of the list of layers, for those who want single layers back.
     local: what `load` gives back instead of `data`: the parameter with its padded rows.
     """
 
@@ -34,6 +35,7 @@ class ShardedTensor:
     replica_id: int | tuple[int, ...] = 0
     prepend_axis_num: int = 0
     tp_dim: int | None = None
+    stack: str = ""
     local: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +98,8 @@ class ShardedTensor:
         """
         dtype = str(self.data.dtype).removeprefix("torch.")
         stacked = self.prepend_axis_num > 0
-        return ArrayInfo(self.global_shape, dtype, self.tp_dim, stacked, ragged=not stacked and self.tp_dim == 0)
+        ragged = not stacked and self.tp_dim == 0
+        return ArrayInfo(self.global_shape, dtype, self.tp_dim, stacked, ragged, self.stack)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,12 +142,12 @@ class StatePart(Protocol):
         ...
 
 
-def stacked_key(name: str, stacks: Stacks) -> tuple[str, int | None, int]:
-    """`decoder.layers.7.x` -> (`decoder.layers.x`, 7, number of layers) where `decoder.layers` is a stack."""
-    for stack, layers in stacks.items():
+def stacked_key(name: str, stacks: Stacks) -> tuple[str, int | None, str]:
+    """`decoder.layers.7.x` -> (`decoder.layers.x`, 7, `decoder.layers`) where the last is a stack."""
+    for stack in stacks:
         if found := re.match(re.escape(stack) + r"\.(\d+)\.", name):
-            return f"{stack}.{name[found.end() :]}", int(found[1]), layers
-    return name, None, 0
+            return f"{stack}.{name[found.end() :]}", int(found[1]), stack
+    return name, None, ""
 
 
 class Mapper:
@@ -179,17 +182,19 @@ class Mapper:
     def _place(
         self, group: str, name: str, layout: Layout, part: Tensor, box: Box, local: Tensor | None
     ) -> ShardedTensor:
-        key, row, layers = stacked_key(name, self._stacks)
-        stack = 0 if row is None else 1
+        key, row, stack = stacked_key(name, self._stacks)
+        layers = () if row is None else (self._stacks[stack],)
+        axes = len(layers)
         tp_dim = layout.split.get("tp", next(iter(layout.split.values()), None))
         return ShardedTensor(
             key=f"{group}/{key}",
             data=part,
-            global_shape=(layers,) * stack + layout.shape,
-            global_offset=(row or 0,) * stack + tuple(a for a, _ in box),
+            global_shape=layers + layout.shape,
+            global_offset=(row or 0,) * axes + tuple(a for a, _ in box),
             replica_id=0 if layout.owned_by(self._at) else 1,
-            prepend_axis_num=stack,
-            tp_dim=None if tp_dim is None else tp_dim + stack,
+            prepend_axis_num=axes,
+            tp_dim=None if tp_dim is None else tp_dim + axes,
+            stack=stack,
             local=local,
         )
 

@@ -30,6 +30,15 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def root_and_name(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """Where the checkpoint at a path or URL lies, and what it is called there. ValueError: it has no name."""
+    where = os.fspath(url).rstrip("/")
+    root, slash, name = where.rpartition("/")
+    if not name or root.endswith(":/"):
+        raise ValueError(f"{os.fspath(url)!r} names no checkpoint; give a directory that is to be made")
+    return root or slash or ".", name
+
+
 class Root:
     """The checkpoints of one run. `stale_s`: a temporary not written for so long has no writer any more."""
 
@@ -155,7 +164,14 @@ class Root:
         return {name.removeprefix("tags/").removesuffix(".json"): tag["step"] for name, tag in found.items()}
 
     def retain(self, keep_last: int, keep_every: int | None = None) -> list[int]:
-        """Removes old steps and returns them: to be called after a commit.
+        """Removes old steps and returns them: to be called after a commit. Which ones, `surplus` says."""
+        removed = self.surplus(keep_last, keep_every)
+        for step in removed:
+            self._at.remove(step_name(step))
+        return removed
+
+    def surplus(self, keep_last: int, keep_every: int | None = None) -> list[int]:
+        """The steps that need not be kept.
 
         Kept: the last `keep_last` with a valid manifest, multiples of `keep_every`, tagged ones, and the newest that
         verifies with everything newer.
@@ -168,10 +184,7 @@ class Root:
             return []
         kept = {step for step in steps if step >= verified or (keep_every and step % keep_every == 0)}
         kept |= set(self.tags().values()) | set([step for step in steps if self._has_manifest(step)][-keep_last:])
-        removed = [step for step in steps if step not in kept]
-        for step in removed:
-            self._at.remove(step_name(step))
-        return removed
+        return [step for step in steps if step not in kept]
 
     # after a crash
 

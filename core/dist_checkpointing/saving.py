@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from core.dist_checkpointing.exchange import owned_cells
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.prepare import Prepared, Preparer, Weights
 from core.dist_checkpointing.ranks import agree, default_state, problem_of
+from core.dist_checkpointing.root import root_and_name
 from core.parallel_state import ParallelState
 
 
@@ -33,7 +35,8 @@ class Saver:
     ) -> None:
         self.root, self.ps, self.timeout_s, self.weights = root, ps, timeout_s, weights
         self.keep_last, self.keep_every, self.durable = keep_last, keep_every, durable
-        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size} | dict(run or {})
+        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
+        self._run |= dict(run or {})
         self._preparer = Preparer(ps)
 
     def prepare(self, state: Any, failure: str | None = None) -> Prepared:
@@ -88,6 +91,14 @@ class Saver:
         return SaveStats(stall_ms=1e3 * seconds, bytes=size, seconds=seconds)
 
 
+def _version() -> str:
+    """Of this package; it may be used without having been installed."""
+    try:
+        return version("paracore")
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def layout_of_ranks(ps: ParallelState) -> dict[str, int]:
     """axis -> size, for the manifest."""
     return {axis: ps.sizes[axis] for axis in ("pp", "dp", "cp", "tp", "ep")}
@@ -110,10 +121,6 @@ def save(
     Raises, on all ranks, with the guilty one named: ValueError (a state that cannot be saved), DiskFullError,
     OSError; what lay there before is intact then.
     """
-    where = str(checkpoint_dir).rstrip("/")
-    root, _, name = where.rpartition("/")
-    if not name or root.endswith(":/"):
-        raise ValueError(f"{str(checkpoint_dir)!r} names no checkpoint; give a directory that is to be made")
-    root = root or ("/" if where.startswith("/") else ".")
+    root, name = root_and_name(checkpoint_dir)
     ps = ps if ps is not None else default_state()
     return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(name, sharded_state_dict)

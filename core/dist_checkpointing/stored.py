@@ -4,19 +4,19 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from core.dist_checkpointing.arrays import ArrayInfo, Index
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.digest import cell_crc, file_crc, json_crc
+from core.dist_checkpointing.check import check, crc_of
+from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.manifest import FORMAT, MANIFEST, Manifest, read_manifest
-from core.dist_checkpointing.place import Place, PosixPlace, open_place
-from core.dist_checkpointing.zarr_metadata import Json, check_metadata
+from core.dist_checkpointing.place import Place, open_place
+from core.dist_checkpointing.zarr_metadata import Json, check_metadata, info_of
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,10 @@ class Stored:
         value = self.metadata[key]
         return str(value.get("attributes", {}).get("torch_dtype", value["data_type"]))
 
+    def info(self, key: str) -> ArrayInfo:
+        """What it is."""
+        return info_of(self.metadata[key])
+
     def nbytes(self, key: str) -> int:
         """Bytes of its values."""
         return prod(self.shape(key)) * ArrayInfo((), self.dtype(key)).itemsize
@@ -155,16 +159,3 @@ class Checker:
         """Wait for all."""
         for running in self._running:
             running.result()
-
-
-def crc_of(place: Place, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
-    """(size, digest) of a cell's file; `size`: what is expected, which saves requests to object stores.
-
-    Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.
-    """
-    if isinstance(place, PosixPlace):
-        return file_crc(place.url + name, metadata)
-    found = place.size(name, size)
-    if found is None:
-        raise FileNotFoundError(place.url + name)
-    return found, cell_crc(partial(place.read, name), found, metadata)

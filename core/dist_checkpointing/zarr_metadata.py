@@ -53,13 +53,18 @@ class Chunks:
 def array_metadata(
     info: ArrayInfo, cell: tuple[int, ...], inner: tuple[int, ...] | None, attributes: Json | None = None
 ) -> Json:
-    """The zarr.json of an array in cells of this shape, each a shard of `inner` pieces if that is not None."""
+    """The zarr.json of an array in cells of this shape, each a shard of `inner` pieces if that is not None.
+
+    What tools need to know of it beside zarr is in the attributes `tp_dim` and `stack`, see `info_of`.
+    """
     data_type, fill_value = STORED[info.dtype]
     codecs = [_BYTES, _CRC32C]
     if inner is not None:
         shard = {"chunk_shape": list(inner), "codecs": codecs, "index_codecs": codecs, "index_location": "end"}
         codecs = [{"name": "sharding_indexed", "configuration": shard}]
-    bits = {"torch_dtype": info.dtype} if data_type != info.dtype else {}
+    told: Json = {"torch_dtype": info.dtype} if data_type != info.dtype else {}
+    told |= {"tp_dim": info.tp_dim} if info.tp_dim is not None else {}
+    told |= {"stack": info.stack} if info.stacked else {}
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -69,8 +74,17 @@ def array_metadata(
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(cell)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": codecs,
-        "attributes": {**(attributes or {}), **bits},
+        "attributes": {**(attributes or {}), **told},
     }
+
+
+def info_of(metadata: Mapping[str, Any]) -> ArrayInfo:
+    """What an array is, by a zarr.json that passed `check_metadata`."""
+    attributes = metadata["attributes"]
+    dtype, tp_dim = attributes.get("torch_dtype", metadata["data_type"]), attributes.get("tp_dim")
+    stacked = "stack" in attributes
+    ragged = not stacked and tp_dim == 0
+    return ArrayInfo(tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, attributes.get("stack", ""))
 
 
 def group_metadata(arrays: Mapping[str, Json], attributes: Json) -> dict[str, Json]:
@@ -126,6 +140,8 @@ def check_metadata(key: str, metadata: Any) -> None:
         raise ValueError(f"array {key!r}: {difference}; {_NEWER}")
     if problem := _absurd(chunks):
         raise ValueError(f"array {key!r}: {problem}; shape {_short(chunks.shape)}, cells {_short(chunks.cell)}")
+    if problem := _misplaced(key, len(chunks.shape), attributes):
+        raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
 
 
 def _difference(where: str, found: Any, wanted: Any) -> str | None:
@@ -156,6 +172,19 @@ def _absurd(chunks: Chunks) -> str | None:
     cells = prod(-(-n // size) for n, size in zip(shape, cell, strict=True))
     if cells > _MAX_CELLS or chunks.pieces > _MAX_PIECES or chunks.unit_bytes > _MAX_CHUNK_BYTES:
         return f"{cells} cells of {chunks.pieces} pieces of {chunks.unit_bytes} bytes are too many or too large"
+    return None
+
+
+def _misplaced(key: str, dims: int, attributes: Json) -> str | None:
+    """What `tp_dim` and `stack` cannot be."""
+    tp_dim, stack = attributes.get("tp_dim", dims - 1), attributes.get("stack", "")
+    stacked = "stack" in attributes
+    if not isinstance(stack, str) or (stack and not key.rpartition("/")[2].startswith(f"{stack}.")):
+        return f"the stack {_short(stack)} is not the beginning of its name"
+    if stacked and not dims:
+        return "it has no dim that counts the layers of its stack"
+    if "tp_dim" in attributes and not (type(tp_dim) is int and stacked <= tp_dim < dims):
+        return f"tp_dim is {_short(tp_dim)}, of {dims} dims{' of which the first counts layers' * stacked}"
     return None
 
 

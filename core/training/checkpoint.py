@@ -113,7 +113,11 @@ class Checkpoints(AbstractContextManager):
 
     def __enter__(self) -> "Checkpoints":
         if self.manager is not None:
-            self.manager.prepare(self.state(0))
+            try:
+                self.manager.prepare(self.state(0))
+            except BaseException:
+                self.manager.close()  # gives the lock back
+                raise
             self._before = signal.signal(signal.SIGTERM, self._terminate)
         return self
 
@@ -140,11 +144,20 @@ class Checkpoints(AbstractContextManager):
             if self.config.asynchronous and not (last or stop):
                 self.manager.save_async(step, self.state(step))
             else:
-                self.manager.save(step, self.state(step))
+                self._save_at_once(step)
             self._saved = step
         if stop:
             self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
         return stop
+
+    def _save_at_once(self, step: int) -> None:
+        """The last chance: a failure of the save before is told, and is no reason to lose this one."""
+        assert self.manager is not None
+        try:
+            self.manager.save(step, self.state(step))
+        except RuntimeError as error:
+            self.say(f"warning: {error}; saving again")
+            self.manager.save(step, self.state(step))
 
     def _anybody_terminated(self) -> bool:
         """One reduced flag, so that all ranks stop after the same step."""

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from core.dist_checkpointing import CheckpointManager, async_save, save
-from core.dist_checkpointing.async_save import WriterProgram
+from core.dist_checkpointing import manager as manager_module
+from core.dist_checkpointing.async_save import Background, WriterProgram
 from core.dist_checkpointing.commit import planned_files
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.slab import Slab
@@ -139,8 +140,10 @@ def killed(root, who, waits):
     manager.close()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("who", "waits"),
+    [(0, True), (1, False), *(pytest.param(*case, marks=pytest.mark.full) for case in [(0, False), (1, True)])],
+)
 def test_a_killed_writer(ranks, tmp_path, who, waits):
     ranks(killed, str(tmp_path), who, waits, world=2)
     assert not leftovers(tmp_path)
@@ -308,6 +311,48 @@ def start_fails(root):
 def test_a_rank_without_memory_for_the_slab(ranks, tmp_path):
     ranks(start_fails, str(tmp_path), world=2)
     assert (tmp_path / "step-00000001").exists()
+
+
+def copies_aside(root):
+    """As on an accelerator: a thread copies, slowly; then one that fails on rank 1."""
+    ps, real, lost = parallel(tp=2), WriterProgram.take, []
+
+    def take(self, cells):
+        time.sleep(0.2)
+        if lost:
+            raise RuntimeError("the device is gone")
+        real(self, cells)
+
+    manager = CheckpointManager(root, ps=ps, timeout_s=20)
+    manager.prepare(small.state(1, ps.rank, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager_module, "Background", lambda call, threaded, device: Background(call, threaded=True))
+        patch.setattr(WriterProgram, "take", take)
+        first = small.state(1, ps.rank, 2)
+        manager.save_async(1, first)
+        manager.before_update()
+        spoil(first)
+        second = manager.save_async(2, small.state(2, ps.rank, 2))
+        second.wait()
+        third = manager.save_async(3, small.state(3, ps.rank, 2))
+        if ps.rank == 1:
+            lost.append(True)
+        manager.before_update()  # the training step goes on
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"step 3 failed: .*(RuntimeError: the device is gone)"):
+            third.wait()
+        assert time.monotonic() - begin < 5
+    manager.save_async(4, small.state(4, ps.rank, 2)).wait()
+    found = small.state(0, ps.rank, 2, empty=True)
+    for step in (1, 2, 4):
+        manager.load(step, found)
+        small.assert_holds(found, step)
+    assert manager.steps() == [1, 2, 4]
+    manager.close()
+
+
+def test_a_copy_beside_the_step(ranks, tmp_path):
+    ranks(copies_aside, str(tmp_path), world=2)
 
 
 def test_a_store_in_this_process_cannot_be_written_by_another(single):

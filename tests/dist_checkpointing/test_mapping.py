@@ -1,12 +1,14 @@
 """Parameters, stages and flat intervals as parts of global tensors: arithmetic, checked by assembling the wholes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from core.dist_checkpointing import ShardedTensor
 from core.dist_checkpointing.catalog import flatten
-from core.dist_checkpointing.mapping import Mapper, sharded_state_dict, stacked_key
+from core.dist_checkpointing.mapping import Mapper, sharded_state_dict, sharded_states, stacked_key
 from core.parallel_state import Layout, ParallelConfig, ParallelState
 from core.parallel_state.flat import slices
 
@@ -48,11 +50,23 @@ def test_flat_intervals_of_all_ranks_are_the_whole(tp, dp):
         assert torch.equal(row, whole), (layout, tp, dp)
 
 
+def test_an_interval_of_padding_is_nothing():
+    """Not an empty list, which would be saved as a value, by one layout and not by another."""
+    ps, layout = at(0, tensor=1, data=2), Layout((10, 3), padding={0: 6})
+    parts = {
+        name: {"main": SimpleNamespace(tensor=torch.zeros(b - a), layout=layout, interval=(a, b))}
+        for name, (a, b) in {"some": (24, 36), "none": (33, 48)}.items()
+    }
+    found = sharded_states(parts, ps, stacks={})
+    assert found["none"] == {} and [part.box for part in found["some"]["main"]] == [((8, 10), (0, 3))]
+    assert not flatten(found).objects
+
+
 def test_stacks():
     stacks = {"decoder.layers": 12}
-    assert stacked_key("decoder.layers.7.mlp.w", stacks) == ("decoder.layers.mlp.w", 7, 12)
+    assert stacked_key("decoder.layers.7.mlp.w", stacks) == ("decoder.layers.mlp.w", 7, "decoder.layers")
     for name in ("decoder.layersx.7.w", "decoder.layers.7", "encoder.layers.7.w"):
-        assert stacked_key(name, stacks) == (name, None, 0)
+        assert stacked_key(name, stacks) == (name, None, "")
 
 
 def test_foreign_stages_have_names_of_their_own():

@@ -120,9 +120,9 @@ def test_sweep_spares_who_is_alive(root):
     place = root.begin(2, A)
     write_rank(place, 0, 2)
     assert root.sweep() == []
-    root.stale_s = 0.15
+    root.stale_s = 0.8
     with root.beating(2, A, every=0.02):
-        time.sleep(0.3)
+        time.sleep(1.0)
         assert root.sweep() == []
         with pytest.raises(TimeoutError, match=rf"after 0\.01 s still being written: step-00000002 \({A}\)"):
             root.wait_for_writers(0.01)

@@ -7,7 +7,7 @@ import pytest
 
 from core.dist_checkpointing.arrays import STORED, ArrayInfo
 from core.dist_checkpointing.json_files import canonical_json
-from core.dist_checkpointing.zarr_metadata import array_metadata, check_metadata, group_metadata
+from core.dist_checkpointing.zarr_metadata import array_metadata, check_metadata, group_metadata, info_of
 
 INFO = ArrayInfo((8, 64, 32), "float32")
 
@@ -135,3 +135,38 @@ def test_a_chunk_larger_than_memory():
     info = ArrayInfo((2**40,), "float32")
     with pytest.raises(ValueError, match="too many or too large"):
         check_metadata("w", array_metadata(info, info.shape, None))
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        ArrayInfo((8, 64, 32), "bfloat16", 2, stacked=True, stack="decoder.layers"),
+        ArrayInfo((8, 64, 32), "float32", None, stacked=True),
+        ArrayInfo((64, 32), "float32", 0, ragged=True),
+        ArrayInfo((64, 32), "float32", 1),
+        ArrayInfo((), "int64"),
+    ],
+)
+def test_metadata_tell_what_the_array_is(info):
+    value = json.loads(canonical_json(array_metadata(info, info.shape, None)))
+    check_metadata("model/decoder.layers.w", value)
+    assert info_of(value) == info
+
+
+@pytest.mark.parametrize(
+    "attributes, message",
+    [
+        ({"tp_dim": 3}, "tp_dim is 3, of 3 dims"),
+        ({"tp_dim": -1}, "tp_dim is -1"),
+        ({"tp_dim": True}, "tp_dim is True"),
+        ({"tp_dim": "0"}, "tp_dim is '0'"),
+        ({"tp_dim": 0, "stack": "decoder.layers"}, "of which the first counts layers"),
+        ({"stack": 1}, "the stack 1 is not"),
+        ({"stack": "decoder.layer"}, "not the beginning of its name"),
+        ({"stack": "model/decoder.layers"}, "not the beginning of its name"),
+    ],
+)
+def test_attributes_that_cannot_be(attributes, message):
+    value = array_metadata(INFO, (1, 16, 32), None, attributes)
+    with pytest.raises(ValueError, match=message):
+        check_metadata("model/decoder.layers.w", value)

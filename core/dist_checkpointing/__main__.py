@@ -1,0 +1,201 @@
+"""`python -m core.dist_checkpointing inspect|verify|diff|reshard|prune|export PATH …`: checkpoints on a machine
+without torch, accelerators or the model. PATH is a checkpoint, or a directory of steps, of which the newest is taken.
+
+Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, told on standard error.
+"""
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from core.dist_checkpointing.check import check
+from core.dist_checkpointing.console import progress, size_text
+from core.dist_checkpointing.cuts import check_layout
+from core.dist_checkpointing.diff import differences
+from core.dist_checkpointing.export import DTYPES, export, per_rank, tensors
+from core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from core.dist_checkpointing.place import open_place
+from core.dist_checkpointing.reshard import WELL, amplification, copy, cut_for
+from core.dist_checkpointing.root import Root, step_name
+from core.dist_checkpointing.show import facts, text
+from core.dist_checkpointing.stored import Stored
+
+PATH = "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
+
+
+def find(path: str) -> str:
+    """The checkpoint at a path or URL, or the newest step there, which is said. FileNotFoundError: neither."""
+    if open_place(path).size(MANIFEST) is not None:
+        return path
+    root = Root(path)
+    if not (steps := root.steps()):
+        raise FileNotFoundError(
+            f"{path} is no checkpoint, it has no {MANIFEST}, and no directory of steps; give one of the two"
+        )
+    print(f"{path}: the newest of {len(steps)} steps, {step_name(steps[-1])}", file=sys.stderr)
+    return root.open(steps[-1]).url
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    stored = Stored.open(find(options.path))
+    print(json.dumps(facts(stored), indent=2) if options.json else text(stored))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    place, begin = open_place(find(options.path)), time.perf_counter()
+    problems = check(place, digests=options.fast, full=not options.fast, jobs=options.jobs)
+    seconds = time.perf_counter() - begin
+    if problems:
+        print("\n".join(problems))
+        print(f"{place.url}: {len(problems)} problems, {seconds:.1f} s")
+        return 1
+    files = read_manifest(place).files
+    size = size_text(sum(size for size, _ in files.values()))
+    depth = "their sizes and digests are right" if options.fast else "every byte is right"
+    print(f"{place.url}: {len(files)} files, {size}, {depth}, {seconds:.1f} s")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    a, b = (Stored.open(find(path)) for path in (options.a, options.b))
+    lines = list(differences(a, b))
+    print("\n".join(lines) if lines else f"the same: {len(a.keys)} arrays, {len(a.objects)} objects")
+    return 1 if lines else 0
+
+
+def _reshard(options: argparse.Namespace) -> int:
+    stored, tp, pp = Stored.open(find(options.source)), options.tp, options.pp
+    check_layout({key: stored.info(key) for key in stored.keys}, tp, pp)
+    begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
+    if options.per_rank:
+        total = sum(t.nbytes for t in tensors(stored))
+        with progress("writing", total) as done:
+            ranks = per_rank(stored, options.destination, tp, pp, done)
+        written = sum(t.nbytes for found in ranks.values() for t in found)
+        print(f"{options.destination}: {len(ranks)} ranks, {_since(begin, written)}")
+        return 0
+    metadata = cut_for(stored, tp)
+    now, then = (amplification(stored, m, tp, pp) for m in (stored.metadata, metadata))
+    if not options.copy and now <= max(WELL, then):
+        why = "" if now <= WELL else ", which a copy would not better because the arrays are small"
+        print(
+            f"no data movement needed: of {stored.place.url} the ranks of {layout} read {now:.2f} times the bytes "
+            f"they need{why}; load it at {layout} as it is"
+        )
+        return 0
+    total = sum(map(stored.nbytes, stored.keys))
+    with progress("copying", total) as done:
+        copy(stored, options.destination, metadata, {"resharded": {"tp": tp, "pp": pp}}, done)
+    print(
+        f"{options.destination}: {_since(begin, total)}, verified; {layout} reads {then:.2f} times the bytes it "
+        f"needs, {now:.2f} before"
+    )
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    stored, begin, dtype = Stored.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
+    with progress("exporting", sum(t.nbytes for t in tensors(stored, dtype))) as done:
+        found = export(stored, options.destination, dtype, done)
+    print(f"{options.destination}: {len(found)} tensors, {_since(begin, sum(t.nbytes for t in found))}")
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    root = Root(options.root)
+    if not root.steps():
+        raise FileNotFoundError(f"{options.root} holds no steps; give the directory above them")
+    if options.dry_run:
+        removed, said, swept = root.surplus(options.keep_last, options.keep_every), "would remove", []
+    else:
+        lock = root.lock()
+        try:
+            removed, said, swept = root.retain(options.keep_last, options.keep_every), "removed", root.sweep()
+        finally:
+            lock.release()
+    for name in [*map(step_name, removed), *swept]:
+        print(f"{said} {name}")
+    kept = len(set(root.steps()) - set(removed))
+    print(f"{root.url}: {said} {len(removed)} steps, {kept} {'would be' if options.dry_run else 'are'} kept")
+    return 0
+
+
+def _since(begin: float, nbytes: int) -> str:
+    seconds = time.perf_counter() - begin
+    return f"{size_text(nbytes)} in {seconds:.1f} s"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m core.dist_checkpointing", description="Tools for checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    inspect = commands.add_parser("inspect", help="arrays, objects, sizes, and the layout that wrote them")
+    inspect.add_argument("path", help=PATH)
+    inspect.add_argument("--json", action="store_true", help="for programs")
+    inspect.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="is every file the one that was saved")
+    verify.add_argument("path", help=PATH)
+    verify.add_argument("--fast", action="store_true", help="sizes and digests only: a few bytes of each file")
+    verify.add_argument("-j", "--jobs", type=int, default=32, metavar="N", help="files at a time (default 32)")
+    verify.set_defaults(run=_verify)
+
+    diff = commands.add_parser("diff", help="where two checkpoints differ, by their digests")
+    diff.add_argument("a", help=PATH)
+    diff.add_argument("b", help=PATH)
+    diff.set_defaults(run=_diff)
+
+    reshard = commands.add_parser("reshard", help="a copy for another layout, if one is needed at all")
+    reshard.add_argument("source", help=PATH)
+    reshard.add_argument("destination", help="a directory or URL that is to be made")
+    reshard.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel size")
+    reshard.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    reshard.add_argument("--copy", action="store_true", help="copy also where nothing needs to move")
+    reshard.add_argument(
+        "--per-rank", action="store_true", help="weights as mp_rank_XX/*.safetensors, for other programs"
+    )
+    reshard.set_defaults(run=_reshard)
+
+    prune = commands.add_parser("prune", help="remove old steps, and what killed jobs left")
+    prune.add_argument("root", help="a directory of steps, or a URL")
+    prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="newest steps to keep")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="keep multiples of N too")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    prune.set_defaults(run=_prune)
+
+    out = commands.add_parser("export", help="the model's weights in another format")
+    out.add_argument("source", help=PATH)
+    out.add_argument("destination", help="a directory that is to be made")
+    out.add_argument("--to", choices=["safetensors"], default="safetensors")
+    out.add_argument("--dtype", choices=DTYPES, default="as-saved", help="of floating values (default as-saved)")
+    out.set_defaults(run=_export)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted, nothing was changed", file=sys.stderr)
+    return 2
+
+
+def _one_heap() -> None:
+    """Where the C library is glibc: else each of tensorstore's threads keeps what it freed, which comes to several
+    times what is in use at any moment."""
+    mallopt, arena_max = getattr(ctypes.CDLL(None), "mallopt", None), -8
+    if mallopt is not None:
+        mallopt(arena_max, 1)
+
+
+if __name__ == "__main__":
+    _one_heap()
+    sys.exit(main())
