@@ -131,7 +131,7 @@ def test_killed_while_saving(world, who, kills, tmp_path, single):
             found |= leftovers(victim.root)
             assert newest(victim.root, single)[1] in victim.possible()
             assert_goes_on(victim.root, single, beside=True)
-    assert ".tmp" in found or kills == 1  # some were killed in the middle of a save
+    assert found or (world, who) != (2, "all")  # some in the middle of a save; a survivor tidies up
 
 
 @pytest.mark.full
@@ -206,25 +206,25 @@ def test_writers_killed_beside_their_trainers(world, tmp_path, single):
 @pytest.mark.full
 def test_writer_and_trainer_killed_together(tmp_path, single):
     found = set()
-    for number, dice in rounds("both", 3):
+    for number, dice in rounds("both", 4):
         with job(victims.saving_beside, 1, tmp_path / str(number)) as victim:
-            victim.until("saved", 2)
-            time.sleep(dice.uniform(0, 0.2))
+            victim.until("writer", 1)
+            victim.until("handed", dice.randrange(3, 9))
+            time.sleep(dice.uniform(0, 0.03))
             victim.kill(0)
-            victim.listen(0)
-            os.kill(victim.writers()[-1], signal.SIGKILL)
+            os.kill(victim.told[0]["writer"][-1], signal.SIGKILL)
             victim.ended()
             gone(victim.writers())
             found |= leftovers(victim.root)
             assert newest(victim.root, single)[1] in victim.possible()
             assert_goes_on(victim.root, single, beside=True)
-    assert ".tmp" in found
+    assert found
 
 
 @pytest.mark.full
 def test_killed_while_removing_old_steps(tmp_path, single):
     found = set()
-    for number, dice in rounds("retention", 4):
+    for number, dice in rounds("retention", 5):
         with job(victims.retaining, 1, tmp_path / str(number)) as victim:
             victim.until("retains", 4 * (1 + number % 2))
             time.sleep(dice.uniform(0.002, 0.02))
