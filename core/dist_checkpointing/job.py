@@ -45,7 +45,7 @@ class Job:
     keep_last: int | None = None
     keep_every: int | None = None
     durable: bool = True
-    budget_bytes: int = 128 << 20
+    budget_bytes: int = 192 << 20
 
     @cached_property
     def _root(self) -> Root:

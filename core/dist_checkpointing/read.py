@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import Index
+from core.dist_checkpointing.direct import fastest_reader
 from core.dist_checkpointing.grid import cells
 from core.dist_checkpointing.stored import Stored
 from core.dist_checkpointing.zarr_store import Reader
@@ -39,10 +40,11 @@ def read(stored: Stored, wanted: Mapping[str, Sequence[Target]], *, verify: bool
     must be the one that the manifest names (a few bytes each); the checksum behind every piece is always checked.
     Raises ValueError: what is damaged, by file.
     """
-    reader = Reader(stored.place, stored.metadata, budget_bytes=BUDGET)
+    files = stored.manifest.files if verify else None
+    reader = fastest_reader(stored.place, stored.metadata, files, budget_bytes=BUDGET)
     staged: list[_Staged] = []
     size = 0
-    with stored.checker(enabled=verify) as checker:
+    with stored.checker(enabled=verify and isinstance(reader, Reader)) as checker:
         for key, targets in wanted.items():
             dtype = torch_dtype(stored.dtype(key))
             for index, parts in _by_cell(stored, key, targets).items():

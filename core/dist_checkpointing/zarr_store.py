@@ -43,7 +43,7 @@ class Writer:
     """
 
     def __init__(
-        self, place: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 128 << 20, durable: bool = True
+        self, place: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 192 << 20, durable: bool = True
     ) -> None:
         self._arrays = _Arrays(place, metadata, {**_CONTEXT, "file_io_sync": durable}, write=True)
         self._flight = _Flight(budget_bytes)
