@@ -26,9 +26,9 @@ from core.parallel_state.flat import Box, intersect, relative, slices
 try:
     import google_crc32c
 
-    _FAST = google_crc32c.implementation == "c" and sys.byteorder == "little" and hasattr(os, "preadv")
+    FAST = google_crc32c.implementation == "c" and sys.byteorder == "little" and hasattr(os, "preadv")
 except ImportError:
-    _FAST = False
+    FAST = False
 
 THREADS = min(4, os.cpu_count() or 1)  # each has at most one cell beside its place, 16 MiB
 _CRC, _ENTRY = 4, 16  # bytes of a checksum, and of a shard's index per piece
@@ -39,7 +39,7 @@ def fastest_reader(
     place: Place, metadata: Mapping[str, Json], files: Files | None, *, budget_bytes: int
 ) -> "Reader | DirectReader":
     """The fastest reader for a place. files: what the manifest says, to be checked by a reader that can."""
-    if _FAST and isinstance(place, PosixPlace):
+    if FAST and isinstance(place, PosixPlace):
         return DirectReader(place, metadata, files)
     return Reader(place, metadata, budget_bytes=budget_bytes)
 
@@ -199,6 +199,11 @@ def _read_all(descriptor: int, buffers: list[Any], offset: int) -> None:
     _read_all(descriptor, rest, offset + found)
 
 
+def crc32c(data: np.ndarray) -> int:
+    """Of contiguous bytes, by the processor's instruction."""
+    return int(google_crc32c.value(data))
+
+
 def _verify(data: np.ndarray, crc: bytes | bytearray, what: str) -> None:
-    if google_crc32c.value(data) != int.from_bytes(crc, "little"):
+    if crc32c(data) != int.from_bytes(crc, "little"):
         raise ValueError(f"{what} is damaged: its crc32c is wrong")

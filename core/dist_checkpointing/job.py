@@ -12,13 +12,13 @@ from core.dist_checkpointing.arrays import Index
 from core.dist_checkpointing.check import crc_of
 from core.dist_checkpointing.commit import commit, write_failure, write_receipt
 from core.dist_checkpointing.digest import json_crc
+from core.dist_checkpointing.direct_write import DirectWriter, fastest_writer
 from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.manifest import planned_files
 from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.zarr_metadata import Json, group_metadata
-from core.dist_checkpointing.zarr_store import Writer
 from core.parallel_state.flat import Box
 
 Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
@@ -65,7 +65,7 @@ class Job:
 
         Exhausts `cells` also when writing fails: other ranks may take part in making them.
         """
-        writer = Writer(self._place, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes)
+        writer = fastest_writer(self._place, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes)
         written, size = [], 0
         full = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
@@ -77,7 +77,8 @@ class Job:
                     size += array.nbytes
             finally:  # whoever makes the cells may fail: nothing writes into a temporary that is given up
                 writer.finish()
-            entries = self._entries(written) | (told.result() if told is not None else {})
+            known = writer.entries if isinstance(writer, DirectWriter) else {}
+            entries = {**known, **self._entries(written, known), **(told.result() if told is not None else {})}
             write_receipt(self._place, self.rank, entries)
         return size
 
@@ -87,13 +88,15 @@ class Job:
         self._place.write_all(files)
         return {name: (len(data), json_crc(data)) for name, data in files.items()}
 
-    def _entries(self, written: list[tuple[str, Index]]) -> Entries:
-        def entry(at: tuple[str, Index]) -> tuple[str, tuple[int, int]]:
-            name = f"{at[0]}/{cell_name(at[1])}"
-            return name, crc_of(self._place, name, self.metadata[at[0]])
+    def _entries(self, written: list[tuple[str, Index]], known: Entries) -> Entries:
+        """Of the cells whose writer does not know them."""
+        names = {f"{key}/{cell_name(index)}": key for key, index in written}
+
+        def entry(name: str) -> tuple[str, tuple[int, int]]:
+            return name, crc_of(self._place, name, self.metadata[names[name]])
 
         with ThreadPoolExecutor(4) as pool:
-            return dict(pool.map(entry, written))
+            return dict(pool.map(entry, names.keys() - known.keys()))
 
     def conclude(self) -> None:
         """Rank 0: commit, when every rank's receipt is there, then drop old checkpoints. Others: wait for it.

@@ -1,12 +1,13 @@
 """Who writes which cell, and which fragments change rank before: the same on every rank. No process, no torch.
 
 Arrays that have one geometry and lie on the ranks alike (a parameter's float32 main copy and its moments) form a
-class: planned once, with the bytes of all.
+class: cut once; each array's cells have owners of their own.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from operator import attrgetter
 
@@ -47,11 +48,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Cell:
-    key: str  # the first one of its class
+    """A cell of every array of a class. moved: owner -> what it lacks, and who sends that."""
+
     index: Index
     box: Box
-    bytes: int  # in all arrays of its class
     pieces: Pieces
+    moved: dict[int, list[tuple[Box, int]]] = field(default_factory=dict)
+
+    @cached_property
+    def candidates(self) -> list[int]:
+        """Who may own it."""
+        return _candidates(self.pieces)
 
 
 def make_plan(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int = WAVE_BYTES) -> Plan:
@@ -62,18 +69,23 @@ def make_plan(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int =
     Raises ValueError: boxes of one rank that overlap or leave the array, elements that no rank holds.
     """
     classes = _classes(arrays, holdings)
-    todo = [cell for keys in classes.values() for cell in _cells_of_class(keys, arrays, holdings)]
-    todo.sort(key=lambda cell: (-cell.bytes, cell.key, cell.index))
+    todo = [
+        (volume(cell.box) * arrays[key].itemsize, key, cell)
+        for keys in classes.values()
+        for cell in _cells_of_class(keys, arrays, holdings)
+        for key in keys
+    ]
+    todo.sort(key=lambda item: (-item[0], item[1], item[2].index))
     load = [0] * len(holdings)
     planned: dict[str, list[tuple[Index, Box, int]]] = {key: [] for key in sorted(arrays)}
     fragments = []
-    for cell in todo:
-        owner = min(_candidates(cell.pieces), key=lambda rank: (load[rank], rank))
-        load[owner] += cell.bytes
-        moved = _moved(cell, owner)
-        for key in classes[cell.key]:
-            planned[key].append((cell.index, cell.box, owner))
-            fragments += [Fragment(key, cell.index, box, source, owner) for box, source in moved]
+    for size, key, cell in todo:
+        owner = min(cell.candidates, key=lambda rank: (load[rank], rank))
+        load[owner] += size
+        planned[key].append((cell.index, cell.box, owner))
+        if owner not in cell.moved:
+            cell.moved[owner] = _moved(cell, owner)
+        fragments += [Fragment(key, cell.index, box, source, owner) for box, source in cell.moved[owner]]
     for of_key in planned.values():
         of_key.sort()
     return Plan(planned, _waves(fragments, arrays, len(holdings), wave_bytes))
@@ -99,7 +111,6 @@ def _classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, list[str
 
 def _cells_of_class(keys: list[str], arrays: Arrays, holdings: Sequence[Holdings]) -> Iterator[_Cell]:
     key, info = keys[0], arrays[keys[0]]
-    itemsize = sum(arrays[k].itemsize for k in keys)
     try:
         grid = cell_of(info)
     except ValueError as error:
@@ -121,7 +132,7 @@ def _cells_of_class(keys: list[str], arrays: Arrays, holdings: Sequence[Holdings
                 f"{key} of shape {info.shape}: no rank holds {hole[0]} (in cell {cell_name(index)}); every element "
                 f"has to be in the sharded state of at least one of the {len(holdings)} ranks"
             )
-        yield _Cell(key, index, cell, volume(cell) * itemsize, pieces[index])
+        yield _Cell(index, cell, pieces[index])
 
 
 def _check_boxes(key: str, shape: tuple[int, ...], boxes: tuple[Box, ...], rank: int) -> None:

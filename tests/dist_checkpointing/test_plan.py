@@ -159,7 +159,7 @@ def test_the_owner_is_the_least_loaded_of_those_with_half_of_the_most():
     def held(*boxes):
         return [{key: (box,) for key in arrays} for box in boxes]
 
-    assert [len(make_plan(arrays, held(first, second, rest)).owned(rank)) for rank in range(3)] == [4, 0, 0]
+    assert [len(make_plan(arrays, held(first, second, rest)).owned(rank)) for rank in range(3)] == [2, 1, 1]
     apart = {key: ArrayInfo((100 + i,), "float32") for i, key in enumerate(arrays)}  # four classes, largest first
     holdings = [{key: (((0, 50),),) for key in apart}, {key: (((50, 74),), ((74, 75),)) for key in apart}]
     holdings.append({key: (((75, info.shape[0]),),) for key, info in apart.items()})
@@ -176,23 +176,23 @@ def test_what_several_hold_is_sent_by_all_in_turn():
     assert {(f.source, f.destination) for f in fragments} == {(2, 0), (3, 1)}
 
 
-def test_states_that_lie_alike_share_their_plan_and_weigh_together():
+def test_states_that_lie_alike_have_the_same_cells():
     with small_cells():
         arrays = SMALL.arrays(STATES)
         holdings = MESHES["uneven stages, tp 2, zero 2"].holdings(SMALL, STATES)
         plan = make_plan(arrays, holdings)
         alone = make_plan(SMALL.arrays(), MESHES["uneven stages, tp 2, zero 2"].holdings(SMALL))
     for name, of_name in alone.cells.items():
-        assert all(plan.cells[state + name] == of_name for state in STATES)
-    sent = Counter(fragment.key.partition("/")[0] for wave in plan.waves for fragment in wave)
-    assert set(sent.values()) == {sum(map(len, alone.waves))}
+        places = [cell[:2] for cell in of_name]
+        assert all([cell[:2] for cell in plan.cells[state + name]] == places for state in STATES)
 
 
-def test_a_class_weighs_what_all_its_arrays_do():
-    arrays = {state + "a": ArrayInfo((10,), "float32") for state in STATES}  # 120 bytes
-    arrays |= {"b": ArrayInfo((20,), "float32"), "c": ArrayInfo((42,), "bfloat16")}  # 80 and 84
+def test_arrays_that_lie_alike_are_shared_out():
+    """Layers of a foreign module are arrays of one cell each: no rank writes them all."""
+    arrays = {f"layers.{i}.w": ArrayInfo((10,), "float32") for i in range(6)}
+    arrays |= {"b": ArrayInfo((20,), "float32")}
     plan = make_plan(arrays, [{key: (whole(info.shape),) for key, info in arrays.items()}] * 2)
-    assert {key: cell[0][2] for key, cell in plan.cells.items()} == dict.fromkeys(arrays, 0) | {"b": 1, "c": 1}
+    assert [sum(len(box) * (box[0][1] - box[0][0]) for _, _, box in plan.owned(r)) for r in (0, 1)] == [40, 40]
 
 
 def traffic(wave, arrays):
