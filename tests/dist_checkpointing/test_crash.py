@@ -127,7 +127,10 @@ LOSSES = {  # what survives of content, of names
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+LONG = ("content only", "random 1")
+
+
+@pytest.mark.parametrize("loss", [pytest.param(k, marks=pytest.mark.full) if k in LONG else k for k in LOSSES])
 def test_power_lost_at_every_step(loss, folder):
     root, _, _ = posix(folder)
     disk, left, log = Disk(folder / "top"), folder / "left", root.files.fs.log
