@@ -64,15 +64,23 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
-def derived(arrays: Arrays, stored: set[str]) -> dict[str, dict[str, str]]:
-    """key -> how a reader gets it, of the arrays that need not be stored; `stored`: weights that some rank found
-    unequal. The more exact of two is kept; of two alike, the weight."""
-    found = {}
+def left_out(arrays: Arrays, stored: set[str]) -> tuple[set[str], dict[str, dict[str, str]]]:
+    """(arrays that need not be stored, how a reader gets them); `stored`: weights that some rank found unequal.
+
+    The more exact of two is kept; of two alike, the weight. A main parameter like its weight is in no table, so that
+    a run which has none beside it (one tensor is both) writes the same bytes: `source` knows.
+    """
+    keys: set[str] = set()
+    table: dict[str, dict[str, str]] = {}
     for weight, main in twins(arrays):
-        if weight not in stored and arrays[weight].shape == arrays[main].shape:
-            left_out, kept = (main, weight) if arrays[main].dtype == arrays[weight].dtype else (weight, main)
-            found[left_out] = {"from": kept, "torch_dtype": arrays[left_out].dtype}
-    return found
+        if weight in stored or arrays[weight].shape != arrays[main].shape:
+            continue
+        if arrays[main].dtype == arrays[weight].dtype:
+            keys.add(main)
+        else:
+            keys.add(weight)
+            table[weight] = {"from": main, "torch_dtype": arrays[weight].dtype}
+    return keys, table
 
 
 def source(key: str, arrays: Mapping[str, Any], table: Mapping[str, Mapping[str, str]]) -> str | None:

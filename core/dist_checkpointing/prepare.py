@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from core.dist_checkpointing.arrays import Arrays
 from core.dist_checkpointing.catalog import Catalog, LocalState, digest, flatten, merge, merge_objects, to_json
-from core.dist_checkpointing.derive import derived, unequal
+from core.dist_checkpointing.derive import left_out, unequal
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.grid import cell_of, inner_shape
 from core.dist_checkpointing.manifest import FORMAT
@@ -85,9 +85,9 @@ class Preparer:
 
     def _planned(self, stored: set[str], weights: Weights) -> tuple[Plan, Arrays, Mapping[str, Json], dict[str, Any]]:
         assert self._catalog is not None
-        table = derived(self._catalog.arrays, stored) if weights == "derive" else {}
-        if self._plan is None or self._left_out != set(table):
-            kept, self._left_out = self._catalog.without(set(table)), set(table)
+        keys, table = left_out(self._catalog.arrays, stored) if weights == "derive" else (set(), {})
+        if self._plan is None or self._left_out != keys:
+            kept, self._left_out = self._catalog.without(keys), keys
             metadata = {}
             for key, info in kept.arrays.items():
                 cell = cell_of(info)
