@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,11 @@ class LocalState:
 
     parts: dict[str, list[ShardedTensor]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)  # keys of plain tensors, which must be the same on all ranks
+
+    def plain_digests(self) -> dict[str, int]:
+        """A checksum of every plain tensor."""
+        return {key: _checksum(self.parts[key][0].data) for key in sorted(self.plain & self.parts.keys())}
 
     def arrays(self) -> dict[str, ArrayInfo]:
         """What the arrays are that this rank holds parts of. Raises ValueError: parts that disagree."""
@@ -52,6 +58,7 @@ def flatten(state: Any) -> LocalState:
 
     def add(path: tuple[str, ...], leaf: Any) -> None:
         if isinstance(leaf, Tensor):
+            flat.plain.add("/".join(path))
             leaf = ShardedTensor("/".join(path), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
         if isinstance(leaf, ShardedTensor):
             check_key(leaf.key)
@@ -70,8 +77,16 @@ def flatten(state: Any) -> LocalState:
         if flat.objects.setdefault(item.key, value) != value:
             raise ValueError(f"{item.key} is both {flat.objects[item.key]!r} and {value!r}; give them one key each")
 
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state is a dict of tensors and values, not a {type(state).__name__}: {{'model': ...}}")
     map_leaves(state, add)
+    if both := sorted(flat.parts.keys() & flat.objects.keys()):
+        raise ValueError(f"{both[0]} is both a tensor and a value; give them one key each")
     return flat
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def check_key(key: str) -> None:
@@ -143,6 +158,19 @@ def merge(told: Sequence[Mapping[str, Any]]) -> Catalog:
         if inside := [k for k in ("/".join(key.split("/")[:n]) for n in range(1, key.count("/") + 1)) if k in arrays]:
             raise ValueError(f"{key} would lie inside the array {inside[0]}; rename one of them")
     return Catalog(arrays, holdings)
+
+
+def merge_plain(told: Sequence[Mapping[str, int]]) -> None:
+    """Raises ValueError: a plain tensor that is not the same on two ranks that have it."""
+    first: dict[str, tuple[int, int]] = {}
+    for rank, checksums in enumerate(told):
+        for key, checksum in checksums.items():
+            known, value = first.setdefault(key, (rank, checksum))
+            if value != checksum:
+                raise ValueError(
+                    f"the tensor {key} differs between rank {known} and rank {rank}: plain tensors must be the same "
+                    "on all ranks; give parts as ShardedTensor, as `model.sharded_state_dict()` does"
+                )
 
 
 def merge_objects(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -62,6 +62,13 @@ class Directory:
                 f"{self.files.url}{name} holds {len(taken)} entries ({taken[0]}, …) and is no checkpoint: a save "
                 "would replace it; choose a directory that is empty or does not exist"
             )
+        if inside := [e for e in taken if self._fs.stat(f"{self.files.url}{name}/{e}/manifest.json") is not None]:
+            raise ValueError(
+                f"{self.files.url}{name} holds other checkpoints ({inside[0]}, ...), which a save there would "
+                "remove; choose another name"
+            )
+        if self._fs.stat(self.files.url + "manifest.json") is not None:
+            raise ValueError(f"{self.files.url} is a checkpoint itself; save beside it, not inside")
         self.prepare()
         place = self.temporary(name, uuid)
         self._fs.makedirs(place.url + "receipts")

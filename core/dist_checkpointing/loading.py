@@ -60,6 +60,11 @@ def load(
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
     """
+    if strict not in (True, False, "report"):
+        raise ValueError(
+            f"strict={strict!r} is unknown: True refuses what does not fit, 'report' tells it beside the state, "
+            "False ignores it (Megatron's assume_ok_unexpected, return_all, ignore_all)"
+        )
     ps = ps if ps is not None else default_state()
     flat, stored = LocalState(), None
 

@@ -65,9 +65,11 @@ class Lock:
     def check(self) -> None:
         """Raises ValueError if another job has taken over: this one was silent for too long."""
         found = _read(self._place)
-        if found is None or _owner(found).get("uuid") != self._uuid:
+        if found is None:
+            raise ValueError(f"the lock {self._place.url}{_LOCK} is gone: was the directory removed? start again")
+        if _owner(found).get("uuid") != self._uuid:
             raise ValueError(
-                f"the lock {self._place.url}{_LOCK} now is that of {_told(_owner(found or b''))}: it was taken over "
+                f"the lock {self._place.url}{_LOCK} now is that of {_told(_owner(found))}: it was taken over "
                 "because this job was silent for too long; stop one of the two"
             )
 

@@ -20,6 +20,7 @@ from core.dist_checkpointing.root import Root, step_name
 from core.dist_checkpointing.saving import Saver
 from core.dist_checkpointing.slab import aligned
 from core.parallel_state import ParallelState
+from core.parallel_state.config import raise_all
 from core.parallel_state.flat import volume
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,13 @@ class CheckpointManager:
         timeout_s: float = 600.0,
         stale_s: float = 60.0,
     ) -> None:
-        if when_busy not in ("wait", "skip") or keep_last < 1:
-            raise ValueError(f"when_busy={when_busy!r} must be 'wait' or 'skip', keep_last={keep_last} at least 1")
+        raise_all(
+            "CheckpointManager",
+            [
+                (when_busy in ("wait", "skip"), f"when_busy={when_busy!r} must be 'wait' or 'skip'"),
+                (keep_last >= 1, f"keep_last={keep_last} must be at least 1"),
+            ],
+        )
         self.ps = ps if ps is not None else default_state()
         self.root, self.when_busy, self.stale_s, self.timeout_s = str(root), when_busy, stale_s, timeout_s
         self._saver = Saver(

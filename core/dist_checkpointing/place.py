@@ -115,6 +115,8 @@ def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace
     scheme, separator, rest = text.partition("://")
     if not separator or scheme == "file":
         return PosixPlace(rest if separator else text, fs or Fs())
+    if scheme not in ("gs", "s3", "memory"):
+        raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory://")
     try:
         store = ts.KvStore.open(text.rstrip("/") + "/", context=_MEMORY).result()
     except ValueError as error:

@@ -7,7 +7,16 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from core.dist_checkpointing.arrays import Arrays
-from core.dist_checkpointing.catalog import Catalog, LocalState, digest, flatten, merge, merge_objects, to_json
+from core.dist_checkpointing.catalog import (
+    Catalog,
+    LocalState,
+    digest,
+    flatten,
+    merge,
+    merge_objects,
+    merge_plain,
+    to_json,
+)
 from core.dist_checkpointing.derive import left_out, unequal
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.grid import cell_of, inner_shape
@@ -40,14 +49,18 @@ class Prepared:
 class Preparer:
     """Keeps catalogue and plan from save to save, as long as no rank's part changes."""
 
-    def __init__(self, ps: ParallelState) -> None:
-        self._ps = ps
+    def __init__(self, ps: ParallelState, weights: Weights = "derive") -> None:
+        if weights not in ("derive", "bf16"):
+            raise ValueError(
+                f"weights={weights!r} is unknown: 'derive' leaves out what can be rounded, 'bf16' does not"
+            )
+        self._ps, self._weights = ps, weights
         self._digests: list[str] = []
         self._catalog: Catalog | None = None
         self._plan: tuple[Plan, Arrays, Mapping[str, Json]] | None = None
         self._left_out: set[str] = set()
 
-    def prepare(self, state: Any, *, weights: Weights = "derive", failure: str | None = None) -> Prepared:
+    def prepare(self, state: Any, *, failure: str | None = None) -> Prepared:
         """Collective. `failure`: why this rank must not save (an earlier save failed); told to all.
 
         Raises ValueError on all ranks alike: a state that cannot be saved, parts that do not make wholes.
@@ -60,6 +73,7 @@ class Preparer:
             flat = flatten(state)
             local = to_json(flat)
             mine = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
+            mine["same"] = flat.plain_digests() if self._ps.world is not None else {}
         except Exception as error:
             problem = error
         told = self._gather(mine | {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure})
@@ -74,8 +88,9 @@ class Preparer:
         if (digests := [said["digest"] for said in told]) != self._digests:
             self._catalog, self._plan = merge(self._gather(local)), None
             self._digests = digests
+        merge_plain([said["same"] for said in told])
         stored = {key for said in told for key in said["unequal"]}
-        plan, arrays, metadata, table = self._planned(stored, weights)
+        plan, arrays, metadata, table = self._planned(stored)
         facts = {"format": FORMAT, "objects": objects, "derived": table}
         parts = {key: [part.piece for part in held] for key, held in flat.parts.items() if key in arrays}
         return Prepared(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
@@ -83,9 +98,9 @@ class Preparer:
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, self._ps.world, self._ps.device)
 
-    def _planned(self, stored: set[str], weights: Weights) -> tuple[Plan, Arrays, Mapping[str, Json], dict[str, Any]]:
+    def _planned(self, stored: set[str]) -> tuple[Plan, Arrays, Mapping[str, Json], dict[str, Any]]:
         assert self._catalog is not None
-        keys, table = left_out(self._catalog.arrays, stored) if weights == "derive" else (set(), {})
+        keys, table = left_out(self._catalog.arrays, stored) if self._weights == "derive" else (set(), {})
         if self._plan is None or self._left_out != keys:
             kept, self._left_out = self._catalog.without(keys), keys
             metadata = {}

@@ -33,6 +33,8 @@ def step_name(step: int) -> str:
 def root_and_name(url: str | os.PathLike[str]) -> tuple[str, str]:
     """Where the checkpoint at a path or URL lies, and what it is called there. ValueError: it has no name."""
     where = os.fspath(url).rstrip("/")
+    if "://" not in where and os.path.islink(where):  # a link to a checkpoint, or to where one shall be
+        where = os.path.realpath(where)
     root, slash, name = where.rpartition("/")
     if not name or root.endswith(":/"):
         raise ValueError(f"{os.fspath(url)!r} names no checkpoint; give a directory that is to be made")

@@ -33,15 +33,15 @@ class Saver:
         keep_every: int | None = None,
         durable: bool = True,
     ) -> None:
-        self.root, self.ps, self.timeout_s, self.weights = root, ps, timeout_s, weights
+        self.root, self.ps, self.timeout_s = root, ps, timeout_s
         self.keep_last, self.keep_every, self.durable = keep_last, keep_every, durable
         self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
         self._run |= dict(run or {})
-        self._preparer = Preparer(ps)
+        self._preparer = Preparer(ps, weights)
 
     def prepare(self, state: Any, failure: str | None = None) -> Prepared:
         """Agree with all ranks on what is saved by whom. Collective."""
-        return self._preparer.prepare(state, weights=self.weights, failure=failure)
+        return self._preparer.prepare(state, failure=failure)
 
     def job(self, name: str, prepared: Prepared) -> Job:
         """This rank's share."""

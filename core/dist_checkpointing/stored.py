@@ -115,7 +115,8 @@ class Stored:
         floating = all("float" in name for name in (dtype, info.dtype))
         if info.dtype in (dtype, derived) or (cast and floating) or (found != key and info.dtype == "float32"):
             return None
-        return f"it is {dtype} in the checkpoint and {info.dtype} here; give cast=True to convert"
+        remedy = "give cast=True to convert" if floating else "only floating dtypes are converted"
+        return f"it is {dtype} in the checkpoint and {info.dtype} here; {remedy}"
 
     @contextmanager
     def checker(self, *, enabled: bool = True) -> Iterator["Checker"]:

@@ -61,7 +61,7 @@ FIT = [
     "missing in the checkpoint: later",
     "missing in the checkpoint: optimizer/extra",
     "not asked for: optimizer/exp_avg/table",
-    "model/count: it is int64 in the checkpoint and float32 here; give cast=True to convert",
+    "model/count: it is int64 in the checkpoint and float32 here; only floating dtypes are converted",
     r"model/layers.w: its shape is (3, 4, 8) in the checkpoint and (6, 4, 8) here",
 ]
 

@@ -333,3 +333,51 @@ def test_saves_and_loads_without_pickle(tmp_path, single, monkeypatch):
     found = small.state(3, empty=True)
     load(found, tmp_path / "x", ps=single)
     small.assert_holds(found, 3)
+
+
+def save_plain(root):
+    ps = parallel(tp=2)
+    save({"same": torch.ones(2)}, f"{root}/fine", ps=ps)
+    with pytest.raises(ValueError, match="the tensor w differs between rank 0 and rank 1: plain tensors must be the"):
+        save({"w": torch.full((3,), float(ps.rank))}, f"{root}/x", ps=ps)
+
+
+def test_plain_tensors_are_the_same_on_all_ranks(ranks, tmp_path):
+    ranks(save_plain, str(tmp_path), world=2)
+
+
+def test_nothing_is_saved_into_or_over_other_checkpoints(tmp_path, single):
+    save({"a": 1}, tmp_path / "x", ps=single)
+    with pytest.raises(ValueError, match="is a checkpoint itself; save beside it, not inside"):
+        save({"a": 1}, tmp_path / "x" / "inner", ps=single)
+    save({"a": 1}, tmp_path / "steps" / "step-00000001", ps=single)
+    (tmp_path / "steps" / "zarr.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds other checkpoints \(step-00000001"):
+        save({"a": 1}, tmp_path / "steps", ps=single)
+
+
+def test_a_link_stays_a_link(tmp_path, single):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "x")
+    for value in (1, 2):
+        save({"a": value}, tmp_path / "link", ps=single)
+        assert (tmp_path / "link").is_symlink() and load({"a": 0}, tmp_path / "link", ps=single) == {"a": value}
+
+
+@pytest.mark.parametrize("state", [None, [1], "x"])
+def test_a_state_is_a_dict(tmp_path, single, state):
+    with pytest.raises(ValueError, match=r"a state is a dict of tensors and values, not a \w+"):
+        save(state, tmp_path / "x", ps=single)
+
+
+def test_one_key_is_a_tensor_or_a_value(tmp_path, single):
+    with pytest.raises(ValueError, match="a/b is both a tensor and a value"):
+        save({"a": {"b": 1}, "a/b": torch.ones(2)}, tmp_path / "x", ps=single)
+
+
+def test_unknown_choices(tmp_path, single):
+    with pytest.raises(ValueError, match="weights='BF16' is unknown"):
+        save({"a": 1}, tmp_path / "x", ps=single, weights="BF16")
+    save({"a": 1}, tmp_path / "x", ps=single)
+    with pytest.raises(ValueError, match="strict='raise_all' is unknown"):
+        load({"a": 1}, tmp_path / "x", ps=single, strict="raise_all")
