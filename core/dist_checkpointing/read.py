@@ -96,7 +96,9 @@ def _pieces(parts: list[Target], dtype: torch.dtype) -> list[Target | _Staged]:
     Layers of a small stack share a cell: one read of what they span, unless that is more than twice what they need.
     """
     if len(parts) > 1:
-        bounds = tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*(b for b, _ in parts)))  # noqa: B905
+        bounds = tuple(
+            (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*(b for b, _ in parts), strict=True)
+        )
         if volume(bounds) <= 2 * sum(volume(box) for box, _ in parts):
             return [_stage(bounds, dtype, parts)]
     return [

@@ -1,7 +1,7 @@
 """The writer program: `python -m core.dist_checkpointing.writer FD`. Writes what lies in a slab, and commits.
 
 A program of its own and not a fork: no copy of the trainer's threads and device contexts, no second run of the user's
-script. It imports numpy and tensorstore only, lives in a session of its own (torchrun ends the trainer's), and
+script. It imports no torch, lives in a session of its own (torchrun ends the trainer's), and
 finishes the save it has begun when the trainer is gone. One job per line of standard input, one answer per line of
 standard output; the end of the input ends it.
 """

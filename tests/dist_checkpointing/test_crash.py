@@ -53,7 +53,7 @@ def posix(folder, at=None):
 
 
 def kv(folder, at=None):
-    store, step = ts.KvStore.open("memory://root/").result(), Steps(at)
+    store, step = ts.KvStore.open("memory://steps/").result(), Steps(at)
     return Root(KvPlace(CrashStore(store, step)), stale_s=0), step, lambda: Root(KvPlace(store), stale_s=0)
 
 

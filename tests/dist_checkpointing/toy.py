@@ -19,7 +19,7 @@ def store(kind, folder):
     """Where a Root lies: a path, or a key-value store."""
     if kind == "posix":
         return folder / "root"
-    spec = {"driver": kind, "path": "root/" if kind == "memory" else f"{folder}/root/"}
+    spec = {"driver": kind, "path": "steps/" if kind == "memory" else f"{folder}/steps/"}
     context = ts.Context()
     return KvPlace(ts.KvStore.open(spec, context=context).result(), context)
 
