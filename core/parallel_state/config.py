@@ -24,9 +24,11 @@ class ParallelConfig:
 
     `data` is derived from the world size (`for_world`); give it only to have it checked. `expert` folds the
     ranks of one pipeline stage into `edp x ep` and must divide `dp * cp * tp`. `sequence_parallel` splits the
-    sequence over the tensor ranks between the matmuls.
+    sequence over the tensor ranks between the matmuls. `replicate` divides the data axis into that many copies:
+    what data parallelism shards is spread over the data / replicate ranks of one copy (hybrid sharding).
 
-    Raises ValueError: a size below 1, or an order that is not a permutation of pp, dp, cp, tp.
+    Raises ValueError: a size below 1, more than one copy beside context parallelism, or an order that is not a
+    permutation of pp, dp, cp, tp.
     """
 
     tensor: int = 1
@@ -34,6 +36,7 @@ class ParallelConfig:
     context: int = 1
     data: int | None = None
     expert: int = 1
+    replicate: int = 1
     order: tuple[str, ...] = AXES
     sequence_parallel: bool = False
 
@@ -41,9 +44,14 @@ class ParallelConfig:
         raise_all("ParallelConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        for name in ("tensor", "pipeline", "context", "data", "expert"):
+        for name in ("tensor", "pipeline", "context", "data", "expert", "replicate"):
             size = getattr(self, name)
             yield size is None or size >= 1, f"{name}={size} must be at least 1"
+        yield (
+            self.replicate <= 1 or self.context == 1,
+            f"replicate={self.replicate} with context={self.context} would need more than 8 groups per rank; use "
+            "replicate=1, or context=1",
+        )
         yield (
             sorted(self.order) == sorted(AXES),
             f"order={self.order} must name each of {AXES} once, outermost first (Megatron lists the innermost first)",
@@ -57,8 +65,9 @@ class ParallelConfig:
     def for_world(self, world_size: int) -> "ParallelConfig":
         """This configuration with `data` filled in for `world_size` ranks.
 
-        Raises ValueError: the world is not a multiple of the model's ranks, contradicts `data`, or the
-        expert axis does not fold; the message gives the formula and the nearest values that work.
+        Raises ValueError: the world is not a multiple of the model's ranks, contradicts `data`, the expert axis
+        does not fold, or the data axis does not divide into its copies; the message gives the formula and the
+        nearest values that work.
         """
         raise_all("ParallelConfig", self._world_rules(world_size))
         return replace(self, data=world_size // self.model_ranks)
@@ -86,6 +95,10 @@ class ParallelConfig:
             folded % self.expert == 0,
             f"expert={self.expert} does not divide data({data}) x context({self.context}) x tensor({self.tensor})"
             f" = {folded}; valid: {_list(divisors(folded))}",
+        )
+        yield (
+            data % self.replicate == 0,
+            f"replicate={self.replicate} does not divide data({data}); valid: {_list(divisors(data))}",
         )
 
     def sizes(self) -> dict[str, int]:

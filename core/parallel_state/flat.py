@@ -1,9 +1,10 @@
-"""Boxes of a tensor and intervals of its flat form, as integers: no process, no torch.
+"""Boxes of a tensor, intervals of its flat form, and parameters laid into buckets, as integers: no process, no torch.
 
 A box is one half-open interval per dim, `((0, 4), (8, 16))`; of a tensor without dims it is `()`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import starmap
 from math import prod
 
@@ -77,3 +78,110 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     if tail < row:
         boxes += [((last, last + 1), *box) for box in flat_boxes(shape[1:], 0, tail)]
     return boxes
+
+
+def flat_intervals(shape: tuple[int, ...], box: Box) -> list[tuple[int, int]]:
+    """The elements of a box as intervals [start, stop) of the tensor's C-order flat form, ascending and joined."""
+    if not volume(box):
+        return []
+    if not shape:
+        return [(0, 1)]
+    cut = max((d for d in range(len(shape)) if box[d] != (0, shape[d])), default=0)  # whole rows behind it
+    row, starts = prod(shape[cut + 1 :]), [0]
+    for dim in range(cut):
+        starts = [at * shape[dim] + i for at in starts for i in range(*box[dim])]
+    first, last = box[cut]
+    return [((at * shape[cut] + first) * row, (at * shape[cut] + last) * row) for at in starts]
+
+
+ALIGN = 64  # elements: where a rank's part begins, so that kernels treat an element alike wherever it is cut
+
+
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    """A bias, or of at most one dim: not decayed, and small enough to be gathered with its stage."""
+    return name.rpartition(".")[2] == "bias" or len(shape) <= 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter to be laid into a bucket.
+
+    size: elements of its local part, padded rows included. unit: the module with which it is gathered and freed; ""
+    for the rest of its stage. stage: number of the first stage that holds it. group: over which its gradient is
+    summed and cut. tied: also held by another pipeline rank, so it must lie there as here.
+    """
+
+    name: str
+    size: int
+    unit: str = ""
+    stage: int = 0
+    group: str = "dp-cp"
+    dtype: str = "float32"
+    vector: bool = False
+    tied: bool = False
+
+    @property
+    def key(self) -> tuple:
+        """What all parameters of a bucket share. Vectors of all layers lie together: they are too small to move."""
+        return self.stage, "" if self.vector else self.unit, self.group, self.dtype, self.vector, self.tied
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in its bucket."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced, updated and gathered together: contiguous, then padding up to `size`."""
+
+    stage: int
+    unit: str
+    group: str
+    dtype: str
+    vector: bool
+    slots: tuple[Slot, ...]
+    size: int
+
+    def cut(self, ranks: int, rank: int) -> tuple[int, int]:
+        """The equal part of `rank`: half-open, in elements of the bucket."""
+        part = self.size // ranks
+        return rank * part, (rank + 1) * part
+
+
+def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size: int) -> tuple[Bucket, ...]:
+    """Every parameter in one bucket; buckets in the order in which backward completes them.
+
+    entries: in the order of execution, as modules name their parameters. ranks: over how many each group is cut. A
+    bucket takes parameters of one key, last used first, until it has `bucket_size` elements; it is padded at its end
+    to a multiple of ranks x ALIGN, so that every rank's part is equal and begins at a multiple of ALIGN. Inside it,
+    sizes that are no multiple of ALIGN come last: the others begin where kernels want them.
+    Raises ValueError: bucket_size below 1.
+    """
+    if bucket_size < 1:
+        raise ValueError(f"bucket_size={bucket_size} must be at least 1 element")
+    closed: list[tuple[int, list[Entry]]] = []  # (position of the last one, entries)
+    filling: dict[tuple, list[Entry]] = {}
+    for position, entry in enumerate(reversed(entries)):
+        members = filling.setdefault(entry.key, [])
+        members.append(entry)
+        if sum(e.size for e in members) >= bucket_size:
+            closed.append((position, filling.pop(entry.key)))
+    last = {entry.name: position for position, entry in enumerate(reversed(entries))}
+    closed += [(last[members[-1].name], members) for members in filling.values()]
+    return tuple(_bucket(members, ranks[members[0].group]) for _, members in sorted(closed, key=lambda c: c[0]))
+
+
+def _bucket(members: list[Entry], ranks: int) -> Bucket:
+    slots, at = [], 0
+    for entry in sorted(members, key=lambda e: e.size % ALIGN != 0):
+        slots.append(Slot(entry.name, at, at + entry.size))
+        at += entry.size
+    first, step = members[0], ranks * ALIGN
+    unit = "" if first.vector else first.unit
+    size = -(-at // step) * step or step  # parameters without elements have a bucket too
+    return Bucket(first.stage, unit, first.group, first.dtype, first.vector, tuple(slots), size)

@@ -8,8 +8,9 @@ from math import prod
 from core.parallel_state.config import ParallelConfig
 
 # The collective groups a rank may take part in, in the one order in which all ranks create them.
-# `dp-cp` sums gradients; `embedding` ties the first and the last stage; `ep`, `edp` are the expert view.
-GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "embedding", "ep", "edp")
+# `dp-cp` sums gradients; `embedding` ties the first and the last stage; `ep`, `edp` are the expert view. `shard` and
+# `replicate` are the two axes of `dp-cp`: the ranks that share one copy of what is sharded, and one per copy.
+GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "embedding", "ep", "edp", "shard", "replicate")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class Grid:
             block, ep = self._stage_ranks(at["pp"]), self.sizes["ep"]
             index = at["edp"] * ep
             return tuple(block[index : index + ep] if group == "ep" else block[at["ep"] :: ep])
+        if group in ("shard", "replicate"):
+            ranks = self._vary(rank, ("dp", "cp"))
+            n, i = len(ranks) // self.config.replicate, ranks.index(rank)
+            return ranks[i // n * n :][:n] if group == "shard" else ranks[i % n :: n]
         if unknown := set(group.split("-")) - set(self.config.order):
             raise ValueError(f"unknown axis {sorted(unknown)}; known: {', '.join(GROUPS)}")
         return self._vary(rank, group.split("-"))

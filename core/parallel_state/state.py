@@ -95,7 +95,7 @@ class ParallelState:
         return at | {"embedding": int(repeats)}
 
     def group(self, name: str) -> Group | None:
-        """The group of an axis (tp, cp, dp, pp, ep, edp) or a combination (dp-cp, embedding); None if of size 1."""
+        """The group of an axis (tp, cp, dp, pp, ep, edp) or a combination (`grid.GROUPS`); None if of size 1."""
         if name not in GROUPS:
             raise ValueError(f"unknown axis {name!r}; known: {', '.join(GROUPS)}")
         return self.groups.get(name)

@@ -1,5 +1,6 @@
 """Boxes and flat intervals against numpy's own indexing."""
 
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -7,7 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.parallel_state.flat import extent, flat_boxes, intersect, relative, shifted, slices, volume, whole
+from core.parallel_state.flat import (
+    ALIGN,
+    Entry,
+    bucket_table,
+    extent,
+    flat_boxes,
+    flat_intervals,
+    intersect,
+    is_vector,
+    relative,
+    shifted,
+    slices,
+    volume,
+    whole,
+)
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -81,3 +96,77 @@ def test_relative_indexes_a_cut_as_the_box_indexes_the_whole(data, shape):
 def test_boxes_of_tensors_with_other_dims_are_not_compared():
     with pytest.raises(ValueError, match="zip"):
         intersect(((0, 1),), ((0, 1), (0, 2)))
+
+
+@given(st.data(), shapes)
+def test_a_box_is_its_flat_intervals(data, shape):
+    box = data.draw(boxes_of(shape))
+    found = flat_intervals(shape, box)
+    inside = np.flatnonzero(mask(shape, box).reshape(-1))
+    assert [i for interval in found for i in range(*interval)] == list(inside)
+    assert all(a < b for a, b in found) and all(b < c for (_, b), (c, _) in pairwise(found)), "joined"
+
+
+entries = st.lists(
+    st.builds(
+        Entry,
+        name=st.uuids().map(str),
+        size=st.integers(1, 300),
+        unit=st.sampled_from(["", "layers.0", "layers.1"]),
+        stage=st.integers(0, 1),
+        group=st.sampled_from(["dp-cp", "edp"]),
+        dtype=st.sampled_from(["float32", "bfloat16"]),
+        vector=st.booleans(),
+        tied=st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(entries, st.integers(1, 5), st.integers(1, 3), st.integers(1, 400))
+def test_buckets_hold_every_parameter_once_and_are_cut_equally(entries, dp, edp, bucket_size):
+    ranks = {"dp-cp": dp, "edp": edp}
+    table = bucket_table(entries, ranks, bucket_size)
+    by_name = {entry.name: entry for entry in entries}
+    assert sorted(slot.name for bucket in table for slot in bucket.slots) == sorted(by_name)
+    for bucket in table:
+        members, n = [by_name[slot.name] for slot in bucket.slots], ranks[bucket.group]
+        assert len({entry.key for entry in members}) == 1, "one stage, unit, group, dtype, kind"
+        assert [slot.start for slot in bucket.slots] == [0, *(slot.stop for slot in bucket.slots[:-1])], "no gaps"
+        assert [slot.stop - slot.start for slot in bucket.slots] == [entry.size for entry in members]
+        used = bucket.slots[-1].stop
+        assert used <= bucket.size < used + n * ALIGN and bucket.size % (n * ALIGN) == 0, "padding at the end only"
+        cuts = [bucket.cut(n, rank) for rank in range(n)]
+        assert [c for cut in cuts for c in cut][1:-1:2] == [c for cut in cuts for c in cut][2::2]
+        assert {b - a for a, b in cuts} == {bucket.size // n} and (cuts[0][0], cuts[-1][1]) == (0, bucket.size)
+        assert all(a % ALIGN == 0 for a, _ in cuts)
+        odd = [entry.size % ALIGN != 0 for entry in members]
+        assert odd == sorted(odd), "odd sizes last: the others are aligned"
+        order = sorted(members, key=lambda entry: -entries.index(entry))
+        assert sum(entry.size for entry in order[:-1]) < bucket_size, "closed as soon as it is full"
+
+
+def test_buckets_come_in_the_order_in_which_backward_completes_them():
+    names = [
+        ("embedding", ""),
+        ("layers.0.w", "layers.0"),
+        ("layers.0.norm", "layers.0"),
+        ("layers.1.w", "layers.1"),
+        ("head", ""),
+    ]
+    table = bucket_table([Entry(n, 64, unit, vector="norm" in n) for n, unit in names], {"dp-cp": 1}, 64)
+    assert [bucket.slots[0].name for bucket in table] == [
+        "head",
+        "layers.1.w",
+        "layers.0.norm",
+        "layers.0.w",
+        "embedding",
+    ]
+    assert table[2].unit == "", "vectors belong to the stage"
+    with pytest.raises(ValueError, match="bucket_size=0 must be at least 1"):
+        bucket_table([], {}, 0)
+
+
+def test_biases_and_single_dims_are_vectors():
+    assert is_vector("linear.bias", (4, 3)) and is_vector("norm.weight", (4,)) and is_vector("scale", ())
+    assert not is_vector("linear.weight", (4, 3)) and not is_vector("bias.weight", (4, 3))

@@ -19,6 +19,7 @@ CASES = [
     (24, {"tensor": 3, "pipeline": 2, "expert": 6}),
     (16, {"tensor": 2, "pipeline": 4, "order": ("dp", "pp", "cp", "tp"), "expert": 2}),
     (12, {"tensor": 2, "context": 3, "order": ("tp", "cp", "dp", "pp")}),
+    (24, {"tensor": 2, "replicate": 3, "order": ("tp", "dp", "cp", "pp")}),
 ]
 
 
@@ -60,8 +61,32 @@ def test_middle_stages_have_no_embedding_group():
     assert [g.members(r, "embedding") for r in range(4)] == [(0, 3), (1,), (2,), (0, 3)]
 
 
+@pytest.mark.parametrize("world, kw", CASES)
+def test_copies_and_shards_divide_the_data_axis(world, kw):
+    g = grid(world, **kw)
+    copies = kw.get("replicate", 1)
+    for rank in range(world):
+        data, shard, replicas = (g.members(rank, name) for name in ("dp-cp", "shard", "replicate"))
+        assert set(shard) & set(replicas) == {rank}
+        assert sorted(r for s in shard for r in g.members(s, "replicate")) == list(data)
+        assert len(replicas) == copies
+        assert copies > 1 or shard == data, "one copy: no group of its own"
+
+
+def test_known_copies():
+    g = grid(8, replicate=2)
+    assert g.all_groups("shard") == [(0, 1, 2, 3), (4, 5, 6, 7)], "the ranks of one copy are neighbours"
+    assert g.all_groups("replicate") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert g.groups_of(1).keys() == {"dp", "dp-cp", "edp", "shard", "replicate"}
+
+
 @pytest.mark.parametrize(
-    "kw", [{"tensor": 8, "pipeline": 8, "context": 2, "expert": 16}, {"tensor": 8, "pipeline": 16}]
+    "kw",
+    [
+        {"tensor": 8, "pipeline": 8, "context": 2, "expert": 16},
+        {"tensor": 8, "pipeline": 16},
+        {"tensor": 8, "pipeline": 8, "expert": 16, "replicate": 4},
+    ],
 )
 def test_16384_ranks_stay_small_and_fast(kw):
     begin = time.perf_counter()
@@ -88,6 +113,7 @@ def test_table_names_every_rank():
         ),
         ({"tensor": 8}, 4, "nearest world sizes are 8"),
         ({"tensor": 2, "data": 3}, 8, r"data=3 x 2 model ranks is not the world size 8; leave data out or use 4"),
+        ({"tensor": 2, "replicate": 3}, 8, r"replicate=3 does not divide data\(4\); valid: 1, 2, 4"),
         ({"expert": 3}, 4, r"expert=3 does not divide .* = 4; valid: 1, 2, 4"),
     ],
 )
@@ -99,3 +125,10 @@ def test_a_world_that_does_not_fit_is_refused_with_the_remedy(kw, world, message
 def test_all_mistakes_are_told_at_once():
     with pytest.raises(ValueError, match=r"tensor=0.*expert=-1.*order="):
         ParallelConfig(tensor=0, expert=-1, order=("pp", "tp"))
+
+
+def test_copies_beside_context_parallelism_are_refused():
+    with pytest.raises(
+        ValueError, match=r"replicate=2 with context=2 would need more than 8 groups.*use replicate=1"
+    ):
+        ParallelConfig(context=2, replicate=2)

@@ -26,7 +26,7 @@ def describe(tp, pp=1, cp=1):
 def test_groups_of_four_ranks(ranks):
     got = ranks(describe, world=4, tp=2)
     assert [tuple(at.values()) for at, _, _ in got] == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 0, 0), (0, 1, 0, 1)]
-    assert got[3][1] == {"tp": (2, 3), "dp": (1, 3), "dp-cp": (1, 3), "edp": (0, 1, 2, 3)}
+    assert got[3][1] == {"tp": (2, 3), "dp": (1, 3), "dp-cp": (1, 3), "edp": (0, 1, 2, 3), "shard": (1, 3)}
     assert all(cp is None for _, _, cp in got)
 
 
@@ -41,6 +41,21 @@ def same_group_once():
 
 def test_groups_are_deduplicated(ranks):
     ranks(same_group_once, world=4)
+
+
+def copies():
+    ps = state(replicate=2)
+    assert ps.group("dp-cp").process_group is dist.group.WORLD
+    return ps.group("shard").ranks, ps.group("replicate").ranks, ps.index("shard"), ps.index("replicate")
+
+
+def test_copies_of_shards_have_groups(ranks):
+    assert ranks(copies, world=4) == [
+        ((0, 1), (0, 2), 0, 0),
+        ((0, 1), (1, 3), 1, 0),
+        ((2, 3), (0, 2), 0, 1),
+        ((2, 3), (1, 3), 1, 1),
+    ]
 
 
 def uneven_history():

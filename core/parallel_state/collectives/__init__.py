@@ -14,6 +14,7 @@ from core.parallel_state.collectives.ops import (
     start_reduce_scatter,
 )
 from core.parallel_state.collectives.p2p import Received, irecv, isend
+from core.parallel_state.collectives.parts import own_part, start_gather_parts, start_sum_into_own
 
 __all__ = [
     "Group",
@@ -27,8 +28,11 @@ __all__ = [
     "broadcast",
     "irecv",
     "isend",
+    "own_part",
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
+    "start_gather_parts",
     "start_reduce_scatter",
+    "start_sum_into_own",
 ]

@@ -44,7 +44,8 @@ class Group:
     """A process group of more than one rank, with what a layer needs to know as plain attributes.
 
     `rank` is this process's index in `ranks` (global ranks, ascending). `timeout` bounds every wait. `checked`
-    compares every call across the ranks before it is made (debugging; slow).
+    compares every call across the ranks before it is made (debugging; slow). `under_way`: messages that nobody has
+    waited for yet, each with a `forget()`.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Group:
     timeout: timedelta
     checked: bool = False
     traffic: Traffic = field(default_factory=Traffic)
+    under_way: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.size = len(self.ranks)
@@ -67,6 +69,8 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, whoever still waits in it: their calls fail at once. Nothing can be sent afterwards."""
+        while self.under_way:  # who holds one of them holds the connection
+            self.under_way.pop().forget()
         group, self.process_group = self.process_group, Closed(self.name)  # type: ignore[assignment]
         if isinstance(group, ProcessGroup):
             destroy_group(group)
