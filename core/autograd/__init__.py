@@ -3,6 +3,7 @@
 from core.autograd.bag import StageContext, WeightGradBag
 from core.autograd.embedding import deferred_embedding
 from core.autograd.linear import deferred_linear
+from core.autograd.main_grad import main_grad_of
 from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
 from core.autograd.recompute import recompute
@@ -20,6 +21,7 @@ __all__ = [
     "deferred_embedding",
     "deferred_linear",
     "has_regions",
+    "main_grad_of",
     "recompute",
     "reroute",
 ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.autograd.main_grad import main_grad_of
 from core.autograd.tickets import Ticket
 
 
@@ -144,7 +145,7 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:
     """Add a finished gradient into `main_grad` where there is one (never rebinding it), else into `.grad`."""
     gradient = gradient.view(parameter.shape)
-    main_grad = getattr(parameter, "main_grad", None)
+    main_grad = main_grad_of(parameter)
     if main_grad is not None:
         main_grad.add_(gradient)
     elif parameter.grad is None:

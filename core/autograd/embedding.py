@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import StageContext, accumulate, delivers
+from core.autograd.main_grad import main_grad_of
 from core.autograd.products import NO_COMM, Comm
 from core.autograd.recompute import running_again
 
@@ -22,7 +23,7 @@ def _add_rows(parameter: Parameter, local: Tensor, gy: Tensor, whole: bool, dire
     """Sum dy into the table's rows: `directly` into a main_grad (None is returned), else a new dense gradient."""
     rows = parameter.shape[0]
     local, gy = local.reshape(-1), gy.reshape(-1, gy.shape[-1])
-    main_grad = getattr(parameter, "main_grad", None) if directly else None
+    main_grad = main_grad_of(parameter) if directly else None
     if main_grad is None:
         if whole:
             return torch.ops.aten.embedding_dense_backward(gy, local, rows, -1, False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import accumulate
+from core.autograd.main_grad import main_grad_of
 
 
 class Pending(Protocol):
@@ -66,7 +67,7 @@ def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | Non
     The sum is in main_grad's dtype without an intermediate where dtypes are equal, or where the device
     multiplies 16-bit factors into float32; otherwise the product is rounded once and added.
     """
-    main_grad = getattr(parameter, "main_grad", None)
+    main_grad = main_grad_of(parameter)
     if main_grad is None:
         return product(parameter, x, gy)
     _add_product(main_grad, x, gy)
@@ -109,7 +110,7 @@ class LinearThunk:
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
         parameter = self.parameter
-        into = getattr(parameter, "main_grad", None)
+        into = main_grad_of(parameter)
         if into is None:
             into = parameter.grad
             if into is None or into.dtype != x.dtype or into.layout is not torch.strided:

@@ -70,6 +70,29 @@ def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def outermost(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+    """name -> submodule for what a policy names, without those inside another; in the order of the modules.
+
+    policy: "layer" (every element of a ModuleList or ModuleDict); or names (full, last part, or a pattern such as
+    "*.mlp") and module classes. Raises ValueError: a name or class that matches nothing.
+    """
+    rule = _is_layer if policy == "layer" else _matches
+    wants: Sequence[Want] = [policy] if isinstance(policy, str) else policy
+    children = _callable_submodules(module)
+    parents = {f"{n}.{c}" if n else c: m for n, m in module.named_modules() for c, _ in m.named_children()}
+    matching = [{n for n, child in children.items() if rule(n, child, parents.get(n), want)} for want in wants]
+    for want, matched in zip(wants, matching, strict=True):
+        if not matched:
+            known = ", ".join(sorted({n.rpartition(".")[2] for n in children}))
+            raise ValueError(f"{want!r} matches no module; names here: {known}")
+    names: list[str] = []
+    for name in children:
+        inside = any(name.startswith(f"{outer}.") for outer in names)
+        if not inside and any(name in matched for matched in matching):
+            names.append(name)
+    return {name: children[name] for name in names}
+
+
 def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | None = None) -> RecomputeHandle:
     """Recompute regions of any module, in place, parameter names unchanged.
 
@@ -82,24 +105,14 @@ def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | 
         return RecomputeHandle([], [])
     if isinstance(policy, str) and policy not in ("layer", "selective"):
         raise ValueError(f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names")
-    rule = _is_layer if policy == "layer" else _matches
-    wants: Sequence[Want] = [policy] if policy == "layer" else ["core_attention"] if policy == "selective" else policy
-    children = _callable_submodules(module)
-    parents = {f"{n}.{c}" if n else c: m for n, m in module.named_modules() for c, _ in m.named_children()}
-    before = [n for n, child in children.items() if _is_region(child)]
-    if before:
+    if before := [n for n, child in _callable_submodules(module).items() if _is_region(child)]:
         raise ValueError(f"{', '.join(before)}: recomputed already; call remove() on that policy's handle first")
-    matching = [{n for n, child in children.items() if rule(n, child, parents.get(n), want)} for want in wants]
-    for want, matched in zip(wants, matching, strict=True):
-        if not matched:
-            known = ", ".join(sorted({n.rpartition(".")[2] for n in children}))
-            raise ValueError(f"recompute: {want!r} matches no module; names here: {known}")
-    names: list[str] = []
-    for name in children:
-        inside = any(name.startswith(f"{outer}.") for outer in names)
-        if not inside and any(name in matched for matched in matching):
-            names.append(name)
-    forwards = [_RecomputedForward(children[name], stage) for name in names]
+    try:
+        chosen = outermost(module, ["core_attention"] if policy == "selective" else policy)
+    except ValueError as error:
+        raise ValueError(f"recompute: {error}") from None
+    names = list(chosen)
+    forwards = [_RecomputedForward(child, stage) for child in chosen.values()]
     for forward in forwards:
         forward.put()
     return RecomputeHandle(names, forwards)
