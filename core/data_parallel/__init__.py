@@ -1,6 +1,8 @@
-"""One gradient over many replicas: `main_grad` buffers, and who sums them when."""
+"""One gradient over many replicas: flat buckets divided over the ranks (ZeRO), and the plain twin that sums each."""
 
-from core.data_parallel.grad_sync import PerParameterGradSync
+from core.data_parallel.buffers import Buffer, Segment
+from core.data_parallel.data_parallel import DataParallel
+from core.data_parallel.per_parameter import PerParameterGradSync
 from core.data_parallel.replicas import check_replicas
 
-__all__ = ["PerParameterGradSync", "check_replicas"]
+__all__ = ["Buffer", "DataParallel", "PerParameterGradSync", "Segment", "check_replicas"]

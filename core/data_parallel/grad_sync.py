@@ -1,138 +1,265 @@
-"""Gradients collected in `main_grad` and summed over the replicas parameter by parameter: the plain twin."""
+"""When buckets are summed: contributions are counted, and buckets start in one order on all ranks.
 
-from collections.abc import Mapping
+A round is a step (stages 0, 1), or one (stage, microbatch) pair (stages 2, 3), of one pipeline stage. In it each
+bucket starts once: when all its parameters have arrived and all buckets before it have started, or when the round
+ends. So ranks that run different branches still call the same collectives in the same order, and nothing waits for
+ever.
+"""
 
-import torch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.parallel_state.collectives import Group, all_reduce
-from core.parallel_state.layout import layout_of
-from core.parallel_state.modules import Modules, named_parameters
-from core.parallel_state.state import ParallelState
+from core.data_parallel.buffers import Buffer
+from core.data_parallel.units import Unit
+
+IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stages 2 and 3 whole gradients
 
 
-class PerParameterGradSync:
-    """Implements `core.autograd.GradSync`: nothing is overlapped, `finish` sums every gradient in turn.
+class Round:
+    """The buckets of one stage, in the order in which they are completed.
 
-    Every trainable parameter of `module` (or of a pipeline's stages on this rank) gets `main_grad`, of its own
-    shape, allocated here once and only ever added to in place: by deferring operations directly, and from
-    autograd's `.grad` by a hook, which then lets `.grad` go. Frozen parameters are left out.
-
-    grad_dtype: of `main_grad`; by default float32 for 16-bit parameters, else the parameter's own.
-    Raises ValueError: a parameter that already has a `main_grad`.
-
-    In a plain loop: `loss.backward()` (any number of times), `sync.finish()`, `optimizer.step()`,
-    `optimizer.zero_grad()`.
+    A backward completes them from the last layer to the first. A W of its own empties its bag from the end, that is
+    from the first layer to the last; norms, which no bag holds, then come last.
     """
 
-    def __init__(self, module: Modules, ps: ParallelState, *, grad_dtype: torch.dtype | None = None) -> None:
-        self.ps = ps
-        self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
-        if taken := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:
+    def __init__(self, buffers: Sequence[Buffer], started: list[Buffer]) -> None:
+        split = sorted(reversed(buffers), key=lambda buffer: buffer.bucket.vector)
+        self._orders = {False: list(buffers), True: split}
+        self._under_way, self.open = started, False
+        self._left: dict[Buffer, int] = {}
+        self._started: set[Buffer] = set()
+        self.buffers = self._orders[False]
+        self._next = 0
+
+    def begin(self, *, split: bool) -> None:
+        """Nothing has arrived."""
+        self.open, self._next, self.buffers = True, 0, self._orders[split]
+        self._left = {buffer: len(buffer.parameters) for buffer in self.buffers}
+        self._started.clear()
+
+    def arrived(self, buffer: Buffer) -> bool:
+        """One parameter of `buffer` is complete. Returns whether all of them are."""
+        self._left[buffer] = left = self._left[buffer] - 1
+        return left == 0
+
+    def advance(self) -> None:
+        """Start what is complete, up to the first bucket that is not."""
+        while self._next < len(self.buffers) and self._left[self.buffers[self._next]] <= 0:
+            self._start(self.buffers[self._next])
+
+    def has(self, buffer: Buffer) -> bool:
+        """Whether `buffer` is counted here now. Raises LookupError: it is too late, its sum has started."""
+        if not self.open or buffer not in self._left:
+            return False
+        if buffer in self._started:
+            raise LookupError
+        return True
+
+    def end(self) -> None:
+        """Start the rest."""
+        if self.open:
+            for buffer in self.buffers[self._next :]:
+                self._start(buffer)
+            self.open = False
+
+    def _start(self, buffer: Buffer) -> None:
+        self._next += 1
+        self._started.add(buffer)
+        if len(self._under_way) >= IN_FLIGHT and buffer.holds_scratch:
+            self._under_way.pop(0).wait_sum()
+        buffer.start_sum()
+        self._under_way.append(buffer)
+
+
+class Place:
+    """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step."""
+
+    __slots__ = ("buffer", "delivered", "index", "name", "pairs", "parameter", "round", "unit")
+
+    def __init__(self, parameter: Parameter, name: str, buffer: Buffer, index: int) -> None:
+        self.parameter, self.name, self.buffer, self.index = parameter, name, buffer, index
+        self.delivered, self.pairs = False, 1
+        self.round: Round | None = None  # stages 0, 1
+        self.unit: Unit | None = None  # stage 3
+
+
+class GradientSums:
+    """Counts the contributions of one step, and sums; see `core.autograd.GradSync` for who calls what.
+
+    holders[stage]: the buckets of each stage. places: of every parameter. divided: a round is a pair (stages 2, 3).
+    passes: of a plain loop, how many backward calls make a step, if that is known.
+    """
+
+    def __init__(
+        self,
+        holders: Mapping[nn.Module, Sequence[Buffer]],
+        places: Sequence[Place],
+        *,
+        divided: bool,
+        overlap: bool,
+        passes: int | None,
+    ) -> None:
+        self.places = places
+        # by id: torch hashes tensors in Python
+        self._place = {id(place.parameter): place for place in places}
+        self._divided, self._overlap, self._passes = divided, overlap, passes
+        self._under_way: list[Buffer] = []
+        often = [b for buffers in holders.values() for b in buffers]
+        shared = set() if divided else {b for b in often if often.count(b) > 1}
+        self._shared = Round([b for b in dict.fromkeys(often) if b in shared], self._under_way)
+        mine = {stage: [b for b in buffers if b not in shared] for stage, buffers in holders.items()}
+        self._rounds = {stage: Round(buffers, self._under_way) for stage, buffers in mine.items()}
+        self._running = next(iter(self._rounds.values()), self._shared)  # of the backward or W under way
+        round_of = {b: r for r in (*self._rounds.values(), self._shared) for b in r.buffers}
+        for place in places:
+            place.round = None if divided else round_of[place.buffer]
+        self._hooked: list[Place] = []
+        self._begin_plain()
+
+    def _begin_plain(self) -> None:
+        """A step that nobody has announced."""
+        self.split, self._driven, self._summed, self._hooked = False, False, False, []
+        self._counts = self._passes is not None and not self._divided
+        for place in self.places:
+            place.delivered, place.pairs = False, self._passes or 1
+        if self._counts:
+            self._begin_rounds()
+
+    def _begin_rounds(self) -> None:
+        for each in (*self._rounds.values(), self._shared):
+            each.begin(split=self.split)
+
+    def begin_step(self, pairs: Mapping[Parameter, int], split: bool) -> None:
+        """An executor takes over for a step. Raises ValueError: the step before was never finished."""
+        if self._driven:
             raise ValueError(
-                f"PerParameterGradSync: {taken[0]} and {len(taken) - 1} more of {len(self._names)} parameters "
-                "already have a main_grad; remove() the object that made it first"
+                "DataParallel: the last step began and did not finish (an exception?): its part of the gradients is "
+                "still here; call zero_grad() before the next"
             )
-        self._delivered: set[Tensor] = set()
-        self._unused: list[str] = []
-        self._summed = False
-        self._hooks = []
-        self._grads: dict[Tensor, Tensor] = {}
-        for parameter in self._names:
-            dtype = grad_dtype if grad_dtype is not None else _wide(parameter.dtype)
-            # strides as the parameter's: fused optimizers walk both as one flat range
-            self._grads[parameter] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            parameter.main_grad = self._grads[parameter]  # type: ignore[attr-defined]
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._collect))
+        self.split, self._counts, self._driven, self._hooked = split, not self._divided, True, []
+        counts = {id(parameter): count for parameter, count in pairs.items()}
+        for place in self.places:
+            place.delivered, place.pairs = False, counts.get(id(place.parameter), 1)
+        if self._counts:
+            self._begin_rounds()
 
-    def _collect(self, parameter: Tensor) -> None:
-        self._delivered.add(parameter)
-        if parameter.grad is not None:  # None: the operation has added to main_grad itself
-            self._grads[parameter].add_(parameter.grad)
-            parameter.grad = None
+    def unknown(self, parameters: Iterable[Tensor]) -> set[int]:
+        """The ids of those that are summed by nobody."""
+        return set(map(id, parameters)) - self._place.keys()
 
-    def begin_step(self, pairs_per_param: Mapping[Parameter, int]) -> None:
-        """A step starts; the counts are not needed where nothing is overlapped.
+    def hooked(self, place: Place, parameter: Tensor) -> None:
+        """Autograd is done with `parameter` in this backward: `.grad`, or None where operations added themselves.
 
-        Raises ValueError: the last step's sums have not been zeroed.
+        Raises RuntimeError: its bucket has been summed already.
         """
-        self._refuse_summed()
-        self._delivered.clear()
+        gradient = parameter.grad
+        if gradient is not None:
+            parameter.grad = None
+            place.buffer.add(place.index, gradient)
+        place.delivered = True
+        if place.unit is not None:
+            place.unit.to_come -= 1
+        if self.split:
+            self._hooked.append(place)
+        else:
+            self._arrive(place)
 
-    def before_forward(self, stage: nn.Module) -> None:
-        """Nothing: parameters are always whole."""
+    def _arrive(self, place: Place, *, now: bool = True) -> None:
+        """One pair has delivered all to a parameter; `now`: buckets may start."""
+        which, buffer = place.round or self._running, place.buffer
+        try:
+            counted = which.has(buffer)
+        except LookupError:
+            raise RuntimeError(
+                f"{place.name} had one more contribution after its bucket was summed (one per backward was expected"
+                f"{f', {self._passes} backward calls per step' if self._passes else ''}); use overlap=False, or say "
+                "how many backward calls make a step (backward_passes)"
+            ) from None
+        if self._counts:
+            place.pairs -= 1
+            if place.pairs:
+                return
+        if counted and which.arrived(buffer) and now:
+            self._advance(which)
 
-    def before_input_grad(self, stage: nn.Module) -> None:
-        """Nothing."""
+    def _advance(self, which: Round) -> None:
+        if self._overlap and which is not self._shared:  # of two stages: when both are complete
+            which.advance()
 
-    def after_input_grad(self, stage: nn.Module) -> None:
-        """Nothing."""
+    def backward_begins(self, stage: nn.Module) -> None:
+        """A backward of `stage` that is not split, with stages 2, 3: a round."""
+        if self._divided and not self.split:
+            self._rounds[stage].end()
+            self._wait()
+            self._begin(stage)
 
-    def ready(self, param: Parameter) -> None:
-        """`param` has had a contribution that no hook saw."""
-        self._delivered.add(param)
+    def plain_backward(self, stage: nn.Module) -> None:
+        """A backward begins that no executor has announced."""
+        if not self._driven:
+            self.backward_begins(stage)
+
+    def _begin(self, stage: nn.Module) -> None:
+        self._summed, self._running = True, self._rounds[stage]
+        self._running.begin(split=self.split)
+
+    def after_input_grad(self, waiting: Collection[Parameter]) -> None:
+        """What came by a hook and does not come again in W is complete (stages 2, 3: with the round)."""
+        hooked, self._hooked = self._hooked, []
+        if hooked and not self._divided:
+            late = {id(parameter) for parameter in waiting}
+            for place in hooked:
+                if id(place.parameter) not in late:
+                    self._arrive(place, now=False)  # in W, where all ranks are at the same stage
+
+    def ready(self, parameter: Parameter) -> None:
+        """W has added the last of this pair to it."""
+        place = self._place[id(parameter)]
+        place.delivered = True
+        self._arrive(place)
+
+    def before_weight_grad(self, stage: nn.Module) -> None:
+        """Stages 2, 3: W of a pair is a round."""
+        if self._divided:
+            self._begin(stage)
+
+    def after_weight_grad(self, stage: nn.Module) -> None:
+        """A pair is complete."""
+        if self._divided:
+            self._rounds[stage].end()
+            self._wait()
+        else:
+            self._advance(self._rounds[stage])
 
     def stage_done(self, stage: nn.Module) -> None:
-        """Nothing: `finish` sums."""
+        """A stage is complete."""
+        if not self._divided:
+            self._rounds[stage].end()
 
     def finish(self) -> None:
-        """Sum every `main_grad` over the groups of its layout; nothing divides, that is the optimizer's.
+        """Start what has not started, wait for all."""
+        if not (self._counts or self._summed):
+            self._begin_rounds()
+        for each in (*self._rounds.values(), self._shared):
+            each.end()
+        self._wait()
 
-        One all-reduce per parameter and group of more than one rank, in the order of `named_parameters`:
-        all over the data axes, then all over each group of partial sums in turn.
-        Raises ValueError: called again without `zero_grad` between, which would sum what is summed.
+    def _wait(self) -> None:
+        for buffer in self._under_way:
+            buffer.wait_sum()
+        self._under_way.clear()
+
+    def give_up(self) -> None:
+        """What was added is not wanted: complete the sums that have begun, as every rank does.
+
+        Sums under way read and write gradients; and which of a round's have started may differ between ranks.
         """
-        self._refuse_summed()
-        self._summed = True
-        self._unused = [name for p, name in self._names.items() if p not in self._delivered]
-        groups = {p: layout_of(p).gradient_groups for p in self._names}
-        partial = sorted({name for names in groups.values() for name in names[1:]})
-        for name in ("dp-cp", "edp", *partial):
-            group = self.ps.group(name)
-            for parameter, names in groups.items():
-                if name in names:
-                    _sum(self._grads[parameter], group)
+        if any(place.delivered for place in self.places):
+            for each in (*self._rounds.values(), self._shared):
+                each.end()
+        self._wait()
 
-    def _refuse_summed(self) -> None:
-        if self._summed:
-            raise ValueError(
-                "PerParameterGradSync: a second step or finish() after 1 zero_grad() would sum again what is "
-                "already summed; call zero_grad() after each optimizer step (microbatches are how to accumulate)"
-            )
-
-    def zero_grad(self) -> None:
-        """Zero every `main_grad` in place; it is never None and never another tensor."""
-        if self._grads:
-            torch._foreach_zero_(list(self._grads.values()))
-        self._delivered.clear()
-        self._summed = False
-
-    def unused(self) -> list[str]:
-        """Names of the parameters that backward did not reach on this rank before the last `finish`.
-
-        A parameter counts as reached even if what reached it was zero.
-        """
-        return list(self._unused)
-
-    def remove(self) -> None:
-        """Undo: hooks and `main_grad` go, gradients appear in `.grad` again."""
-        for hook in self._hooks:
-            hook.remove()
-        for parameter in self._names:
-            del parameter.main_grad  # type: ignore[attr-defined]
-        self._hooks, self._names, self._grads = [], {}, {}
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def _sum(gradient: Tensor, group: Group | None) -> None:
-    """All-reduce in place; backends want dense rows, which a transposed parameter's gradient is not."""
-    if group is None:
-        return
-    whole = gradient.contiguous()
-    all_reduce(whole, group)
-    if whole is not gradient:
-        gradient.copy_(whole)
+    def zeroed(self) -> None:
+        """The next step begins."""
+        self._begin_plain()

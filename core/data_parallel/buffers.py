@@ -1,0 +1,376 @@
+"""The memory of one bucket: weights and gradients as flat storages, parameters and `main_grad` views of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.parallel_state.collectives import Group, all_reduce, own_part, start_gather_parts, start_sum_into_own
+from core.parallel_state.collectives.ops import Pending
+from core.parallel_state.flat import Bucket, flat_intervals
+from core.parallel_state.layout import layout_of
+from core.parallel_state.state import ParallelState
+
+Interval = tuple[int, int]
+FREED = 2**30  # version of parameters that are not there: autograd's message shows it
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients of parameters of `dtype` are added up: float32 at least."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A part of a parameter that lies in what a rank updates.
+
+    interval: elements of the parameter's local flat form. at: where they are in `held`.
+    """
+
+    name: str
+    parameter: Parameter
+    interval: Interval
+    at: Interval
+
+
+def _gone(tensor: Tensor) -> Tensor:
+    """Stands where memory was given back: the shape is right, reading gives NaN, writing fails."""
+    return tensor.new_full((1,) * tensor.dim(), torch.nan).expand(tensor.shape)
+
+
+class _Storage:
+    """A flat tensor whose memory comes and goes, while views of it stay what they are."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat, self._bytes = flat, flat.untyped_storage().nbytes()
+
+    @property
+    def there(self) -> bool:
+        return self.flat.untyped_storage().nbytes() > 0
+
+    def take(self) -> None:
+        self.flat.untyped_storage().resize_(self._bytes)
+
+    def give_back(self) -> None:
+        self.flat.untyped_storage().resize_(0)
+
+
+class Buffer:
+    """One bucket on this rank. Written by `DataParallel`, read by optimizers.
+
+    bucket: where each parameter lies. ranks: the group over which it is cut; copies: the group of ranks that hold
+    the same part (HSDP). own: this rank's equal part; held: what its optimizer updates, `own`, or all at stage 0.
+    weights, gradients: 1-D, live memory of `held`; gradients are complete after `DataParallel.finish`.
+    counted: intervals of `held` whose gradients this rank counts in the norm: every true element on one rank only.
+    number: of the bucket, the same on every rank of the group.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        bucket: Bucket,
+        parameters: Mapping[str, Parameter],
+        ps: ParallelState,
+        *,
+        zero_stage: int,
+        grad_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.number, self.bucket, self.ps = number, bucket, ps
+        self.parameters = [parameters[slot.name] for slot in bucket.slots]
+        dense = bucket.group == "dp-cp"
+        self.ranks: Group | None = ps.group("shard" if dense else bucket.group)
+        self.copies: Group | None = ps.group("replicate") if dense else None
+        # over one rank there is nothing to divide
+        self.stage = zero_stage if self.ranks is not None else min(zero_stage, 1)
+        self.own = bucket.cut(self.ranks.size, self.ranks.rank) if self.ranks is not None else (0, bucket.size)
+        self.held = self.own if self.stage else (0, bucket.size)
+        self.dtype = self.parameters[0].dtype
+        self.grad_dtype = grad_dtype if grad_dtype is not None else wide(self.dtype)
+        narrower = reduce_dtype is not None and reduce_dtype.itemsize < self.grad_dtype.itemsize
+        self._wire = reduce_dtype if narrower else None
+        self._gathering: Pending | None = None
+        self._summing: Pending | None = None
+        self._build_weights()
+        self._build_gradients()
+
+    def _build_weights(self) -> None:
+        flat = torch.zeros(self.bucket.size, dtype=self.dtype, device=self.ps.device)
+        self._whole = self._views(flat)
+        with torch.no_grad():
+            for view, parameter in zip(self._whole, self.parameters, strict=True):
+                view.copy_(parameter)
+        self._missing = [_gone(p.detach()) for p in self.parameters] if self.stage == 3 else []
+        self._tuple = tuple(self.parameters)
+        self._storage = _Storage(flat)
+        self.weights = flat[slice(*self.held)]
+        self.gathered = True
+        if self.stage == 3:
+            self.weights = self.weights.clone()
+            self.free()
+        else:
+            self._point(self._whole)
+
+    def _build_gradients(self) -> None:
+        size, dtype, device = self.bucket.size, self.grad_dtype, self.ps.device
+        flat = torch.zeros(size, dtype=dtype, device=device)
+        self._grads = self._views(flat)
+        self._gone_grads = [_gone(view) for view in self._grads]
+        self._grad_storage = _Storage(flat)
+        # which gradients hold nothing yet: the first contribution overwrites, and no pass of zeros is needed
+        self._fresh = [False] * len(self.parameters)
+        self._used = [False] * len(self.parameters)  # since the last zero(), by ways that ask before they add
+        self._first = True  # stages 2, 3: of the step's sums
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._grads, strict=True)):
+            parameter.main_grad = view  # type: ignore[attr-defined]
+            parameter.take_main_grad = partial(self.take, index)  # type: ignore[attr-defined]
+        if self.stage < 2:
+            self.gradients = flat[slice(*self.held)]
+        else:
+            self.gradients = torch.zeros(self.held[1] - self.held[0], dtype=dtype, device=device)
+            self._give_back_gradients()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        pairs = zip(self.bucket.slots, self.parameters, strict=True)
+        return [flat[slot.start : slot.stop].view(p.shape) for slot, p in pairs]
+
+    def _point(self, views: Sequence[Tensor]) -> None:
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+
+    def _mark(self, version: int) -> None:
+        """Views of parameters that autograd saved look at the storage itself: of another version they are an error,
+        where a freed storage would be a crash of the process."""
+        torch._C._autograd._unsafe_set_version_counter(self._tuple, (version,) * len(self._tuple))
+
+    # weights
+
+    @property
+    def memory(self) -> dict[str, list[Tensor]]:
+        """ "weights" and "gradients" -> the flat tensors that hold them, also those whose memory comes and goes."""
+        return {
+            "weights": [self._storage.flat, self.weights],
+            "gradients": [self._grad_storage.flat, self.gradients],
+        }
+
+    @cached_property
+    def words(self) -> str:
+        """What errors call it."""
+        names = [slot.name for slot in self.bucket.slots]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{names[0]}{more}"
+
+    def start_gather(self) -> None:
+        """Stage 3: take memory for the whole bucket and ask for the other parts. All-gather over `ranks`."""
+        if self.gathered or self._gathering is not None:
+            return
+        self._storage.take()
+        flat = self._storage.flat
+        assert self.ranks is not None
+        with torch.no_grad():
+            own_part(flat, self.ranks).copy_(self.weights)
+        self._gathering = start_gather_parts(
+            flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"
+        )
+
+    def gather(self) -> None:
+        """Until the whole parameters are there (`start_gather` if it was not called)."""
+        if self.gathered and self._gathering is None:
+            return
+        self.start_gather()
+        self.wait()
+        self.gathered = True
+        self._point(self._whole)
+        self._mark(0)
+
+    def free(self) -> None:
+        """Stage 3: give the memory of whole parameters back; they read as NaN until they are gathered again."""
+        self.wait()
+        if self.stage == 3 and (self.gathered or self._storage.there):
+            self.gathered = False
+            self._point(self._missing)
+            self._mark(FREED)
+            self._storage.give_back()
+
+    def publish(self) -> None:
+        """`weights` have changed: start to bring them to the other ranks. Stages 1, 2: all-gather over `ranks`.
+
+        Raises ValueError: parameters that are no views of them any more.
+        """
+        if self.stage < 3 and self.parameters[0].data_ptr() != self._whole[0].data_ptr():
+            raise ValueError(
+                f"DataParallel: the values of {self.words} do not lie in its buffers any more (model.to(), half() or "
+                "`.data = ...` after it was made?), so updates do not reach them; convert the model first"
+            )
+        if self.stage in (1, 2) and self.ranks is not None:
+            self._gathering = start_gather_parts(
+                self._storage.flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"
+            )
+        elif self.stage == 3:
+            self.free()
+
+    def wait(self) -> None:
+        """Until what is under way has arrived."""
+        if self._gathering is not None:
+            pending, self._gathering = self._gathering, None
+            pending.wait()
+
+    # gradients
+
+    def _give_back_gradients(self) -> None:
+        for index in range(len(self.parameters)):
+            self._expect(index)
+        self._grad_storage.give_back()
+
+    def _expect(self, index: int) -> None:
+        """Nothing is in the gradient of parameter `index`, nor can it be read."""
+        self._fresh[index] = True
+        self.parameters[index].main_grad = self._gone_grads[index]  # type: ignore[attr-defined]
+
+    def _open(self, index: int) -> Tensor:
+        """Its memory, to be overwritten."""
+        if not self._grad_storage.there:
+            self._grad_storage.take()
+            self._grad_storage.flat[self.bucket.slots[-1].stop :].zero_()  # the padding
+        self._fresh[index] = False
+        view = self._grads[index]
+        self.parameters[index].main_grad = view  # type: ignore[attr-defined]
+        return view
+
+    def take(self, index: int) -> Tensor:
+        """The gradient of parameter `index`, to be added to."""
+        self._used[index] = True
+        return self._open(index).zero_() if self._fresh[index] else self._grads[index]
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add to the gradient of parameter `index`."""
+        if self._fresh[index] and gradient.layout is torch.strided:
+            self._used[index] = True
+            self._open(index).copy_(gradient)
+        else:
+            self.take(index).add_(gradient)
+
+    def start_sum(self) -> None:
+        """Sum what was added since the last time over `ranks`. Reduce-scatter."""
+        for index, fresh in enumerate(self._fresh):
+            if fresh:
+                self._open(index).zero_()
+        self._summing = start_sum_into_own(
+            self._grad_storage.flat,
+            self.ranks,
+            wire=self._wire,
+            tag=2 * self.number + 1,
+            what=f"the gradient sum of {self.words}",
+        )
+
+    @property
+    def holds_scratch(self) -> bool:
+        """Whether a sum under way holds memory beside the buffer's own, so that few should be."""
+        return self.stage >= 2 or self._wire is not None or (self.ranks is not None and self.ranks.composed)
+
+    def wait_sum(self) -> None:
+        """Until the sum of this rank's part is in `gradients`; stages 2, 3: added to it, and whole gradients go."""
+        if self._summing is None:
+            return
+        pending, self._summing = self._summing, None
+        own = pending.wait()
+        if self.stage >= 2:
+            self.gradients.copy_(own) if self._first else self.gradients.add_(own)
+            self._first = False
+            self._give_back_gradients()
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """[own] of `gradients`."""
+        return self.gradients[self.own[0] - self.held[0] : self.own[1] - self.held[0]]
+
+    def complete(self) -> None:
+        """After the step's last sum. HSDP: add up the parts of the copies, all-reduce over `copies`."""
+        if self.stage >= 2 and self._first:
+            self.gradients.zero_()
+        if self.copies is not None:
+            all_reduce(self.own_gradients, self.copies)
+
+    def start_gather_gradients(self) -> Pending | None:
+        """Stage 0: bring the sums to all ranks. All-gather over `ranks`."""
+        if self.stage or self.ranks is None:
+            return None
+        return start_gather_parts(
+            self._grad_storage.flat, self.ranks, tag=2 * self.number + 1, what=f"the gradients of {self.words}"
+        )
+
+    def zero(self) -> None:
+        """Start over.
+
+        What somebody may have added to without asking (`main_grad_of`) is zeroed now; the rest when it is needed.
+        """
+        self._first = True
+        if self.stage >= 2:
+            if self._grad_storage.there:  # of a backward that was given up
+                self._give_back_gradients()
+            return
+        for index, fresh in enumerate(self._fresh):
+            if self._used[index]:
+                self._expect(index)
+                self._used[index] = False
+            elif not fresh:
+                self._grads[index].zero_()
+
+    # what lies where
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The parts of parameters inside `held`, ascending."""
+        first, last = self.held
+        found = []
+        for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
+            start, stop = max(first, slot.start), min(last, slot.stop)
+            if start < stop:
+                interval = start - slot.start, stop - slot.start
+                found.append(Segment(slot.name, parameter, interval, (start - first, stop - first)))
+        return tuple(found)
+
+    def _inside(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """Those parts of intervals of the bucket that lie in `own`, seen from `held`; neighbours joined."""
+        found: list[Interval] = []
+        for start, stop in intervals:
+            start, stop = max(start, self.own[0]) - self.held[0], min(stop, self.own[1]) - self.held[0]
+            if start < stop and found and found[-1][1] == start:
+                found[-1] = found[-1][0], stop
+            elif start < stop:
+                found.append((start, stop))
+        return found
+
+    @cached_property
+    def counted(self) -> list[Interval]:
+        """See the class."""
+        if self.copies is not None and self.copies.rank:
+            return []
+        at = self.ps.coordinate | {"dp": 0, "cp": 0, "edp": 0}  # along which it is cut, not repeated
+        found: list[Interval] = []
+        for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
+            layout = layout_of(parameter)
+            if layout.owned_by(at):
+                box = tuple((0, s.stop - s.start) for s in layout.box(self.ps.coordinate, self.ps.sizes))
+                shape = tuple(parameter.shape)
+                found += [(a + slot.start, b + slot.start) for a, b in flat_intervals(shape, box)]
+        return self._inside(found)
+
+    def partial(self) -> dict[str, list[Tensor]]:
+        """group -> this rank's gradients that are partial sums over it, as views; complete after `finish` only."""
+        found: dict[str, list[Tensor]] = {}
+        for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
+            for name in layout_of(parameter).gradient_groups[1:]:
+                parts = self._inside([(slot.start, slot.stop)])
+                found.setdefault(name, []).extend(self.gradients[start:stop] for start, stop in parts)
+        return found
+
+    def remove(self) -> None:
+        """Whole parameters in memory of their own; no `main_grad`."""
+        self.gather()
+        for parameter, view in zip(self.parameters, self._whole, strict=True):
+            parameter.data = view.clone()
+            del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]

@@ -1,0 +1,48 @@
+"""Before the first step: the ranks of a data group train the same parameters, from the same values."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from core.parallel_state.collectives import all_gather_objects, broadcast
+from core.parallel_state.flat import Bucket
+from core.parallel_state.layout import layout_of
+from core.parallel_state.modules import Modules, modules_of, named_parameters
+from core.parallel_state.state import ParallelState
+
+
+def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> None:
+    """Compare the bucket tables over the data group, then take its first rank's parameters and buffers.
+
+    A script that seeds each rank differently, or not at all, would otherwise average gradients of different models.
+    One all-gather of objects; one broadcast per tensor. Raises ValueError, on every rank of the group: a
+    parameter that is trained on some ranks only, or is of another size there.
+    """
+    group = ps.group("dp-cp")
+    mine = {slot.name: slot.stop - slot.start for bucket in table for slot in bucket.slots}
+    first, *others = everyone = all_gather_objects(mine, group)
+    for rank, theirs in enumerate(others, 1):
+        if list(theirs.items()) != list(first.items()):
+            assert group is not None
+            differs = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+            raise ValueError(
+                f"DataParallel: ranks {group.ranks[0]} and {group.ranks[rank]} do not train the same parameters: "
+                f"{', '.join(differs[:3]) or 'their order'} ({len(differs)} of {len(first)}) frozen, missing or of "
+                "another size on one of them; build the same model on every rank"
+            )
+    if len(everyone) > 1:
+        _take_first(module, ps)
+
+
+@torch.no_grad()
+def _take_first(module: Modules, ps: ParallelState) -> None:
+    held: list[tuple[str, Tensor]] = [(layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)]
+    held += [("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()]
+    for name, tensor in held:
+        group = ps.group(name)
+        if group is not None and tensor.numel() and tensor.layout is torch.strided:
+            values = tensor.detach().contiguous()
+            broadcast(values.reshape(-1).view(torch.uint8), group)  # bytes: of any dtype
+            if not tensor.is_contiguous():
+                tensor.copy_(values)
