@@ -61,9 +61,11 @@ class AdamW:
     already summed over all replicas. Biases and parameters of at most one dim do not decay. A parameter that
     got no gradient is stepped with zeros, as in Megatron; torch would leave it out.
 
-    step_count: calls of `step`, skipped ones included; the schedule reads it.
+    step_count: calls of `step`, skipped ones included; the schedule reads it. loss_scale: 1, nothing is scaled.
     Raises ValueError: a trainable parameter without `main_grad`.
     """
+
+    loss_scale = 1.0
 
     def __init__(self, module: Modules, ps: ParallelState, config: OptimizerConfig, *, grad_sync: Gradients) -> None:
         self.ps, self.config, self.grad_sync = ps, config, grad_sync
@@ -171,6 +173,10 @@ class AdamW:
     def zero_grad(self) -> None:
         """Zero every `main_grad` in place."""
         self.grad_sync.zero_grad()
+
+    def non_finite(self) -> list[str]:
+        """Nothing: only `ShardedOptimizer` remembers what made it skip a step."""
+        return []
 
     @torch.no_grad()
     def reload_parameters(self) -> None:

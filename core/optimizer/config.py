@@ -1,21 +1,31 @@
 """What the optimizer is told, under Megatron's names."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from core.optimizer.schedule import LearningRate
+from core.optimizer.deepspeed_schedules import SCHEDULES, Schedule, schedule
+from core.optimizer.schedule import KINDS, LearningRate
 from core.parallel_state.config import raise_all
+
+OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning rate and its clipping.
+    """The update, its learning rate and its clipping.
 
-    lr_schedule: "constant", "linear", "cosine" or "wsd"; all but the first need `lr_decay_steps`, the step at
-        which `min_lr` is reached, and "wsd" also `lr_wsd_decay_steps`, how many steps before it the way down
-        begins.
+    lr_schedule: "constant", "inverse_sqrt", "linear", "cosine" or "wsd"; the last three need `lr_decay_steps`, the
+        step at which `min_lr` is reached, and "wsd" also `lr_wsd_decay_steps`, how many steps before it the way
+        down begins. Or one of DeepSpeed's, WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest: these
+        read `lr_schedule_options`, its parameters by name, and of the fields here `lr` only, where they need one.
     weight_decay: of parameters with at least two dims that are not biases.
     clip_grad: largest global gradient norm; 0 does not clip.
+    optimizer: "adamw", "sgd" or "muon", as `build_optimizer` reads it. momentum: of sgd, and of muon (usually 0.95).
+    main_params: keep a float32 copy of 16-bit weights; without, updates of bfloat16 weights are rounded
+        stochastically, by a hash of `rounding_seed`, step, name and element.
+    initial_loss_scale, loss_scale_window: of float16 weights; doubled after so many good steps, halved after an
+        overflow.
+    max_skipped_steps: that many skipped steps in a row are an error; 0 never is.
 
     Raises ValueError: every value out of its range, all at once.
     """
@@ -26,18 +36,34 @@ class OptimizerConfig:
     lr_warmup_steps: int = 0
     lr_decay_steps: int | None = None
     lr_wsd_decay_steps: int | None = None
+    lr_schedule_options: dict[str, str | float] = field(default_factory=dict)
     weight_decay: float = 0.01
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    optimizer: str = "adamw"
+    momentum: float = 0.9
+    main_params: bool = True
+    rounding_seed: int = 0
+    initial_loss_scale: float = 2.0**16
+    loss_scale_window: int = 1000
+    max_skipped_steps: int = 0
 
     def __post_init__(self) -> None:
         raise_all("OptimizerConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
+        known = (*KINDS, *SCHEDULES)
+        yield self.lr_schedule in known, f"lr_schedule={self.lr_schedule!r} is unknown; known: {', '.join(known)}"
+        if self.lr_schedule in KINDS:
+            yield (
+                not self.lr_schedule_options,
+                f"lr_schedule={self.lr_schedule} has its own fields and takes 0 lr_schedule_options, "
+                f"{len(self.lr_schedule_options)} given ({', '.join(self.lr_schedule_options)}); leave them out",
+            )
         try:
-            _ = self.learning_rate
+            _ = self.learning_rate if self.lr_schedule in known else None
         except ValueError as error:
             yield False, str(error)
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
@@ -45,10 +71,17 @@ class OptimizerConfig:
             yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1"
         yield self.adam_eps >= 0, f"adam_eps={self.adam_eps} must be at least 0"
         yield self.clip_grad >= 0, f"clip_grad={self.clip_grad} must be at least 0 (0 does not clip)"
+        yield self.optimizer in OPTIMIZERS, f"optimizer={self.optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}"
+        yield 0 <= self.momentum < 1, f"momentum={self.momentum} must be at least 0 and below 1"
+        yield self.initial_loss_scale >= 1, f"initial_loss_scale={self.initial_loss_scale} must be at least 1"
+        yield self.loss_scale_window >= 1, f"loss_scale_window={self.loss_scale_window} must be at least 1"
+        yield self.max_skipped_steps >= 0, f"max_skipped_steps={self.max_skipped_steps} must be at least 0 (never)"
 
     @property
-    def learning_rate(self) -> LearningRate:
-        """The schedule that these fields describe."""
+    def learning_rate(self) -> LearningRate | Schedule:
+        """The schedule that these fields describe: `.at(step)` is the rate after that many updates."""
+        if self.lr_schedule in SCHEDULES:
+            return schedule(self.lr_schedule, self.lr_schedule_options, self.lr)
         return LearningRate(
             peak=self.lr,
             minimum=self.min_lr,

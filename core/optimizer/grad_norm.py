@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.parallel_state.collectives import all_reduce
+from core.parallel_state.collectives import all_gather, all_reduce
 from core.parallel_state.layout import layout_of, true_part
 from core.parallel_state.state import ParallelState
 
 ROW = 1024  # elements whose squares are summed in the gradient's own dtype
+BLOCK = 1 << 20  # a multiple of ROW: 16-bit elements widened at a time
 
 
 def squared_grad_norm(parameters: Iterable[Parameter], ps: ParallelState) -> Tensor:
@@ -46,3 +47,25 @@ def _by_rows(gradient: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
     rest = torch.linalg.vector_norm(flat[whole:])
     return rows.double().square().sum() + rest.double().square()
+
+
+def squared_shard_norm(parts: Iterable[Tensor], ps: ParallelState) -> Tensor:
+    """Sum of squares over all ranks' `parts` (1-D, disjoint over ranks), as a float64 tensor of shape [].
+
+    One all-gather of one number over `ps.world`, summed in rank order: every rank, backend and way to cut the same
+    parts gets the same bits.
+    """
+    mine = torch.zeros((), dtype=torch.float64, device=ps.device)
+    for part in parts:
+        for block in part.split(BLOCK) if part.dtype.itemsize < 4 else (part,):  # widened a block at a time
+            mine = mine + _sum_of_squares([block.float() if block.dtype.itemsize < 4 else block], ps.device)
+    return sum_in_rank_order(mine, ps)
+
+
+def sum_in_rank_order(mine: Tensor, ps: ParallelState) -> Tensor:
+    """The sum of every rank's number (shape []). One all-gather over `ps.world`."""
+    numbers = all_gather(mine.reshape(1), ps.world)
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = total + number
+    return total

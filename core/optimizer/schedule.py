@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from core.parallel_state.config import raise_all
 
-KINDS = ("constant", "linear", "cosine", "wsd")
+KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+ENDLESS = ("constant", "inverse_sqrt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,8 @@ class LearningRate:
 
     kind: "constant" stays at the peak; "linear" and "cosine" go down from the end of the warm-up to step
         `total_steps`; "wsd" (warm up, stay, decay) stays at the peak and goes down linearly in the last
-        `decay_steps` before `total_steps`.
+        `decay_steps` before `total_steps`; "inverse_sqrt" goes down with one over the square root of the number of
+        updates, as peak * sqrt(warmup_steps / step) (of one step where there is no warm-up), and does not end.
 
     Raises ValueError: an unknown kind, a minimum above the peak, steps that do not fit into each other.
     """
@@ -37,7 +39,7 @@ class LearningRate:
             f"minimum={self.minimum} must be between 0 and peak={self.peak}",
         )
         yield self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must be at least 0"
-        if self.kind == "constant" or self.kind not in KINDS:
+        if self.kind in ENDLESS or self.kind not in KINDS:
             return
         total = self.total_steps
         yield total is not None, f"kind={self.kind!r} ends: give total_steps"
@@ -60,6 +62,9 @@ class LearningRate:
             return self.peak * ((step + 1) / self.warmup_steps)
         if self.kind == "constant":
             return self.peak
+        if self.kind == "inverse_sqrt":
+            unit = max(1, self.warmup_steps)
+            return max(self.minimum, self.peak * math.sqrt(unit / (step - self.warmup_steps + unit)))
         assert self.total_steps is not None
         decay = self.decay_steps if self.kind == "wsd" else self.total_steps - self.warmup_steps
         assert decay is not None

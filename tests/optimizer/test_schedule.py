@@ -55,10 +55,18 @@ def test_known_values():
     assert LearningRate(peak=2.0).at(10**9) == 2.0
 
 
+def test_inverse_square_root():
+    warm = LearningRate(peak=1.0, warmup_steps=4, kind="inverse_sqrt", minimum=0.125)
+    assert [warm.at(s) for s in (0, 3, 4, 16, 64)] == [0.25, 1.0, 1.0, 0.5, 0.25], "peak * sqrt(4 / step)"
+    assert warm.at(10**6) == 0.125, "not below the minimum"
+    cold = LearningRate(peak=1.0, kind="inverse_sqrt")
+    assert [cold.at(s) for s in (0, 3, 99)] == [1.0, 0.5, 0.1]
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"kind": "step"}, "kind='step' is unknown; known: constant, linear, cosine, wsd"),
+        ({"kind": "step"}, "kind='step' is unknown; known: constant, linear, cosine, wsd, inverse_sqrt"),
         ({"minimum": 2.0}, "minimum=2.0 must be between 0 and peak=1.0"),
         ({"kind": "cosine"}, "give total_steps"),
         ({"kind": "linear", "total_steps": 5, "warmup_steps": 5}, "total_steps=5 must be more than warmup_steps=5"),
@@ -74,7 +82,7 @@ def test_mistakes_are_told(wrong, told):
 def test_a_config_tells_all_its_mistakes_at_once():
     with pytest.raises(ValueError) as error:
         OptimizerConfig(lr_schedule="exp", weight_decay=-1, adam_beta2=1.0, clip_grad=-0.5)
-    for word in ("kind='exp'", "weight_decay=-1", "adam_beta2=1.0", "clip_grad=-0.5"):
+    for word in ("lr_schedule='exp'", "weight_decay=-1", "adam_beta2=1.0", "clip_grad=-0.5"):
         assert word in str(error.value)
 
 

@@ -1,0 +1,23 @@
+"""The optimizer that a configuration names."""
+
+from core.data_parallel import DataParallel
+from core.optimizer.config import OptimizerConfig
+from core.optimizer.muon import ShardedMuon
+from core.optimizer.offload import Offload
+from core.optimizer.sgd import ShardedSGD
+from core.optimizer.sharded import ShardedAdamW, ShardedOptimizer
+
+
+def build_optimizer(
+    shard: DataParallel, config: OptimizerConfig, *, offload: Offload | None = None
+) -> ShardedOptimizer:
+    """`config.optimizer` over a `DataParallel`. Raises ValueError: Muon with cut matrices or with offload."""
+    if config.optimizer == "muon":
+        if offload is not None and offload.fraction > 0:
+            raise ValueError(
+                f"Muon multiplies matrices where its states are, but offload={offload.kind!r} holds a fraction "
+                f"{offload.fraction} of them on the host; use fraction 0, or optimizer='adamw'"
+            )
+        return ShardedMuon(shard, config)
+    kind = ShardedSGD if config.optimizer == "sgd" else ShardedAdamW
+    return kind(shard, config, offload=offload)

@@ -1,0 +1,277 @@
+"""DeepSpeed's learning rates under its names, as pure functions of the number of updates made before.
+
+DeepSpeed moves its schedulers after each update and starts them at -1, so most of them lag by one: the rate of
+update n is their formula at n - 1, and update 0 has the lowest. These do the same, so that a run keeps its rates.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from core.parallel_state.config import raise_all
+
+Rules = Iterator[tuple[bool, str]]
+MOMENTUM = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+
+
+class Schedule(Protocol):
+    """A learning rate that depends on nothing but the number of updates."""
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """A schedule that tells all its mistakes at once."""
+
+    def __post_init__(self) -> None:
+        raise_all(type(self).__name__, self._rules())
+
+    def _rules(self) -> Rules:
+        return iter(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Warmup(_Rule):
+    """What the three schedules with a warm-up share."""
+
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+
+    def _rules(self) -> Rules:
+        yield self.warmup_num_steps >= 1, f"warmup_num_steps={self.warmup_num_steps} must be at least 1"
+        yield self.warmup_type in ("log", "linear"), f"unknown warmup_type {self.warmup_type!r}; known: log, linear"
+
+    @property
+    def _warmup(self) -> int:
+        return max(2, self.warmup_num_steps)  # log 1 is 0: DeepSpeed's warm-ups have two steps at least
+
+    def _risen(self, n: int) -> float:
+        """Share of the warm-up that is done at its step `n`."""
+        return math.log(n + 1) / math.log(self._warmup) if self.warmup_type == "log" else n / self._warmup
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupLR(_Warmup):
+    """From `warmup_min_lr` up to `warmup_max_lr`, where it stays. Raises ValueError: values out of their range."""
+
+    warmup_max_lr: float
+    warmup_min_lr: float = 0.0
+
+    def _rules(self) -> Rules:
+        yield from super()._rules()
+        yield (
+            0 <= self.warmup_min_lr <= self.warmup_max_lr,
+            f"warmup_min_lr={self.warmup_min_lr} must be between 0 and warmup_max_lr={self.warmup_max_lr}",
+        )
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made."""
+        n = step - 1
+        share = 0.0 if n < 0 else self._risen(n) if n < self._warmup else self._after(n)
+        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share
+
+    def _after(self, n: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupDecayLR(WarmupLR):
+    """The same warm-up, then linearly down to `warmup_min_lr` at `total_num_steps`."""
+
+    total_num_steps: int
+
+    def _rules(self) -> Rules:
+        yield from super()._rules()
+        yield _longer(self.total_num_steps, self._warmup)
+
+    def _after(self, n: int) -> float:
+        return max(0.0, (self.total_num_steps - n) / (self.total_num_steps - self._warmup))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR(_Warmup):
+    """Shares of `lr`: from `warmup_min_ratio` up to 1, then along a cosine down to `cos_min_ratio`.
+
+    The very first update has a rate of 0, also with a `warmup_min_ratio`, as in DeepSpeed.
+    Raises ValueError: values out of their range.
+    """
+
+    lr: float
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    cos_min_ratio: float = 0.0001
+
+    def _rules(self) -> Rules:
+        yield from super()._rules()
+        yield self.lr >= 0, f"lr={self.lr} must be at least 0"
+        yield _longer(self.total_num_steps, self._warmup)
+        for name in ("warmup_min_ratio", "cos_min_ratio"):
+            yield 0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)} must be between 0 and 1"
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made."""
+        n = step - 1
+        if n < 0:
+            return 0.0
+        if n < self._warmup:
+            return self.lr * (self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._risen(n))
+        done = min(1.0, (n - self._warmup + 1) / (self.total_num_steps - self._warmup))
+        return self.lr * (self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycle(_Rule):
+    """From `cycle_min_lr` up to `cycle_max_lr` and down again, then below it: min / (1 + rate * steps / step size).
+
+    cycle_second_step_size: of the way down; default: that of the way up. Stair counts: in how many equal jumps each
+    way is made; 0: none, it is smooth. The momentum is not cycled: it has a single value here.
+    Raises ValueError: values out of their range.
+    """
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = False
+
+    def _rules(self) -> Rules:
+        yield (
+            0 <= self.cycle_min_lr <= self.cycle_max_lr,
+            f"cycle_min_lr={self.cycle_min_lr} must be between 0 and cycle_max_lr={self.cycle_max_lr}",
+        )
+        yield (
+            self.cycle_first_step_size >= 1,
+            f"cycle_first_step_size={self.cycle_first_step_size} must be at least 1",
+        )
+        least = ("decay_lr_rate", "decay_step_size", "cycle_second_step_size", *_STAIRS)
+        for name in least:
+            value = getattr(self, name)
+            yield value is None or value >= 0, f"{name}={value} must be at least 0"
+        yield (
+            not self.cycle_momentum,
+            "cycle_momentum=true is not supported, the momentum has 1 value for the whole run; use "
+            "cycle_momentum=false (DeepSpeed's default is true: give it)",
+        )
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made."""
+        up = self.cycle_first_step_size
+        down = up if self.cycle_second_step_size is None else self.cycle_second_step_size
+        if step > up + down:
+            fallen = self.decay_lr_rate * (step - up - down) / self.decay_step_size if self.decay_step_size else 0.0
+            return self.cycle_min_lr / (1 + fallen)
+        stairs = self.cycle_first_stair_count
+        if step <= up:
+            at, length = step, up
+        else:
+            at, length = up + down - step, down
+            stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
+        share = at * stairs // length / stairs if stairs else at / length
+        if down == 0 and step == up:
+            share = 0.0  # the cycle ends where its top would be
+        return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * share
+
+
+_STAIRS = ("cycle_first_stair_count", "cycle_second_stair_count")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRRangeTest(_Rule):
+    """Grows for ever, to find the largest rate that trains: min * (1 + step_rate * steps / step_size), or in stairs.
+
+    Raises ValueError: values out of their range.
+    """
+
+    lr_range_test_min_lr: float = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    def _rules(self) -> Rules:
+        size = self.lr_range_test_step_size
+        yield size >= 1, f"lr_range_test_step_size={size} must be at least 1"
+        for name in ("lr_range_test_min_lr", "lr_range_test_step_rate"):
+            yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be at least 0"
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made."""
+        size = self.lr_range_test_step_size
+        steps = step // size if self.lr_range_test_staircase else step / size
+        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * steps)
+
+
+SCHEDULES: dict[str, type] = {c.__name__: c for c in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
+
+
+def _longer(total: int, warmup: int) -> tuple[bool, str]:
+    return total > warmup, f"total_num_steps={total} must be more than warmup_num_steps={warmup} (2 at least)"
+
+
+def schedule(name: str, options: Mapping[str, Any], lr: float) -> Schedule:
+    """The schedule `name` with DeepSpeed's parameters; `lr` stands in for a rate that is not given.
+
+    Values may be texts, as from a command line. Raises ValueError: unknown parameters, with the nearest known ones;
+    missing ones; values that are not of their kind or out of their range.
+    """
+    kind = SCHEDULES[name]
+    if name in ("WarmupLR", "WarmupDecayLR"):
+        options = {"warmup_max_lr": lr} | dict(options)
+    elif name == "WarmupCosineLR":
+        options = {"lr": lr} | dict(options)
+    raise_all(name, _option_rules(kind, options))
+    types = {f.name: str(f.type) for f in fields(kind)}
+    return kind(**{key: _value(types[key], value) for key, value in options.items()})
+
+
+def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
+    known = {f.name: f for f in fields(kind)}
+    for key, value in options.items():
+        if key in known:
+            try:
+                _value(str(known[key].type), value)
+            except (ValueError, TypeError):
+                yield False, f"{key}={value!r} is not of the kind {_kind(str(known[key].type))}"
+        elif key in MOMENTUM and kind is OneCycle:
+            yield False, f"{key}={value} is not supported, the momentum has 1 value for the whole run; leave it out"
+        else:
+            near = get_close_matches(key, known, n=1)
+            yield False, f"unknown parameter {key}; " + (f"did you mean {near[0]}?" if near else _list(known))
+    for key, field in known.items():
+        yield field.default is not MISSING or key in options, f"{key} is missing; give it"
+
+
+def _list(names: Mapping[str, Any]) -> str:
+    return f"known: {', '.join(names)}"
+
+
+def _kind(declared: str) -> str:
+    return declared.split("'")[1] if "'" in declared else declared
+
+
+def _value(declared: str, value: Any) -> Any:
+    """`value` as its field wants it. Raises ValueError or TypeError."""
+    kind = _kind(declared).split(" |")[0]
+    if value is None and "None" in declared:
+        return None
+    if kind == "bool":
+        words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+        if str(value).lower() not in words:
+            raise ValueError(value)
+        return words[str(value).lower()]
+    if kind == "str":
+        return str(value)
+    if isinstance(value, bool):
+        raise TypeError(value)
+    number = float(value)
+    if kind == "int" and number != int(number):
+        raise ValueError(value)
+    return int(number) if kind == "int" else number

@@ -1,0 +1,80 @@
+"""How a buffer's elements fall into runs and parts."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch.nn import Parameter
+
+from core.data_parallel import Segment
+from core.parallel_state.flat import ALIGN, is_vector
+from core.parallel_state.layout import Layout, layout_of
+
+Span = tuple[int, int]
+Decays = Callable[[str, Layout], bool]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Contiguous elements [start, stop) that one fused call takes as one tensor."""
+
+    start: int
+    stop: int
+    decays: bool
+
+
+def default_decays(name: str, layout: Layout) -> bool:
+    """Biases and parameters of at most one dim do not decay."""
+    return not is_vector(name, layout.shape)
+
+
+def make_runs(spans: Iterable[tuple[int, int, bool]]) -> list[Run]:
+    """Ascending (start, stop, decays) -> as few runs as possible.
+
+    What lies before a run's first multiple of `ALIGN` is a run by itself: kernels treat the elements after the last
+    whole vector otherwise, so bits must not depend on where a bucket is cut, and cuts lie at such multiples.
+    """
+    merged: list[Run] = []
+    for start, stop, decays in spans:
+        if merged and merged[-1].stop == start and merged[-1].decays == decays:
+            start = merged.pop().start
+        merged.append(Run(start, stop, decays))
+    cut: list[Run] = []
+    for run in merged:
+        head = min(-(-run.start // ALIGN) * ALIGN, run.stop)
+        cut += [r for r in (Run(run.start, head, run.decays), Run(head, run.stop, run.decays)) if r.start < r.stop]
+    return cut
+
+
+def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+    """The runs inside [start, stop), as seen from `start`."""
+    return [
+        Run(max(r.start, start) - start, min(r.stop, stop) - start, r.decays)
+        for r in runs
+        if r.start < stop and start < r.stop
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The elements of one segment inside one part: `at` of the part, `interval` of the parameter's flat form."""
+
+    name: str
+    parameter: Parameter
+    interval: Span
+    at: Span
+
+    @property
+    def layout(self) -> Layout:
+        """Of the whole parameter."""
+        return layout_of(self.parameter)
+
+
+def pieces_of(segments: Iterable[Segment], start: int, stop: int) -> list[Piece]:
+    """The parts of segments that lie inside [start, stop) of `held`, as seen from `start`."""
+    found = []
+    for s in segments:
+        first, last = max(s.at[0], start), min(s.at[1], stop)
+        if first < last:
+            offset = s.interval[0] - s.at[0]
+            found.append(Piece(s.name, s.parameter, (first + offset, last + offset), (first - start, last - start)))
+    return found

@@ -1,0 +1,118 @@
+"""torch's fused updates on lists of flat runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from core.optimizer.config import OptimizerConfig
+from core.optimizer.flat_shard import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """What all elements of a step share, on one device: tensors of shape [].
+
+    divisor: float64, gradients are divided by it. found_inf: float32, 1 changes nothing. step: float32, Adam's count
+    after this step. rate: the learning rate.
+    """
+
+    divisor: Tensor
+    found_inf: Tensor
+    step: Tensor
+    rate: float
+
+    def on_cpu(self) -> "Factor":
+        """The same there; waits for an accelerator."""
+        divisor, found_inf, step = torch.stack([self.divisor, self.found_inf, self.step]).cpu()
+        return replace(self, divisor=divisor, found_inf=found_inf.float(), step=step.float())
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Lists of 1-D tensors, one per run: main parameters, gradients of the same dtype, and kind -> states."""
+
+    mains: list[Tensor]
+    gradients: list[Tensor]
+    states: dict[str, list[Tensor]]
+
+    @classmethod
+    def cut(cls, runs: Sequence[Run], main: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> "Batch":
+        """Cut the runs out of flat tensors."""
+
+        def of(flat: Tensor) -> list[Tensor]:
+            return [flat[run.start : run.stop] for run in runs]
+
+        return cls(of(main), of(gradient), {kind: of(state) for kind, state in states.items()})
+
+    @classmethod
+    def joined(cls, batches: Sequence["Batch"]) -> "Batch":
+        """All of them in one call."""
+        kinds = {kind for batch in batches for kind in batch.states}
+        return cls(
+            [main for batch in batches for main in batch.mains],
+            [gradient for batch in batches for gradient in batch.gradients],
+            {kind: [state for batch in batches for state in batch.states.get(kind, [])] for kind in kinds},
+        )
+
+
+Kernel = Callable[[Batch, Factor, float], None]  # with the weight decay
+
+
+def scaled(batch: Batch, factor: Factor) -> Tensor:
+    """The factor that the kernel is to divide by: float32, so float64 gradients are multiplied before."""
+    if batch.mains[0].dtype != torch.float64:
+        return factor.divisor.float()
+    torch._foreach_mul_(batch.gradients, factor.divisor.reciprocal())
+    return torch.ones_like(factor.divisor, dtype=torch.float32)
+
+
+def adamw(config: OptimizerConfig) -> Kernel:
+    """torch.optim.AdamW (fused): kinds exp_avg, exp_avg_sq."""
+
+    def update(batch: Batch, factor: Factor, weight_decay: float) -> None:
+        torch._fused_adamw_(
+            batch.mains,
+            batch.gradients,
+            batch.states["exp_avg"],
+            batch.states["exp_avg_sq"],
+            [],
+            [factor.step] * len(batch.mains),
+            lr=factor.rate,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            weight_decay=weight_decay,
+            eps=config.adam_eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scaled(batch, factor),
+            found_inf=factor.found_inf,
+        )
+
+    return update
+
+
+def sgd(config: OptimizerConfig) -> Kernel:
+    """torch.optim.SGD (fused): kind momentum_buffer, or none at momentum 0.
+
+    A buffer of zeros at the first step is what torch makes of none.
+    """
+
+    def update(batch: Batch, factor: Factor, weight_decay: float) -> None:
+        torch._fused_sgd_(
+            batch.mains,
+            batch.gradients,
+            batch.states["momentum_buffer"] if config.momentum else [],
+            weight_decay=weight_decay,
+            momentum=config.momentum,
+            lr=factor.rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=scaled(batch, factor),
+            found_inf=factor.found_inf,
+        )
+
+    return update

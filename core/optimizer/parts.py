@@ -1,0 +1,119 @@
+"""From buffers to parts: which elements are updated together, and where their states live."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from core.data_parallel import Buffer, DataParallel
+from core.optimizer.flat_shard import Decays, Piece, Run, clip_runs, make_runs, pieces_of
+from core.optimizer.kernels import Batch
+from core.optimizer.offload import Offload
+from core.parallel_state.layout import Layout, layout_of
+
+Kinds = Callable[[str, Layout], tuple[str, ...]]
+
+
+@dataclass(eq=False)
+class Part:
+    """Elements [start, stop) of one buffer's `held` whose states live in one place.
+
+    runs: what a fused call updates; pieces: whose it is; both as seen from `start`. kinds: name -> its states.
+    resident: on the weights' device. main: [stop - start], the float32 copy of 16-bit weights; None where the weights
+    are their own main, or where there is none and rounding is stochastic. states: kind -> [stop - start].
+    """
+
+    buffer: Buffer
+    start: int
+    stop: int
+    runs: list[Run]
+    pieces: list[Piece]
+    kinds: dict[str, tuple[str, ...]]
+    resident: bool = True
+    main: Tensor | None = None
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Tensor:
+        """[stop - start], live."""
+        return self.buffer.weights[self.start : self.stop].detach()
+
+    @property
+    def gradients(self) -> Tensor:
+        """[stop - start], of the last `finish`."""
+        return self.buffer.gradients[self.start : self.stop]
+
+    @property
+    def wide(self) -> bool:
+        """Whether the weights are what is updated."""
+        return self.buffer.weights.dtype.itemsize >= 4
+
+    @property
+    def updated(self) -> Tensor | None:
+        """[stop - start]: the main copy, or weights that are their own; None if there is neither."""
+        return self.weights if self.wide else self.main
+
+    @property
+    def direct(self) -> bool:
+        """Whether one call can update it where it is."""
+        main = self.updated
+        return self.resident and main is not None and main.dtype == self.buffer.gradients.dtype
+
+    def batch(self, decays: bool) -> Batch | None:
+        """Its runs of one decay group; None if there are none."""
+        runs, main = [run for run in self.runs if run.decays == decays], self.updated
+        assert main is not None
+        return Batch.cut(runs, main, self.gradients, self.states) if runs else None
+
+    def needs(self) -> list[str]:
+        """The states that some piece has, in a fixed order."""
+        return list(dict.fromkeys(kind for piece in self.pieces for kind in self.kinds[piece.name]))
+
+
+def make_parts(
+    shard: DataParallel,
+    *,
+    kinds_of: Kinds,
+    fused: Decays,
+    decays: Decays,
+    offload: Offload | None,
+) -> list[Part]:
+    """One part per buffer, or two where an offload's fraction cuts it; without states."""
+    parts = []
+    for buffer in shard.buffers:
+        size = buffer.weights.numel()
+        named = [(s, s.name, layout_of(s.parameter)) for s in buffer.segments]
+        runs = make_runs((*s.at, decays(name, layout)) for s, name, layout in named if fused(name, layout))
+        kinds = {name: kinds_of(name, layout) for _, name, layout in named}
+        cut = offload.cut(size) if offload is not None else 0
+        for first, last in ((0, cut), (cut, size)):
+            if first < last:
+                pieces = pieces_of(buffer.segments, first, last)
+                inside = clip_runs(runs, first, last)
+                parts.append(Part(buffer, first, last, inside, pieces, kinds, resident=first >= cut))
+    return parts
+
+
+def allocate(parts: list[Part], dtype: torch.dtype, offload: Offload | None, rank: int, *, main_params: bool) -> None:
+    """States of zeros, mains that are copies of 16-bit weights; one tensor or file per kind for all that is far."""
+    needs = {id(part): ["main"] * (main_params and not part.wide) + part.needs() for part in parts}
+    far: dict[str, int] = {}
+    for part in parts:
+        for kind in () if part.resident else needs[id(part)]:
+            far[kind] = far.get(kind, 0) + part.stop - part.start
+    pinned = any(part.weights.device.type != "cpu" for part in parts)
+    whole = {}
+    if offload is not None:
+        whole = {k: offload.allocate(n, dtype, f"{k}-rank{rank}", pinned=pinned) for k, n in far.items()}
+    for part in parts:
+        size, states = part.stop - part.start, {}
+        for kind in needs[id(part)]:
+            if part.resident:
+                states[kind] = torch.zeros(size, dtype=dtype, device=part.weights.device)
+            else:
+                states[kind], whole[kind] = whole[kind].split((size, whole[kind].numel() - size))
+        part.main = states.pop("main", None)
+        part.states = states
+        if part.main is not None:
+            part.main.copy_(part.weights)

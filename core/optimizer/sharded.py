@@ -1,0 +1,292 @@
+"""One optimizer step over flat buffers: each rank updates what it holds, with one fused call per decay group."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.data_parallel import DataParallel
+from core.optimizer.adamw import CLIP_EPS, StatePart, StepStats
+from core.optimizer.config import OptimizerConfig
+from core.optimizer.flat_shard import Decays, Span, default_decays
+from core.optimizer.kernels import Batch, Factor, Kernel, adamw
+from core.optimizer.loss_scale import LossScale
+from core.optimizer.offload import Offload
+from core.optimizer.parts import Part, allocate, make_parts
+from core.optimizer.rounding import Rounding
+from core.optimizer.sharded_states import States, load_states, sharded_parts, state_parts
+from core.optimizer.streamed import Streamer
+from core.optimizer.watch import GradientWatch
+from core.parallel_state.layout import Layout
+
+
+class ShardedOptimizer:
+    """What `AdamW` is to parameters, for the flat buffers of a `DataParallel`: same step, same states, same files.
+
+    Subclasses say which update (`kernel`) with which states (`kinds_of`). Weights of 16 bits have a float32 copy
+    ("main"), others are their own. At every ZeRO stage and however buckets are cut, float32 parameters get the same
+    bits: the norm is summed per part in float64 in rank order, and cuts lie at multiples of 64 elements.
+
+    shard: a `DataParallel`. decays(name, layout): which parameters decay; by default all of two or more dims that are
+        not biases. offload: which states live in host memory or on disk.
+    step_count: calls of `step`, skipped ones included; the schedule reads it.
+
+    Raises ValueError: main parameters of float32 and float64 in one optimizer; main_params=False with float16.
+    """
+
+    def __init__(
+        self,
+        shard: DataParallel,
+        config: OptimizerConfig,
+        *,
+        decays: Decays | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        self.shard, self.ps, self.config = shard, shard.ps, config
+        self.step_count = 0
+        self._used = False
+        self._schedule = config.learning_rate
+        self._kernel = self.kernel(config)
+        self._dtype = _main_dtype(shard, config)
+        self._parts = make_parts(
+            shard,
+            kinds_of=self.kinds_of,
+            fused=self.fused,
+            decays=decays if decays is not None else default_decays,
+            offload=offload,
+        )
+        allocate(self._parts, self._dtype, offload, self.ps.rank, main_params=config.main_params)
+        self._step = self._number(0.0, torch.float32)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=self.ps.device)
+        self._in_row = torch.zeros_like(self._skipped)
+        self._watch = GradientWatch(shard.buffers, self.ps)
+        self._rounding = Rounding(config.rounding_seed, self.ps.coordinate, self.ps.sizes)
+        self._streamer = Streamer(self.ps.device, self._apply, self._round)
+        half = any(buffer.weights.dtype == torch.float16 for buffer in shard.buffers)
+        window, initial = config.loss_scale_window, config.initial_loss_scale
+        self._scaler = LossScale(initial, window, self.ps.device) if half else None
+
+    def kernel(self, config: OptimizerConfig) -> Kernel:
+        """The fused update."""
+        raise NotImplementedError
+
+    def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
+        """The states of a parameter, beside "main"."""
+        raise NotImplementedError
+
+    def fused(self, name: str, layout: Layout) -> bool:
+        """Whether `kernel` updates this parameter (else the subclass does, in `update_rest`)."""
+        return True
+
+    def update_rest(self, factor: Factor) -> None:
+        """Update the parameters that are not `fused`, main parameters only."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return self._schedule.at(self.step_count)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of `step_count` were skipped (waits for the device)."""
+        return int(self._skipped.item())
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """What the next loss is to be multiplied by: of float16 weights a float64 tensor of shape [], else 1."""
+        return 1.0 if self._scaler is None else self._scaler.value
+
+    @torch.no_grad()
+    def step(self, num_tokens: float | Tensor | None = None, loss_scale: float | Tensor | None = None) -> StepStats:
+        """Update every parameter. Collectives: `shard.finish()` if nobody called it, the norm's all-gather of one
+        number over the world, `shard.publish()`. No wait for an accelerator, but for offloaded states and Muon.
+
+        num_tokens: as in `AdamW.step`; None divides by the number of data and context replicas.
+        loss_scale: what the loss was multiplied by; by default `self.loss_scale`.
+        A norm that is not finite (also: 0 tokens) leaves parameters and states as they were on every rank.
+        After the call gradients hold no defined value until `zero_grad`.
+        Raises ValueError: a second step on the same gradients. RuntimeError: see `max_skipped_steps`.
+        """
+        if self._used and self.shard.finished:
+            raise ValueError(
+                f"step {self.step_count + 1}: the gradients were used up by step {self.step_count}; call zero_grad() "
+                "after each step, then backward"
+            )
+        if not self.shard.finished:
+            self.shard.finish()
+        divisor = self._number(self.ps.size("dp-cp") if num_tokens is None else num_tokens)
+        divisor = divisor * self._number(self.loss_scale if loss_scale is None else loss_scale)
+        norm = self._watch.squared_norm().sqrt() / divisor.abs()
+        found_inf = ~torch.isfinite(norm)
+        self._watch.keep(found_inf)
+        if self.config.clip_grad > 0:
+            divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
+        self._update(divisor, found_inf)
+        self._used = True
+        self.shard.publish()
+        self._count(found_inf)
+        return StepStats(norm, found_inf, found_inf)
+
+    def _number(self, value: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """A tensor of shape [] on the device; numbers are filled in there, not copied."""
+        if isinstance(value, Tensor):
+            return value.detach().to(self.ps.device, dtype).reshape(())
+        return torch.full((), value, dtype=dtype, device=self.ps.device)
+
+    def _update(self, divisor: Tensor, found_inf: Tensor) -> None:
+        self._step += 1 - found_inf.float()
+        factor = Factor(divisor, found_inf.float(), self._step, self.learning_rate)
+        direct = [part for part in self._parts if part.direct]
+        for decays in (True, False):
+            batches = [batch for part in direct if (batch := part.batch(decays)) is not None]
+            if batches:
+                self._apply(Batch.joined(batches), factor, decays)
+        self.update_rest(factor)
+        self._to_weights()
+        self._streamer.run([part for part in self._parts if not part.direct], self._dtype, factor)
+
+    def _apply(self, batch: Batch, factor: Factor, decays: bool) -> None:
+        self._kernel(batch, factor, self.config.weight_decay if decays else 0.0)
+
+    def _round(self, mains: Tensor, part: Part, span: Span) -> Tensor:
+        rounded, rounding = mains.to(torch.bfloat16), self._rounding
+        for piece in part.pieces:
+            first, last = max(piece.at[0], span[0]), min(piece.at[1], span[1])
+            if first < last:
+                inside, start = slice(first - span[0], last - span[0]), piece.interval[0] + first - piece.at[0]
+                rounded[inside] = rounding.round(mains[inside], piece.name, piece.layout, start, self.step_count)
+        return rounded
+
+    def _to_weights(self, *, all_parts: bool = False) -> None:
+        copies = [p for p in self._parts if p.main is not None and (p.direct or all_parts)]
+        for part in copies:
+            part.weights.copy_(part.main)  # type: ignore[arg-type]
+
+    def _count(self, found_inf: Tensor) -> None:
+        self._skipped += found_inf
+        self._in_row = torch.where(found_inf, self._in_row + 1, 0)
+        self.step_count += 1
+        if self._scaler is not None:
+            self._scaler.update(found_inf)
+        most = self.config.max_skipped_steps
+        looks = most and (self.ps.device.type == "cpu" or self.step_count % most == 0)
+        if looks and (row := int(self._in_row.item())) >= most:
+            raise RuntimeError(
+                f"step {self.step_count}: {row} steps in a row were skipped, max_skipped_steps={most}: {self._why()}"
+                "; lower the learning rate or look at the data of these steps"
+            )
+
+    def _why(self) -> str:
+        if names := self.non_finite():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            return f"the gradient is not finite in {', '.join(names[:3])}{more}"
+        return "every gradient is finite, but not their norm over num_tokens (0 tokens, or an overflow of the sum)"
+
+    def non_finite(self) -> list[str]:
+        """ "name on rank r" of every gradient that was not finite when a step was last skipped, r holding its sum.
+
+        Collective: all-gather of objects over the world; the same list on every rank. Waits for the device.
+        """
+        return self._watch.non_finite()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.shard.zero_grad()
+        self._used = False
+
+    @torch.no_grad()
+    def reload_parameters(self) -> None:
+        """Take the mains from the parameters again, after these were changed by hand (16-bit ones only)."""
+        for part in self._parts:
+            if part.main is not None:
+                part.main.copy_(part.weights)
+
+    def states(self) -> dict[str, dict[str, StatePart]]:
+        """name -> kind ("main" and the update's) -> this rank's part; live views, at stage 0 of whole local tensors,
+        else of intervals. A parameter that an offload's fraction cuts is a joined copy in host memory.
+
+        With `step_count`, `skipped_steps` and the loss scale this is everything that a step depends on.
+        """
+        return state_parts(self._parts, self.ps, whole=self.shard.zero_stage == 0)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the states and main copies: on the weights' device, and offloaded."""
+        sizes = [0, 0]
+        for part in self._parts:
+            held = [*part.states.values(), *([] if part.main is None else [part.main])]
+            sizes[not part.resident] += sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sizes[0], sizes[1]
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """All states and counts, for `dist_checkpointing.save` and `load`; live memory, the keys of `AdamW`'s.
+
+        A parameter that is its own main is saved as a weight only. After a load call `load_state_dict(state)`.
+        """
+        return sharded_parts(self._parts, self.shard, self._counts())
+
+    def _counts(self) -> dict[str, Any]:
+        counts = {"step_count": self.step_count, "skipped_steps": self.skipped_steps}
+        return counts if self._scaler is None else counts | {"loss_scale": self._scaler.state()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After a checkpoint filled the memory that `sharded_state_dict` named: take the counts from `state`.
+
+        Weights stay as they are, a model is loaded by itself; but `shard.publish()` tells all ranks of them.
+        """
+        self._resume(state["step_count"], state["skipped_steps"])
+        if self._scaler is not None:
+            self._scaler.load(state["loss_scale"])
+        self.shard.publish()
+
+    @torch.no_grad()
+    def load_states(self, states: States, step_count: int, skipped_steps: int = 0) -> None:
+        """Restore what `states` gave at the same layout, bit for bit; 16-bit weights are copied from "main".
+
+        Raises ValueError, before anything is written: names, kinds or shapes that are not this rank's.
+        """
+        load_states(self._parts, self.ps, states, whole=self.shard.zero_stage == 0)
+        self._resume(step_count, skipped_steps)
+        self._to_weights(all_parts=True)
+        self.shard.publish()
+
+    def _resume(self, step_count: int, skipped_steps: int) -> None:
+        self.step_count = step_count
+        self._skipped.fill_(skipped_steps)
+        self._in_row.zero_()
+        self._step.fill_(step_count - skipped_steps)
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """torch.optim.AdamW (fused) on flat buffers: states exp_avg and exp_avg_sq."""
+
+    def kernel(self, config: OptimizerConfig) -> Kernel:
+        """AdamW's."""
+        return adamw(config)
+
+    def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
+        """Both moments."""
+        return "exp_avg", "exp_avg_sq"
+
+
+def _main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:
+    """The one dtype in which everything is updated."""
+    first: dict[torch.dtype, str] = {}
+    for buffer in shard.buffers:
+        dtype = buffer.weights.dtype
+        names = [segment.name for segment in buffer.segments]
+        if dtype == torch.float16 and not config.main_params:
+            raise ValueError(
+                f"main_params=False rounds to bfloat16, but {names[0] if names else 'a weight'} is float16; use "
+                "bfloat16 weights, or main_params=True"
+            )
+        if names:
+            first.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, names[0])
+    if len(first) > 1:
+        each = " and ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in first.items())
+        raise ValueError(
+            f"one optimizer updates parameters of 1 dtype, these are of {len(first)}: {each}; build the model with "
+            "one params_dtype (16-bit weights count as float32)"
+        )
+    return next(iter(first), torch.float32)

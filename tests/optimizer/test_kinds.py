@@ -1,0 +1,248 @@
+"""SGD and Muon beside torch's own, the loss scale of float16, states that go out and come back."""
+
+import pytest
+import torch
+from torch import nn
+
+from core.optimizer import (
+    OptimizerConfig,
+    ShardedAdamW,
+    ShardedMuon,
+    ShardedSGD,
+    build_optimizer,
+    sharded_state_dict,
+)
+from core.optimizer.loss_scale import LossScale
+from tests.optimizer.fake_shard import FakeShard
+from tests.optimizer.test_sharded import ALONE, CONFIG, Net, equal, flat, give, plain
+
+CPU = torch.device("cpu")
+
+
+def torch_step(model, optimizer, step, clip):
+    give(model, step)
+    for p in model.parameters():
+        p.grad = p.main_grad.to(p.dtype)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+def with_grads(model):
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    return model
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_sgd_is_torchs(dtype, momentum):
+    config = OptimizerConfig(optimizer="sgd", lr=0.1, momentum=momentum, weight_decay=0.2, clip_grad=0.5)
+    model, twin = Net(dtype), with_grads(Net(dtype))
+    ours = build_optimizer(FakeShard(model), config)
+    decayed = [twin.first, twin.second]
+    groups = [{"params": decayed, "weight_decay": 0.2}, {"params": [twin.scale, twin.wide.bias]}]
+    other = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+    for step in range(4):
+        give(model, step)
+        assert not ours.step(num_tokens=1).skipped
+        ours.zero_grad()
+        torch_step(twin, other, step, 0.5)
+    assert isinstance(ours, ShardedSGD)
+    assert set(ours.states()["first"]) == ({"main", "momentum_buffer"} if momentum else {"main"})
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
+
+
+class Stacked(nn.Module):
+    """A model with a stack: only its matrices are Muon's."""
+
+    stacks = {"layers": 2}
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(16, 8, dtype=dtype)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=dtype) for _ in range(2))
+        self.layers[1].wide = nn.Parameter(torch.randn(2, 4, 8).to(dtype))
+        self.head = nn.Linear(8, 16, bias=False, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_muon_is_torchs_on_hidden_matrices_and_adamw_elsewhere(dtype):
+    config = OptimizerConfig(optimizer="muon", lr=0.01, momentum=0.95, weight_decay=0.1, clip_grad=0.0)
+    model, twin = Stacked(dtype), with_grads(Stacked(dtype).float())
+    ours = build_optimizer(FakeShard(model), config)
+    hidden = [twin.layers[0].weight, twin.layers[1].weight]
+    matrix = nn.Parameter(twin.layers[1].wide.detach().view(8, 8))  # the same memory
+    muon = torch.optim.Muon([*hidden, matrix], lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    vectors = [twin.layers[0].bias, twin.layers[1].bias]
+    groups = [{"params": [twin.embedding.weight, twin.head.weight]}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        give(model, step)
+        stats = ours.step(num_tokens=0 if step == 1 else 1)
+        assert stats.skipped == (step == 1)
+        ours.zero_grad()
+        if step != 1:
+            give(twin, step)
+            matrix.grad = twin.layers[1].wide.main_grad.view(8, 8)
+            torch_step(twin, muon, step, float("inf"))
+            adamw.step()
+    assert isinstance(ours, ShardedMuon)
+    for name, kinds in ours.states().items():
+        inside = name.startswith("layers") and "bias" not in name
+        assert set(kinds) == {"main"} | ({"momentum_buffer"} if inside else {"exp_avg", "exp_avg_sq"}), name
+        torch.testing.assert_close(kinds["main"].tensor, twin.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_muon_without_stacks_goes_by_names():
+    model = nn.ModuleDict({"wte": nn.Embedding(8, 8), "hidden": nn.Linear(8, 8), "lm_head": nn.Linear(8, 8)})
+    ours = ShardedMuon(FakeShard(model), OptimizerConfig())
+    found = {name for name, kinds in ours.states().items() if "momentum_buffer" in kinds}
+    assert found == {"hidden.weight"}
+
+
+def test_muon_wants_whole_matrices():
+    with pytest.raises(
+        ValueError, match=r"whole matrices, but zero_stage=1 and tensor=1 may cut them; use zero_stage=0"
+    ):
+        build_optimizer(FakeShard(Net(), zero_stage=1, ranks=2), OptimizerConfig(optimizer="muon"))
+    with pytest.raises(ValueError, match="main_params=False; use main_params=True"):
+        build_optimizer(FakeShard(Net()), OptimizerConfig(optimizer="muon", main_params=False))
+
+
+def test_muon_restarts_bit_for_bit():
+    config = OptimizerConfig(lr=0.01)
+    model, fresh = Stacked(), Stacked()
+    ours = ShardedMuon(FakeShard(model), config)
+    for step in range(2):
+        give(model, step)
+        ours.step(num_tokens=1)
+        ours.zero_grad()
+    again = ShardedMuon(FakeShard(fresh), config)
+    again.load_states(ours.states(), 2)
+    for optimizer, net in ((ours, model), (again, fresh)):
+        give(net, 5)
+        optimizer.step(num_tokens=1)
+    equal(ours, again)
+
+
+def test_the_loss_scale_grows_after_good_steps_and_halves_after_an_overflow():
+    scale = LossScale(4.0, 2, CPU)
+    first, found = scale.value, []
+    for bad in (False, False, False, True, False, False, True, True, True, True, True):
+        scale.update(torch.tensor(bad))
+        found.append(scale.value.item())
+    assert found == [4, 8, 8, 4, 4, 8, 4, 2, 1, 1, 1]
+    assert first.item() == 4, "a value given away does not change"
+
+
+def test_float16_steps_use_and_move_the_loss_scale():
+    config = OptimizerConfig(lr=0.1, clip_grad=0.5, initial_loss_scale=8.0, loss_scale_window=2)
+    model, ours = flat(torch.float16, config)
+    twin_model, twin = flat(torch.float32, config)
+    ours.load_states({n: dict(k) for n, k in twin.states().items()}, 0)  # from the same float32 values
+    assert twin.loss_scale == 1.0
+    scales = []
+    for step in range(4):
+        scales.append(ours.loss_scale.item())
+        give(model, step, 3 * scales[-1])
+        give(twin_model, step, 3)
+        if step == 2:
+            model.first.main_grad[0, 0] = float("inf")
+            twin_model.first.main_grad[0, 0] = float("inf")
+        ours.step(num_tokens=3)
+        twin.step(num_tokens=3)
+        ours.zero_grad()
+        twin.zero_grad()
+    assert scales == [8, 8, 16, 8] and ours.skipped_steps == 1
+    equal(ours, twin)
+    saved = ours.sharded_state_dict()
+    counts = {key: item.data for key, item in saved.items() if key != "states"}
+    assert counts["loss_scale"] == {"value": 8.0, "good_steps": 1}
+    _, again = flat(torch.float16, config)
+    again.load_state_dict(counts)
+    assert again.loss_scale.item() == 8 and again.step_count == 4 and again.skipped_steps == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_restart_goes_on_bit_for_bit(dtype, zero_stage):
+    cut = {"zero_stage": zero_stage, "ranks": 1 + zero_stage, "rank": zero_stage}
+    (model, ours), (fresh, again) = flat(dtype, ragged=True, **cut), flat(dtype, ragged=True, **cut)
+    for step in range(4):
+        give(model, step)
+        ours.step(num_tokens=0 if step == 1 else 3)  # one skipped step among them
+        ours.zero_grad()
+    saved = {n: {k: part.tensor.clone() for k, part in kinds.items()} for n, kinds in ours.states().items()}
+    again.load_states(saved, ours.step_count, skipped_steps=ours.skipped_steps)
+    assert again.shard.published == 1
+    for net, optimizer in ((model, ours), (fresh, again)):
+        give(net, 5)
+        optimizer.step(num_tokens=3)
+    equal(ours, again)
+    assert again.step_count == 5 and again.skipped_steps == 1
+    for b, c in zip(ours.shard.buffers, again.shard.buffers, strict=True):
+        assert torch.equal(b.weights, c.weights)
+
+
+def test_states_of_the_plain_optimizer_fit():
+    model, twin = plain(torch.bfloat16)
+    give(model, 0)
+    twin.step(num_tokens=1)
+    _, ours = flat(torch.bfloat16)
+    ours.load_states(twin.states(), 1)
+    equal(ours, twin)
+
+
+def test_load_refuses_what_is_not_this_ranks():
+    _, ours = flat(torch.float32, CONFIG)
+    states = ours.states()
+    with pytest.raises(ValueError, match=r"2 parameters given for 4; not on both sides: second, wide.bias"):
+        ours.load_states({n: states[n] for n in ("first", "scale")}, 1)
+    with pytest.raises(ValueError, match=r"scale has .* but not exp_avg_sq; give all"):
+        ours.load_states({**states, "scale": {k: states["scale"][k] for k in ("main", "exp_avg")}}, 1)
+    _, half = flat(torch.float32, CONFIG, zero_stage=1, ranks=2)
+    with pytest.raises(ValueError, match=r"main of first is \(64, 33\), elements None; this rank holds \(1472,\)"):
+        half.load_states({n: states[n] for n in half.states()}, 1)
+    assert ours.step_count == 0
+
+
+def test_states_exist_before_the_first_step_and_are_live():
+    model, ours = flat(torch.float32)
+    part = ours.states()["first"]["exp_avg"]
+    assert not part.tensor.any() and part.box == (slice(0, 64), slice(0, 33)) and part.interval is None
+    give(model, 0)
+    ours.step(num_tokens=1)
+    assert part.tensor.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_is_its_main_is_saved_once(dtype):
+    for stage in (0, 1):
+        _, ours = flat(dtype, zero_stage=stage)
+        kinds = set(ours.sharded_state_dict()["states"]["first"])
+        assert kinds == {"exp_avg", "exp_avg_sq"} | ({"main"} if dtype == torch.bfloat16 else set())
+
+
+def test_a_parameter_without_memory_is_not_saved_as_if_it_had_any():
+    from core.dist_checkpointing.mapping import sharded_state_dict as of_module
+
+    model = Net()
+    shard = FakeShard(model, zero_stage=3)
+    with torch.no_grad():
+        model.second.data = torch.full((1, 1), float("nan")).expand(5, 128)
+    with pytest.raises(ValueError, match=r"second has 4 bytes of memory for 2560: it is sharded \(ZeRO-3\); take"):
+        of_module(model, ALONE)
+    found = sharded_state_dict(shard)
+    assert found["second"][0].data.shape == (5, 128) and set(found) == {"first", "scale", "second", "wide.bias"}
+
+
+def test_the_configuration_says_what_is_wrong():
+    with pytest.raises(ValueError, match=r"optimizer='lion' is unknown; known: adamw, sgd, muon") as found:
+        OptimizerConfig(
+            optimizer="lion", momentum=1.0, loss_scale_window=0, initial_loss_scale=0, max_skipped_steps=-1
+        )
+    for name in ("momentum=1.0", "loss_scale_window=0", "initial_loss_scale=0", "max_skipped_steps=-1"):
+        assert name in str(found.value)
+    assert isinstance(build_optimizer(FakeShard(Net()), OptimizerConfig()), ShardedAdamW)
