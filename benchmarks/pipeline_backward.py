@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.harness import arguments, report, take_turns
 from core.autograd import StageContext, WeightGradBag, apply_recompute, reroute
 from core.pipeline import stage_backward_input, stage_backward_weight
-from tests.live import LiveBytes
+from core.testing import LiveBytes
 
 
 class GeluLayer(nn.Module):

@@ -25,6 +25,24 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
     return Schedule.make(schedule.placement, map(row, schedule.orders), schedule.name)
 
 
+def add_gathers(schedule: Schedule) -> Schedule:
+    """UNSHARD before the first F of each stage, RESHARD after its last I or B: sharded parameters (ZeRO-3) are
+    gathered once per step and stay whole meanwhile, where memory allows it."""
+
+    def row(order: Order) -> Iterator[Action]:
+        last = {action.stage: i for i, action in enumerate(order) if action.kind in "FRIB"}
+        seen: set[int] = set()
+        for i, action in enumerate(order):
+            if action.stage not in seen:
+                seen.add(action.stage)
+                yield Action("UNSHARD", action.stage)
+            yield action
+            if last.get(action.stage) == i:
+                yield Action("RESHARD", action.stage)
+
+    return Schedule.make(schedule.placement, map(row, schedule.orders), schedule.name)
+
+
 def only_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     """The schedule without the microbatches from `microbatches` on: no action depends on another microbatch's."""
     orders = ([a for a in order if a.microbatch is None or a.microbatch < microbatches] for order in schedule.orders)

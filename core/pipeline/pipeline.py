@@ -23,7 +23,7 @@ from core.pipeline.failure import told_to_all
 from core.pipeline.lower import Plan, plan
 from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
-from core.pipeline.player import Played, check, play
+from core.pipeline.player import Played, check, check_gathers, play
 from core.pipeline.schedules import NAMED, auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
 from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
@@ -115,6 +115,7 @@ class Pipeline:
         self.schedule = add_recompute(self.schedule, again)
         self._tuner = Tuner(ps, self.num_microbatches, again, memory_limit) if schedule == "auto" else None
         check(self.schedule, self.num_microbatches)
+        check_gathers(self.schedule)
         play(self.schedule)  # ends, or says who waits for whom
         if alone:
             _refuse_main_grad(modules)
@@ -128,7 +129,7 @@ class Pipeline:
         """stage -> module of this rank."""
         return {s: stage.module for s, stage in self.stages.items()}
 
-    def step(self, batch: Batch | None, loss_fn: LossFn, loss_scale: float = 1.0) -> StepResult:
+    def step(self, batch: Batch | None, loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
         """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
 
         batch: this replica's tensors [b, ...], cut along dim 0 into microbatches, the same on all its pipeline
@@ -144,7 +145,7 @@ class Pipeline:
             for stage in self.stages.values():
                 for parameter in stage.parameters:
                     counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
-            self.grad_sync.begin_step(counts)
+            self.grad_sync.begin_step(counts, split=True)
             tied = self._tied() if isinstance(self.grad_sync, NullGradSync) else {}
             executor = self._executor(self.schedule, facts)
             clock = Clock(self.ps.device)

@@ -94,6 +94,28 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
                     )
 
 
+def check_gathers(schedule: Schedule) -> None:
+    """Raise ValueError where a schedule says when parameters are whole (UNSHARD, RESHARD), but not for every action.
+
+    Without any, modules gather for themselves, unit by unit.
+    """
+    if not any(action.kind == "UNSHARD" for order in schedule.orders for action in order):
+        return
+    for order in schedule.orders:
+        whole: set[int] = set()
+        for action in order:
+            if action.kind == "UNSHARD":
+                whole.add(action.stage)
+            elif action.kind == "RESHARD":
+                whole.discard(action.stage)
+            elif action.kind in "FRIB" and action.stage not in whole:
+                raise ValueError(
+                    f"schedule {schedule.name!r} has gather actions, but none before {action}: stage {action.stage} "
+                    f"of {schedule.stages} is not whole there; write UNSHARD and RESHARD for every stage "
+                    "(passes.add_gathers), or none at all: its units are then gathered one by one"
+                )
+
+
 def _check_action(schedule: Schedule, rank: int, action: Action, count: int, seen: Mapping) -> None:
     kind, s, m = action
     where = f"schedule {schedule.name!r}, rank {rank}: {action}"

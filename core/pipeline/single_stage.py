@@ -21,6 +21,7 @@ from core.pipeline.step import (
     forward_arguments,
     join_outputs,
     parts_of,
+    scale_like,
     split_microbatches,
     stage_seed,
     sums,
@@ -67,7 +68,7 @@ class SingleStage:
         self.stage = own if isinstance(own, StageContext) else StageContext()
         self._arguments = forward_arguments(model)
 
-    def step(self, batch: Batch, loss_fn: LossFn, loss_scale: float = 1.0) -> StepResult:
+    def step(self, batch: Batch, loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
         """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
 
         batch: tensors [b, ...], cut along dim 0. loss_fn(output, microbatch) -> (loss_sum, num_tokens), sums
@@ -88,8 +89,9 @@ class SingleStage:
                 del output  # before backward: the graph holds what it needs
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
-                    loss_sum.backward(torch.full_like(loss_sum, loss_scale))
+                    loss_sum.backward(scale_like(loss_sum, loss_scale))
                 sync.after_input_grad(model)
+                sync.after_weight_grad(model)
                 found.append(sums(loss_sum, num_tokens, self.ps.device))
         finally:
             self.stage.release()

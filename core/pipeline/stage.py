@@ -22,6 +22,7 @@ from core.pipeline.step import (
     call_stage,
     check_loss,
     forward_arguments,
+    scale_like,
     stage_seed,
     sums,
     told_by,
@@ -66,7 +67,7 @@ class StepFacts:
     loss_fn: LossFn | None
     sync: GradSync
     training: bool = False
-    loss_scale: float = 1.0
+    loss_scale: float | Tensor = 1.0
     memory: dict[int, StageMemory] | None = None
 
 
@@ -197,7 +198,7 @@ class Stage:
         """Remember where gradients enter the graph of this output."""
         if self.last:
             leaves = [output[0]] if check_loss(*output) else []
-            held.seed = [torch.full_like(loss, facts.loss_scale, requires_grad=False) for loss in leaves]
+            held.seed = [scale_like(loss, facts.loss_scale) for loss in leaves]
         elif isinstance(output, Tensor):
             leaves = [output] if has_gradient(output) else []
         else:
@@ -215,7 +216,7 @@ class Stage:
         pairs = [(end, gradient) for end, gradient in given if end is not None]
         if pairs:
             torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
-        facts.sync.after_input_grad(self.module)
+        facts.sync.after_input_grad(self.module, held.bag.parameters())
         if facts.memory is not None:
             probe = MemoryProbe(self.module, facts.parts[m])
             facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, probe)
@@ -238,13 +239,15 @@ class Stage:
 
     def weight_gradients(self, m: int, facts: StepFacts) -> None:
         """W: empty the bag; a parameter is ready when the last of its thunks has run."""
-        bag = self._held.pop(m).bag
-        if isinstance(facts.sync, NullGradSync):
+        bag, sync = self._held.pop(m).bag, facts.sync
+        if isinstance(sync, NullGradSync):
             bag.run()
             return
+        sync.before_weight_grad(self.module)
         left = Counter(bag.parameters())
         while len(bag):
             parameter = bag.run_one()
             left[parameter] -= 1
             if not left[parameter]:
-                facts.sync.ready(parameter)
+                sync.ready(parameter)
+        sync.after_weight_grad(self.module)

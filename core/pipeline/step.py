@@ -104,6 +104,13 @@ def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
     return loss_sum.requires_grad
 
 
+def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:
+    """What backward starts with: `scale` in the shape and dtype of a loss; a tensor is not waited for."""
+    if isinstance(scale, Tensor):
+        return scale.detach().to(loss.device, loss.dtype).expand(loss.shape).contiguous()
+    return torch.full_like(loss, scale, requires_grad=False)
+
+
 def sums(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
     """[2] float64: loss and tokens of a microbatch, detached."""
     if not isinstance(num_tokens, Tensor):  # filled in on the device, not copied there

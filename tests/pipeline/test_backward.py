@@ -12,7 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from benchmarks.pipeline_backward import GeluLayer, Ours, Stage, Torch, extra_forwards, held
 from core.autograd import StageContext, WeightGradBag, deferred_linear, reroute
 from core.pipeline import stage_backward, stage_backward_input, stage_backward_weight
-from tests.live import LiveBytes, matmul_flops
+from core.testing import LiveBytes
+from tests.flops import matmul_flops
 
 
 def stage_of(layers=4):

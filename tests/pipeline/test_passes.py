@@ -3,8 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.pipeline.actions import Action, looped, v_shape
-from core.pipeline.passes import add_recompute, forward_only, only_microbatches, split_backward
-from core.pipeline.player import check, play
+from core.pipeline.passes import add_gathers, add_recompute, forward_only, only_microbatches, split_backward
+from core.pipeline.player import check, check_gathers, play
 from core.pipeline.schedules import NAMED, make
 from tests.pipeline.plays import play_whole, recompute_everywhere, written
 
@@ -16,6 +16,29 @@ def test_recompute_stands_before_its_backward_and_not_after_its_own_forward():
     assert add_recompute(again) == again
     assert add_recompute(schedule, [1]).recomputed == {(1, 1)}
     assert add_recompute(schedule, []) == schedule
+
+
+def test_gathers_stand_around_all_that_needs_whole_parameters():
+    schedule = written("0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1B0 1F1 1B1", (0, 1))
+    whole = add_gathers(schedule)
+    assert (
+        whole.text() == "custom: 0 1\n0UNSHARD 0F0 0F1 0I0 0W0 0I1 0RESHARD 0W1\n1UNSHARD 1F0 1B0 1F1 1B1 1RESHARD\n"
+    )
+    check_gathers(schedule)
+    check_gathers(whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("0UNSHARD 0F0 0B0 0RESHARD\n1F0 1B0", "1F0"),
+        ("0UNSHARD 0F0 0RESHARD 0B0\n1UNSHARD 1F0 1B0", "0B0"),
+        ("0UNSHARD 0F0 0RESHARD 0R0 0B0\n1UNSHARD 1F0 1B0", "0R0"),
+    ],
+)
+def test_some_gathers_and_not_all_are_refused(text, action):
+    with pytest.raises(ValueError, match=f"none before {action}: stage {action[0]} of 2 is not whole.*add_gathers"):
+        check_gathers(written(text, (0, 1)))
 
 
 @pytest.mark.parametrize(

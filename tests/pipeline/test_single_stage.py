@@ -165,6 +165,7 @@ def test_the_order_of_a_step(ranks):
             ("before_input_grad", True),
             ("gradient",),
             ("after_input_grad", True),
+            ("after_weight_grad", True),
         ]
 
     for rank, events in enumerate(ranks(on_rank, world=2)):
