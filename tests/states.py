@@ -12,7 +12,7 @@ def _state(world, **config):
     return ParallelState.build(ParallelConfig(**config), device="cpu")
 
 
-def state(tp=1, pp=1, cp=1, sp=False, expert=1):
+def state(tp=1, pp=1, cp=1, sp=False, expert=1, replicate=1):
     """The state of this rank; the data axis takes what is left of the job's world."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return _state(world, tensor=tp, pipeline=pp, context=cp, expert=expert, sequence_parallel=sp)
+    return _state(world, tensor=tp, pipeline=pp, context=cp, expert=expert, replicate=replicate, sequence_parallel=sp)

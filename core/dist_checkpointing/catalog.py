@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import STORED, ArrayInfo, Holdings
-from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
+from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves, refuse_freed
 from core.parallel_state.flat import Box, volume
 
 _KEY = re.compile(r"[\w.\-]+(/[\w.\-]+)*", re.ASCII)
@@ -59,6 +59,8 @@ def flatten(state: Any) -> LocalState:
     def add(path: tuple[str, ...], leaf: Any) -> None:
         if isinstance(leaf, Tensor):
             flat.plain.add("/".join(path))
+            if leaf.dim() and leaf.is_floating_point() and not any(leaf.stride()) and bool(leaf.isnan().any()):
+                refuse_freed("/".join(path), leaf)  # what `model.state_dict()` gives under ZeRO-3
             leaf = ShardedTensor("/".join(path), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
         if isinstance(leaf, ShardedTensor):
             check_key(leaf.key)

@@ -150,6 +150,15 @@ def stacked_key(name: str, stacks: Stacks) -> tuple[str, int | None, str]:
     return name, None, ""
 
 
+def refuse_freed(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor whose memory is given back, as ZeRO-3 does between uses."""
+    if (there := tensor.untyped_storage().nbytes()) < tensor.numel() * tensor.itemsize:
+        raise ValueError(
+            f"{name} has {there} bytes of memory for {tensor.numel() * tensor.itemsize}: it is sharded (ZeRO-3); "
+            "take the model's state from core.optimizer.sharded_state_dict(shard), shard being its DataParallel"
+        )
+
+
 class Mapper:
     """Makes sharded tensors of one rank: where it stands, and which lists of layers are stacks."""
 
@@ -157,7 +166,11 @@ class Mapper:
         self._at, self._sizes, self._stacks = ps.coordinate, ps.sizes, stacks
 
     def parameter(self, group: str, name: str, tensor: Tensor, layout: Layout) -> ShardedTensor:
-        """The true part of a local tensor that lies as `layout` says."""
+        """The true part of a local tensor that lies as `layout` says.
+
+        Raises ValueError: a tensor whose memory is given back, as ZeRO-3 does between uses.
+        """
+        refuse_freed(name, tensor)
         part = true_part(tensor.detach(), layout, self._at, self._sizes)
         box: Box = tuple((s.start, s.stop) for s in layout.box(self._at, self._sizes))
         return self._place(group, name, layout, part, box, tensor.detach())

@@ -142,7 +142,7 @@ def killed(root, who, waits):
 
 @pytest.mark.parametrize(
     ("who", "waits"),
-    [(0, True), (1, False), *(pytest.param(*case, marks=pytest.mark.full) for case in [(0, False), (1, True)])],
+    [(0, True), *(pytest.param(*case, marks=pytest.mark.full) for case in [(1, False), (0, False), (1, True)])],
 )
 def test_a_killed_writer(ranks, tmp_path, who, waits):
     ranks(killed, str(tmp_path), who, waits, world=2)

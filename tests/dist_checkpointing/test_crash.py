@@ -93,12 +93,13 @@ def assert_goes_on(root):
     assert root.steps() == [*root.tags().values(), 5]
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("world", [posix, kv])
-def test_killed_at_every_step(world, folder):
+def test_killed_at_every_step(world, every, folder):
     root, steps, again = world(folder)
     Story(root).tell()
     assert_sound(again(), {30})
-    for at in range(steps.count):
+    for at in range(0, steps.count, every):
         root, _, again = world(folder, at)
         story = Story(root)
         with pytest.raises(Killed):
@@ -127,20 +128,22 @@ LOSSES = {  # what survives of content, of names
 }
 
 
-LONG = ("content only", "random 1")
+SHORT = ("nothing unsynced", "names only")
 
 
-@pytest.mark.parametrize("loss", [pytest.param(k, marks=pytest.mark.full) if k in LONG else k for k in LOSSES])
-def test_power_lost_at_every_step(loss, folder):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("loss", [k if k in SHORT else pytest.param(k, marks=pytest.mark.full) for k in LOSSES])
+def test_power_lost_at_every_step(loss, every, folder):
     root, _, _ = posix(folder)
     disk, left, log = Disk(folder / "top"), folder / "left", root.files.fs.log
     story = Story(root)
     story.tell(log)
     for number, change in enumerate([*log, None]):
-        disk.after_power_loss(left, *LOSSES[loss])
-        allowed = [allowed for start, allowed in story.marks if start <= number][-1]
-        assert_sound(Root(left / "runs" / "root", fs=CrashFs(), stale_s=0), allowed)
-        shutil.rmtree(left)
+        if number % every == 0 or change is None:
+            disk.after_power_loss(left, *LOSSES[loss])
+            allowed = [allowed for start, allowed in story.marks if start <= number][-1]
+            assert_sound(Root(left / "runs" / "root", fs=CrashFs(), stale_s=0), allowed)
+            shutil.rmtree(left)
         if change:
             disk.apply(change)
 

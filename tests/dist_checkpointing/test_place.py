@@ -13,10 +13,10 @@ from core.dist_checkpointing import place as place_module
 from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.place import DiskFullError, PosixPlace, free_bytes, open_place, open_store, space_for
 from core.dist_checkpointing.root import Root
-from tests.dist_checkpointing.toy import STORES, save, store, version_of
+from tests.dist_checkpointing.toy import PLACES, save, store, version_of
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=PLACES)
 def place(request, tmp_path):
     where = store(request.param, tmp_path)
     return where if isinstance(where, KvPlace) else open_store(where)

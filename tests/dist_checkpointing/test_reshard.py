@@ -50,7 +50,7 @@ def test_nothing_needs_to_move(saved, tmp_path, capsys, layout):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("tp", [3, 12])
+@pytest.mark.parametrize("tp", [3, pytest.param(12, marks=pytest.mark.full)])
 def test_a_copy_for_other_sizes_and_back_again(saved, tmp_path, capsys, tp):
     path, main_parameters = saved
     assert main(["reshard", str(path), str(tmp_path / "new"), "--tp", str(tp)]) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from core.dist_checkpointing.commit import commit, planned_files
 from core.dist_checkpointing.root import Root
-from tests.dist_checkpointing.toy import METADATA, STORES, save, store, version_of, write_rank
+from tests.dist_checkpointing.toy import METADATA, PLACES, STORES, save, store, version_of, write_rank
 
 A = "a" * 32
 
@@ -115,6 +115,9 @@ def test_a_damaged_tag_stops_retention(root, text):
     assert root.steps() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "root", ["posix", *(pytest.param(kind, marks=pytest.mark.full) for kind in PLACES[1:])], indirect=True
+)
 def test_sweep_spares_who_is_alive(root):
     fill(root, 1)
     place = root.begin(2, A)

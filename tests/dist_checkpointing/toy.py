@@ -5,6 +5,7 @@ import zlib
 from uuid import uuid4
 
 import numpy as np
+import pytest
 import tensorstore as ts
 
 from core.dist_checkpointing import commit as committing
@@ -12,7 +13,8 @@ from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.kv_place import KvPlace
 
 WORLD = 2
-STORES = ["posix", "memory", "file"]  # the last two are key-value stores
+PLACES = ["posix", "memory", "file"]  # the last two are key-value stores, which differ in their places alone
+STORES = ["posix", "memory", pytest.param("file", marks=pytest.mark.full)]
 
 
 def store(kind, folder):
