@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
-from torch import Tensor
 
 from core import parallel_state
-from core.data_parallel import PerParameterGradSync
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig, ParallelState
 from core.training import (
     CheckpointConfig,
     DataConfig,
+    DataParallelConfig,
     ModelConfig,
     PipelineConfig,
     TrainingConfig,
     check_run,
     train,
 )
-from core.training.build import build_executor, build_stages
+from core.training.build import build_executor, build_sharded, build_stages
 from core.training.checkpoint import Checkpoints
-from core.training.compare import against_run, first_step_alone
+from core.training.compare import comparisons
 from core.training.console import Console
-from core.training.data import open_corpus
+from core.training.data import moved_to, open_corpus
 from core.training.evaluate import evaluate_bits_per_byte
 from core.training.generate import generate
+from core.training.memory import MemoryReport
 from core.training.metrics import MetricsLog, flops_per_token
 from core.training.report import describe, last_step, tell
 
@@ -47,6 +47,7 @@ class Run:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(train_steps=STEPS))
     optimizer: OptimizerConfig = field(
@@ -65,16 +66,14 @@ def pretrain(run: Run, ps: ParallelState) -> None:
     batches, valid = corpus.batches(run.data, run.training), corpus.validation(run.data, run.training)
     vocab, s, rank, size = corpus.tokenizer.vocab_size, run.data.sequence_length, ps.index("dp"), ps.size("dp")
     stages = build_stages(run.model, run.pipeline, vocab, s, ps)
-    sync = PerParameterGradSync(stages, ps)
-    optimizer = AdamW(stages, ps, run.optimizer, grad_sync=sync)
-    executor = build_executor(stages, run.pipeline, run.training, ps, sync)
     describe(stages, ps, corpus, console.say)
-    checkpoints = Checkpoints(run.checkpoint, stages, optimizer, ps, run.data, run.training, console.say)
-    start, output = checkpoints.resume(), Path(run.training.output)
+    memory = MemoryReport(stages, ps, say=console.say)
+    shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
+    executor = build_executor(stages, run.pipeline, run.training, ps, shard)
+    memory.watch(executor)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, console.say)
+    start, output, here = checkpoints.resume(), Path(run.training.output), moved_to(ps.device)
     log = MetricsLog(output if ps.rank == 0 else None, start)
-
-    def here(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(ps.device) for name, tensor in batch.items()}
 
     def validate() -> float:
         rows = valid.sequential(run.training.global_batch_size, rank, size)
@@ -97,23 +96,22 @@ def pretrain(run: Run, ps: ParallelState) -> None:
     if checkpoints.stopped:
         return
     steps, bits = last_step(executor), validate()
-    prompt = corpus.tokenizer.encode("def main():\n")[: max(1, s // 2)]
+    prompt = corpus.tokenizer.encode("def main():\n")[: s // 2 or 1]
     tokens = generate(stages[min(stages)], prompt, new_tokens=100, temperature=0.7, executor=executor)
     if ps.rank != 0:
         return
-    baselines = {"unigram": corpus.unigram, "gzip -9": corpus.gzip, "validation": bits}
-    tell(output, log.records, corpus, baselines, steps, corpus.tokenizer.decode(tokens), console.say)
-    if start == 0:
-        console.say(first.against(first_step_alone(run.model, run.data, run.training, batches, vocab)))
-    if run.training.compare_with is not None:
-        console.say(against_run(log.records, run.training.compare_with))
+    tell(output, log.records, corpus, bits, steps, corpus.tokenizer.decode(tokens), console.say)
+    for line in comparisons(
+        first if start == 0 else None, log.records, run.model, run.data, run.training, batches, vocab
+    ):
+        console.say(line)
 
 
 if __name__ == "__main__":
     run = tyro.cli(Run, description=__doc__)
     try:
         parts = run.model, run.parallel, run.data, run.training, run.pipeline, run.checkpoint
-        layout = check_run(*parts, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+        layout = check_run(*parts, run.data_parallel, run.optimizer, world_size=int(os.environ.get("WORLD_SIZE", 1)))
         with parallel_state.launch(run.device) as device:
             pretrain(run, ParallelState.build(layout, device=device))
     except (ValueError, OSError) as error:

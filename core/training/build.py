@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 
 from core.autograd import GradSync, apply_recompute
+from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages
+from core.optimizer import OptimizerConfig, ShardedOptimizer, build_optimizer
 from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage
-from core.training.config import ModelConfig, PipelineConfig, TrainingConfig
+from core.training.config import DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig
+from core.training.memory import MemoryReport
 
 
 def build_stages(
@@ -26,6 +29,25 @@ def build_stages(
         parallel=ps,
         seed=model.seed,
     )
+
+
+def build_sharded(
+    stages: Mapping[int, GPTModel],
+    data_parallel: DataParallelConfig,
+    optimizer: OptimizerConfig,
+    ps: ParallelState,
+    memory: MemoryReport | None = None,
+) -> tuple[DataParallel, ShardedOptimizer]:
+    """Who divides and sums, and the optimizer over it, as the run says; `memory` tells what they hold. Collective."""
+    if memory is not None:
+        memory.at("model init")
+    shard, offload = DataParallel(stages, ps, **data_parallel.arguments()), data_parallel.placement()
+    built = build_optimizer(shard, optimizer, offload=offload)
+    if memory is not None:
+        memory.holds(shard, built)
+        memory.at("optimizer init")
+        memory.predict(offload)
+    return shard, built
 
 
 def build_executor(

@@ -10,14 +10,12 @@ import torch
 
 from core.dist_checkpointing.loading import load
 from core.dist_checkpointing.manager import CheckpointManager
-from core.dist_checkpointing.mapping import sharded_state_dict
 from core.dist_checkpointing.ranks import from_first
 from core.dist_checkpointing.saving import layout_of_ranks
 from core.dist_checkpointing.stored import Stored
-from core.optimizer import AdamW
+from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
-from core.parallel_state.modules import Modules
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 
 
@@ -31,14 +29,13 @@ class Checkpoints(AbstractContextManager):
     def __init__(
         self,
         config: CheckpointConfig,
-        stages: Modules,
-        optimizer: AdamW,
+        optimizer: ShardedOptimizer,
         ps: ParallelState,
         data: DataConfig,
         training: TrainingConfig,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.config, self.stages, self.optimizer, self.ps, self.say = config, stages, optimizer, ps, say
+        self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
         self._order = {
             "global_batch_size": training.global_batch_size,
             "sequence_length": data.sequence_length,
@@ -57,7 +54,7 @@ class Checkpoints(AbstractContextManager):
     def state(self, step: int) -> dict[str, Any]:
         """Everything that the steps after `step` updates depend on."""
         return {
-            "model": sharded_state_dict(self.stages, self.ps),
+            "model": sharded_state_dict(self.optimizer.shard),
             "optimizer": self.optimizer.sharded_state_dict(),
             "training": {"step": step, "samples": step * self._order["global_batch_size"], "order": self._order},
         }

@@ -1,6 +1,6 @@
 """Whether a layout of ranks computes what one rank does, and a resumed run what an unbroken one does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from core.data_parallel import PerParameterGradSync
@@ -41,6 +41,25 @@ def first_step_alone(
     result = executor.step(batches.batch(0), next_token_loss)
     stats = optimizer.step(num_tokens=result.num_tokens)
     return FirstStep(float(result.loss), float(stats.grad_norm))
+
+
+def comparisons(
+    first: FirstStep | None,
+    records: Sequence[StepRecord],
+    model: ModelConfig,
+    data: DataConfig,
+    training: TrainingConfig,
+    batches: GPTBatches,
+    vocab_size: int,
+) -> Iterator[str]:
+    """A line for step 0 against one process (`first`: what it saw; None: resumed), one against `compare_with`.
+
+    Raises ValueError: as `against_run`.
+    """
+    if first is not None:
+        yield first.against(first_step_alone(model, data, training, batches, vocab_size))
+    if training.compare_with is not None:
+        yield against_run(records, training.compare_with)
 
 
 def against_run(records: Sequence[StepRecord], path: str | Path) -> str:

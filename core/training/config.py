@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from core.models.gpt import gpt2_spec, llama_spec
+from core.optimizer import Offload
 from core.parallel_state.config import raise_all
 from core.pipeline import schedules
 from core.transformer import TransformerConfig, TransformerLayerSpec
@@ -22,10 +23,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "gpt2": {"activation_func": "gelu_tanh"},
 }
 
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model by its style and sizes; `transformer()` spells it out. Raises ValueError: an unknown style."""
+    """A model by its style and sizes; `transformer()` spells it out. Weights are float32, or of 16 bits.
+
+    Raises ValueError: an unknown style, two dtypes at once.
+    """
 
     style: Literal["llama", "gpt2"] = "llama"
     num_layers: int = 4
@@ -36,11 +42,21 @@ class ModelConfig:
     dropout: float = 0.0
     tie_embeddings: bool = True
     bf16: bool = False
+    fp16: bool = False  # with a loss scale that follows overflows
     seed: int = 1234
 
     def __post_init__(self) -> None:
         known = ", ".join(STYLES)
-        raise_all("ModelConfig", [(self.style in STYLES, f"unknown style {self.style!r}; known: {known}")])
+        rules = [
+            (self.style in STYLES, f"unknown style {self.style!r}; known: {known}"),
+            (not (self.bf16 and self.fp16), "bf16 and fp16 are 2 dtypes for one model; give one of them"),
+        ]
+        raise_all("ModelConfig", rules)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     def transformer(self) -> TransformerConfig:
         """The facts of the model. Raises ValueError with all that is wrong."""
@@ -52,7 +68,7 @@ class ModelConfig:
             ffn_hidden_size=self.ffn_hidden_size,
             hidden_dropout=self.dropout,
             attention_dropout=self.dropout,
-            params_dtype=torch.bfloat16 if self.bf16 else torch.float32,
+            params_dtype=self.dtype,
             **STYLES[self.style],
         )
 
@@ -106,6 +122,75 @@ class PipelineConfig:
     def placement(self, ranks: int) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
         return schedules.placement(self.schedule, ranks, self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """What the data ranks divide among themselves, and where optimizer states live.
+
+    zero_stage: 0 nothing is divided; 1 optimizer states; 2 gradients too, summed in every microbatch; 3 weights too.
+    offload: "optimizer": float32 copies and moments of `offload_fraction` of the elements live in host memory, or in
+        files of `offload_directory` that are mapped into it.
+    grad_dtype: in which gradients are added up; default: float32 for 16-bit weights, else the weights'.
+        reduce_dtype: to which they are rounded to be sent; default: grad_dtype.
+    bucket_size: elements that are sent together; default: by the device. shard_units: what stage 3 gathers at once:
+        "layer", or a name or pattern of modules.
+    overlap: send while computing; default: where that pays (see `DataParallel`). check_replicas_every: steps between
+        two comparisons of all replicas; 0: never.
+    Raises ValueError with every rule that is broken.
+    """
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    offload: Literal["none", "optimizer"] = "none"
+    offload_fraction: float = 1.0
+    offload_directory: str | None = None
+    grad_dtype: str | None = None
+    reduce_dtype: str | None = None
+    bucket_size: int | None = None
+    shard_units: str = "layer"
+    overlap: bool | None = None
+    check_replicas_every: int = 0
+
+    def __post_init__(self) -> None:
+        raise_all("DataParallelConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield self.zero_stage in (0, 1, 2, 3), f"zero_stage={self.zero_stage} is unknown; known: 0, 1, 2, 3"
+        yield self.offload in ("none", "optimizer"), f"unknown offload {self.offload!r}; known: none, optimizer"
+        yield (
+            0 <= self.offload_fraction <= 1,
+            f"offload_fraction={self.offload_fraction} must be between 0 (nothing) and 1 (all)",
+        )
+        yield (
+            self.offload_directory is None or self.offload != "none",
+            f"offload_directory={self.offload_directory} holds nothing with offload=none; use offload=optimizer",
+        )
+        for name in ("grad_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            yield value is None or value in DTYPES, f"unknown {name} {value!r}; known: {', '.join(DTYPES)}"
+        size = self.bucket_size
+        yield size is None or size >= 1, f"bucket_size={size} must be at least 1 element"
+        every = self.check_replicas_every
+        yield every >= 0, f"check_replicas_every={every} must be at least 0 (never)"
+
+    def arguments(self) -> dict[str, Any]:
+        """What `DataParallel(module, ps, ...)` is told."""
+        return {
+            "zero_stage": self.zero_stage,
+            "bucket_size": self.bucket_size,
+            "grad_dtype": DTYPES[self.grad_dtype] if self.grad_dtype is not None else None,
+            "reduce_dtype": DTYPES[self.reduce_dtype] if self.reduce_dtype is not None else None,
+            "shard_units": self.shard_units,
+            "overlap": self.overlap,
+            "check_replicas_every": self.check_replicas_every,
+        }
+
+    def placement(self) -> Offload | None:
+        """Where the optimizer's states live: what `build_optimizer(shard, config, offload=...)` is told."""
+        if self.offload == "none":
+            return None
+        kind = "cpu" if self.offload_directory is None else "disk"
+        return Offload(kind=kind, fraction=self.offload_fraction, directory=self.offload_directory)
 
 
 @dataclass(frozen=True, kw_only=True)

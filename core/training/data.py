@@ -1,6 +1,10 @@
 """The tokens of a run: prepared once, opened by every rank."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from core.datasets import (
     GPTBatches,
@@ -94,3 +98,8 @@ def _own_corpus(train: str, valid: str, tokenizer_file: str) -> Corpus:
         unigram=unigram_bits_per_byte(text),
         gzip=gzip_bits_per_byte(text),
     )
+
+
+def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """A function that takes a batch to `device`."""
+    return lambda batch: {name: tensor.to(device) for name, tensor in batch.items()}

@@ -14,7 +14,7 @@ class Executor(Protocol):
 
     step_index: int
 
-    def step(self, batch: Mapping[str, Tensor], loss_fn: LossFn, loss_scale: float = 1.0) -> StepResult:
+    def step(self, batch: Mapping[str, Tensor], loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
         """Forward and backward of one batch; global sums."""
         ...
 

@@ -21,12 +21,21 @@ class Optimizer(Protocol):
         """Of the next step."""
         ...
 
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """What the next loss is multiplied by."""
+        ...
+
     def step(self, num_tokens: float | Tensor | None = None) -> StepStats:
         """One update from the gradients, divided by the global number of tokens."""
         ...
 
     def zero_grad(self) -> None:
         """Start over."""
+        ...
+
+    def non_finite(self) -> list[str]:
+        """Collective: which gradients made the last skipped step be skipped, and on which rank."""
         ...
 
 
@@ -51,7 +60,8 @@ class FirstStep:
 
     def against(self, other: "FirstStep") -> str:
         """One line that compares this with the same step computed by one process."""
-        difference = max(abs(self.loss - other.loss), abs(self.grad_norm - other.grad_norm))
+        apart = (abs(self.loss - other.loss), abs(self.grad_norm - other.grad_norm))
+        difference = max(apart, key=lambda value: value if value == value else float("inf"))  # NaN is the largest
         return (
             f"first step here and in one process: loss {self.loss:.6f} and {other.loss:.6f}, gradient norm "
             f"{self.grad_norm:.6f} and {other.grad_norm:.6f}, max |difference| {difference:.1e}"
@@ -113,7 +123,7 @@ def train(
     for step in range(start, config.train_steps):
         optimizer.zero_grad()
         rate = optimizer.learning_rate
-        result = executor.step(batch_of(step), next_token_loss)
+        result = executor.step(batch_of(step), next_token_loss, optimizer.loss_scale)
         if checkpoints is not None:
             checkpoints.before_update()
         stats = optimizer.step(num_tokens=result.num_tokens)
@@ -131,6 +141,9 @@ def train(
                 record = _record(step, loss, rate, stats, int(result.num_tokens), meter, flops_per_token)
                 log.add(record)
                 say(record.line(config.train_steps))
+                if bool(stats.skipped):  # the same on every rank
+                    found = ", ".join(optimizer.non_finite()[:5]) or "the norm"
+                    say(f"step {step + 1} was skipped; not finite: {found}")
             if every_step is not None:
                 every_step(step + 1, loss)
         begin = time.perf_counter()

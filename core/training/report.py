@@ -39,12 +39,13 @@ def tell(
     output: Path,
     records: Sequence[StepRecord],
     corpus: Corpus,
-    baselines: Mapping[str, float],
+    validation: float,
     timelines: Mapping[str, Timeline],
     sample: str,
     say: Callable[[str], None],
 ) -> None:
-    """After a run: `report.png`, the last step drawn, a sample, the loss beside what needs no model."""
+    """After a run: `report.png`, the last step drawn, a sample, `validation` bits per byte beside the baselines."""
+    baselines = {"unigram": corpus.unigram, "gzip -9": corpus.gzip, "validation": validation}
     write_report(output / "report.png", records, corpus.bytes_per_token, baselines=baselines, timelines=timelines)
     for title, timeline in timelines.items():
         say(f"{headline(title, timeline)}\n{draw_text(timeline)}\n")

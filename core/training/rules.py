@@ -3,11 +3,21 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from core.datasets import TokenFile
 from core.dist_checkpointing.root import Root
+from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig
 from core.parallel_state.config import divisors, raise_all
-from core.training.config import CheckpointConfig, DataConfig, ModelConfig, PipelineConfig, TrainingConfig
+from core.training.config import (
+    CheckpointConfig,
+    DataConfig,
+    DataParallelConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainingConfig,
+)
 from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
@@ -100,6 +110,38 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
         yield steps > 0, f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run"
 
 
+def _update_rules(
+    model: ModelConfig, parallel: ParallelConfig, data_parallel: DataParallelConfig, optimizer: OptimizerConfig
+) -> Rules:
+    """What the update needs of the dtypes, and of how its states are divided."""
+    zero, tensor, muon = data_parallel.zero_stage, parallel.tensor, optimizer.optimizer == "muon"
+    yield (
+        not muon or (zero == 0 and tensor == 1),
+        f"optimizer=muon orthogonalises whole matrices, zero_stage={zero} and tensor={tensor} may cut them; use "
+        "zero_stage=0 and tensor=1, or optimizer=adamw",
+    )
+    yield (
+        not muon or data_parallel.offload == "none" or data_parallel.offload_fraction == 0,
+        f"optimizer=muon multiplies matrices where its states are, offload_fraction={data_parallel.offload_fraction} "
+        "of them would be on the host; use offload=none, or optimizer=adamw",
+    )
+    yield (
+        optimizer.main_params or model.bf16,
+        f"main_params=False rounds weights to bfloat16 stochastically, these are {_name(model.dtype)}; use bf16, or "
+        "main_params=True",
+    )
+    for name in ("grad_dtype", "reduce_dtype"):
+        yield (
+            getattr(data_parallel, name) != "float16" or model.fp16,
+            f"{name}=float16 loses what is below 6e-8 where no loss scale lifts it, and weights of "
+            f"{_name(model.dtype)} have none; use bfloat16 or float32, or fp16",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_run(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -107,6 +149,8 @@ def check_run(
     training: TrainingConfig,
     pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008  (frozen)
     checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
+    data_parallel: DataParallelConfig = DataParallelConfig(),  # noqa: B008
+    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
     *,
     world_size: int,
 ) -> ParallelConfig:
@@ -116,6 +160,6 @@ def check_run(
         parallel = parallel.for_world(world_size)
     except ValueError as error:
         rules.append((False, str(error)))
-    rules += _checkpoint_rules(checkpoint)
+    rules += [*_checkpoint_rules(checkpoint), *_update_rules(model, parallel, data_parallel, optimizer)]
     raise_all("this run", [*rules, *run_rules(model, parallel, data, training, pipeline)])
     return parallel

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.data_parallel import PerParameterGradSync
-from core.optimizer import AdamW, OptimizerConfig
-from core.training import CheckpointConfig, DataConfig, ModelConfig, PipelineConfig, TrainingConfig, train
-from core.training.build import build_executor, build_stages
+from core.optimizer import OptimizerConfig
+from core.training import (
+    CheckpointConfig,
+    DataConfig,
+    DataParallelConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainingConfig,
+    train,
+)
+from core.training.build import build_executor, build_sharded, build_stages
 from core.training.checkpoint import Checkpoints
 from core.training.metrics import MetricsLog
 from tests.states import state as parallel
@@ -26,7 +33,7 @@ OPTIMIZER = OptimizerConfig(
 class Run:
     """A tiny GPT with dropout and a moving learning rate, on the ranks of this job."""
 
-    def __init__(self, checkpoint, *, tp=1, pp=1, bf16=False, recompute="none", batch=8, **model):
+    def __init__(self, checkpoint, *, tp=1, pp=1, bf16=False, recompute="none", batch=8, zero=1, **model):
         torch.set_default_dtype(torch.float32)
         self.ps = ps = parallel(tp=tp, pp=pp)
         self.training = TrainingConfig(
@@ -34,13 +41,12 @@ class Run:
         )
         pipeline = PipelineConfig(schedule="1f1b")
         self.stages = build_stages(ModelConfig(**MODEL | {"bf16": bf16} | model), pipeline, VOCABULARY, S, ps)
-        sync = PerParameterGradSync(self.stages, ps)
-        self.optimizer = AdamW(self.stages, ps, OPTIMIZER, grad_sync=sync)
-        self.executor = build_executor(self.stages, pipeline, self.training, ps, sync)
+        shard, self.optimizer = build_sharded(self.stages, DataParallelConfig(zero_stage=zero), OPTIMIZER, ps)
+        self.executor = build_executor(self.stages, pipeline, self.training, ps, shard)
         self.said = []
         data = DataConfig(sequence_length=S)
         config = CheckpointConfig(**{"keep_last": N} | checkpoint)
-        self.checkpoints = Checkpoints(config, self.stages, self.optimizer, ps, data, self.training, self.said.append)
+        self.checkpoints = Checkpoints(config, self.optimizer, ps, data, self.training, self.said.append)
 
     def batch(self, step):
         generator = torch.Generator().manual_seed(step)
@@ -102,6 +108,7 @@ LAYOUTS = [
     pytest.param(1, {"recompute": "none"}, id="none"),
     pytest.param(1, {"recompute": "selective", "bf16": True}, id="selective-bf16"),
     pytest.param(2, {"tp": 2, "recompute": "layer", "bf16": True}, id="layer-tp2-bf16"),
+    pytest.param(2, {"zero": 3, "bf16": True}, id="zero3-bf16"),
     pytest.param(1, {"recompute": "layer"}, id="layer", marks=pytest.mark.full),
     pytest.param(2, {"pp": 2, "recompute": "stage"}, id="stage-pp2", marks=pytest.mark.full),
     pytest.param(2, {"pp": 2, "bf16": True}, id="pp2-bf16", marks=pytest.mark.full),

@@ -1,14 +1,17 @@
 """What does not fit together is told before any process exists, all at once, with both numbers and the remedy."""
 
+import inspect
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from core.data_parallel import DataParallel
 from core.datasets import TokenFileWriter
+from core.optimizer import Offload, OptimizerConfig
 from core.parallel_state import ParallelConfig
-from core.training import DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run
+from core.training import DataConfig, DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run
 
 MODEL = ModelConfig(num_layers=4, hidden_size=48, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=96)
 FITS = {"model": MODEL, "parallel": ParallelConfig(), "data": DataConfig(), "training": TrainingConfig()}
@@ -90,6 +93,44 @@ WRONG = {
         {"model": replace(MODEL, hidden_size=36)},
         1,
         "style=llama rotates pairs of dims, hidden_size=36 / num_attention_heads=12 is 3; use an even number",
+    ),
+    "muon beside sharded states": (
+        {"optimizer": OptimizerConfig(optimizer="muon")},
+        2,
+        "optimizer=muon orthogonalises whole matrices, zero_stage=1 and tensor=1 may cut them; use zero_stage=0 and",
+    ),
+    "muon beside tensor ranks": (
+        {
+            "optimizer": OptimizerConfig(optimizer="muon"),
+            "data_parallel": DataParallelConfig(zero_stage=0),
+            "parallel": ParallelConfig(tensor=2),
+        },
+        2,
+        "zero_stage=0 and tensor=2 may cut them",
+    ),
+    "muon on the host": (
+        {
+            "optimizer": OptimizerConfig(optimizer="muon"),
+            "data_parallel": DataParallelConfig(zero_stage=0, offload="optimizer", offload_fraction=0.5),
+        },
+        2,
+        "offload_fraction=0.5 of them would be on the host; use offload=none, or optimizer=adamw",
+    ),
+    "rounding of float32": (
+        {"optimizer": OptimizerConfig(main_params=False)},
+        1,
+        "main_params=False rounds weights to bfloat16 stochastically, these are float32; use bf16",
+    ),
+    "float16 sums": (
+        {"data_parallel": DataParallelConfig(grad_dtype="float16", reduce_dtype="float16")},
+        1,
+        "grad_dtype=float16 loses what is below 6e-8 where no loss scale lifts it, and weights of float32 have none; "
+        "use bfloat16 or float32, or fp16; reduce_dtype=float16 loses",
+    ),
+    "copies": (
+        {"parallel": ParallelConfig(tensor=2, replicate=3)},
+        8,
+        "replicate=3 does not divide data(4); valid: 1, 2, 4",
     ),
     "no such file": (
         {"data": DataConfig(train="nowhere/t", valid="nowhere/v", tokenizer="nowhere/tokenizer.json")},
@@ -174,9 +215,28 @@ def test_all_parts_of_a_run_are_told_at_once():
                 "vocab_size=100 cannot",
             ],
         ),
-        (lambda: ModelConfig(style="bert"), ["unknown style 'bert'; known: llama, gpt2"]),
+        (
+            lambda: ModelConfig(style="bert", bf16=True, fp16=True),
+            ["unknown style 'bert'; known: llama, gpt2", "bf16 and fp16 are 2 dtypes for one model"],
+        ),
+        (
+            lambda: DataParallelConfig(
+                zero_stage=4, offload_fraction=1.5, offload_directory="d", grad_dtype="half", bucket_size=0
+            ),
+            [
+                "zero_stage=4 is unknown; known: 0, 1, 2, 3",
+                "offload_fraction=1.5 must be between 0 (nothing) and 1 (all)",
+                "offload_directory=d holds nothing with offload=none",
+                "unknown grad_dtype 'half'; known: float64, float32, bfloat16, float16",
+                "bucket_size=0 must be at least 1",
+            ],
+        ),
+        (
+            lambda: DataParallelConfig(offload="weights", check_replicas_every=-1),
+            ["unknown offload 'weights'; known: none, optimizer", "check_replicas_every=-1 must be at least 0"],
+        ),
     ],
-    ids=["training", "data", "model"],
+    ids=["training", "data", "model", "data parallel", "replicas"],
 )
 def test_each_config_tells_all_that_is_wrong_with_it(make, messages):
     with pytest.raises(ValueError) as error:
@@ -206,3 +266,25 @@ def test_a_schedule_that_nobody_knows():
 def test_where_auto_has_its_stages():
     assert PipelineConfig(schedule="auto").placement(2) == (0, 1, 1, 0)
     assert PipelineConfig(schedule="auto", chunks=3).placement(2) == (0, 1, 0, 1, 0, 1)
+
+
+def test_what_the_data_ranks_are_told():
+    assert ModelConfig(fp16=True).transformer().params_dtype == torch.float16
+    assert DataParallelConfig().placement() is None
+    told = DataParallelConfig(zero_stage=3, grad_dtype="bfloat16", offload="optimizer", offload_fraction=0.5)
+    assert told.placement() == Offload(kind="cpu", fraction=0.5)
+    assert replace(told, offload_directory="d").placement() == Offload(kind="disk", fraction=0.5, directory="d")
+    arguments = told.arguments()
+    assert arguments["grad_dtype"] is torch.bfloat16 and arguments["zero_stage"] == 3
+    parameters = inspect.signature(DataParallel).parameters
+    assert arguments.keys() <= parameters.keys()
+    assert DataParallelConfig().arguments() == {name: parameters[name].default for name in arguments}
+
+
+def test_what_the_update_needs_may_be_given():
+    run = FITS | {"model": replace(MODEL, bf16=True), "optimizer": OptimizerConfig(main_params=False)}
+    check_run(**run, world_size=1)
+    run = FITS | {"model": replace(MODEL, fp16=True), "data_parallel": DataParallelConfig(reduce_dtype="float16")}
+    check_run(**run, world_size=1)
+    whole = DataParallelConfig(zero_stage=0)
+    check_run(**FITS, data_parallel=whole, optimizer=OptimizerConfig(optimizer="muon"), world_size=2)
