@@ -16,8 +16,8 @@ class Counted(PerParameterGradSync):
     """Sums a parameter over the replicas as soon as its last pair is told, from inside the last W; the rest (norms,
     which no thunk holds) when their stage is done."""
 
-    def begin_step(self, pairs_per_param):
-        super().begin_step(pairs_per_param)
+    def begin_step(self, pairs_per_param, *, split=False):
+        super().begin_step(pairs_per_param, split=split)
         self.left, self.log, self.whole = dict(pairs_per_param), [], {}
 
     def ready(self, param):
