@@ -54,3 +54,4 @@ benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.tensor_parallel
 	$(RUN) -m benchmarks.pipeline
 	$(RUN) -m benchmarks.checkpoint
+	$(RUN) -m benchmarks.data_parallel
