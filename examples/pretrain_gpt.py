@@ -35,7 +35,7 @@ from core.training.evaluate import evaluate_bits_per_byte
 from core.training.generate import generate
 from core.training.memory import MemoryReport
 from core.training.metrics import MetricsLog, flops_per_token
-from core.training.report import describe, last_step, tell
+from core.training.summary import describe, last_step, tell
 
 STEPS = 200
 

@@ -1,26 +1,32 @@
-"""The loop, its configuration, metrics and report."""
+"""The loop, its configuration, metrics and report.
 
-from core.training.config import (
-    CheckpointConfig,
-    DataConfig,
-    DataParallelConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainingConfig,
-)
-from core.training.evaluate import evaluate_bits_per_byte, next_token_loss
-from core.training.loop import train
-from core.training.rules import check_run
+Names are loaded at first use, so that `python -m core.training.report` does not wait for models and checkpoints.
+"""
 
-__all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "DataParallelConfig",
-    "ModelConfig",
-    "PipelineConfig",
-    "TrainingConfig",
-    "check_run",
-    "evaluate_bits_per_byte",
-    "next_token_loss",
-    "train",
-]
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "config": (
+        "CheckpointConfig",
+        "DataConfig",
+        "DataParallelConfig",
+        "ModelConfig",
+        "PipelineConfig",
+        "TrainingConfig",
+    ),
+    "evaluate": ("evaluate_bits_per_byte", "next_token_loss"),
+    "loop": ("train",),
+    "rules": ("check_run",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {sorted(_HOME)}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

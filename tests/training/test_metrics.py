@@ -16,7 +16,7 @@ from core.pipeline.timeline import Event
 from core.training.config import ModelConfig
 from core.training.console import Console
 from core.training.metrics import MetricsLog, StepRecord, flops_per_token
-from core.training.report import write_report
+from core.training.summary import write_report
 
 SHAPES = [
     ModelConfig(style="gpt2", num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=96),
