@@ -5,10 +5,14 @@ from typing import Any
 
 
 class Console:
-    """`say(line)` prints on rank 0 only; inside `with`, `every_step` moves a bar on a terminal."""
+    """`say(line)` prints on rank 0 only; inside `with`, `every_step` moves a bar on a terminal.
 
-    def __init__(self, rank: int, total_steps: int) -> None:
-        self.quiet, self.total = rank != 0, total_steps
+    tokens_per_step: of all ranks, for the bar's tokens/s; 0 leaves it out. start: steps that a resumed run does not
+    make again; it may be set until `with`.
+    """
+
+    def __init__(self, rank: int, total_steps: int, *, tokens_per_step: int = 0, start: int = 0) -> None:
+        self.quiet, self.total, self.tokens, self.start = rank != 0, total_steps, tokens_per_step, start
         self._progress: Any = None
         self._task: Any = None
 
@@ -29,15 +33,22 @@ class Console:
         except ImportError:  # lines alone will do
             return self
         columns = (
-            BarColumn(),
+            TextColumn("step"),
             MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
             TextColumn("loss {task.fields[loss]:.3f}"),
+            *([TextColumn("{task.fields[speed]}")] if self.tokens else []),
+            TextColumn("left"),
             TimeRemainingColumn(),
         )
         progress = Progress(*columns, transient=True)
         if progress.console.is_terminal:
             progress.start()
-            self._progress, self._task = progress, progress.add_task("training", total=self.total, loss=float("nan"))
+            self._task = progress.add_task(
+                "training", total=self.total, completed=self.start, loss=float("nan"), speed=""
+            )
+            self._progress = progress
         return self
 
     @property
@@ -46,9 +57,13 @@ class Console:
         return self._progress is not None
 
     def every_step(self, step: int, loss: float) -> None:
-        """Move the bar."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, loss=loss)
+        """Move the bar: `step` steps are done, the last of them with this loss."""
+        if self._progress is None:
+            return
+        self._progress.update(self._task, completed=step, loss=loss)
+        steps_per_s = self._progress.tasks[self._task].speed  # of the last half minute; None at first
+        if steps_per_s:
+            self._progress.update(self._task, speed=f"{steps_per_s * self.tokens:,.0f} tokens/s")
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._progress is not None:

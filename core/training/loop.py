@@ -10,7 +10,7 @@ from torch import Tensor
 from core.optimizer import StepStats
 from core.training.config import TrainingConfig
 from core.training.evaluate import Executor, next_token_loss
-from core.training.metrics import MetricsLog, StepRecord
+from core.training.metrics import MetricsLog, StepRecord, memory_mib
 
 
 class Optimizer(Protocol):
@@ -69,22 +69,23 @@ class FirstStep:
 
 
 class _Meter:
-    """Time and tokens since the last record; the sum of tokens stays on the device until it is read."""
+    """Time, tokens and skipped steps since the last record; sums stay on the device until they are read."""
 
     def __init__(self, start: int) -> None:
         self._last, self._since = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
+        self._skipped: Tensor | int = 0
 
-    def add(self, num_tokens: Tensor) -> None:
+    def add(self, num_tokens: Tensor, skipped: Tensor) -> None:
         """One more step."""
-        self._tokens = self._tokens + num_tokens
+        self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
 
-    def read(self, step: int) -> tuple[float, float]:
-        """(tokens per second, seconds per step) up to and with `step`; starts anew."""
-        tokens, now = float(self._tokens), time.perf_counter()
+    def read(self, step: int) -> tuple[float, float, int]:
+        """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
+        tokens, skipped, now = float(self._tokens), int(self._skipped), time.perf_counter()
         seconds, steps = now - self._last, step + 1 - self._since
-        self._last, self._since, self._tokens = now, step + 1, 0.0
-        return tokens / seconds, seconds / steps
+        self._last, self._since, self._tokens, self._skipped = now, step + 1, 0.0, 0
+        return tokens / seconds, seconds / steps, skipped
 
     def leave_out(self, seconds: float) -> None:
         """Time that was no training."""
@@ -95,6 +96,10 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and (step + 1) % interval == 0
 
 
+def _not_finite(optimizer: Optimizer) -> str:
+    return ", ".join(optimizer.non_finite()[:5]) or "the norm"
+
+
 def train(
     executor: Executor,
     optimizer: Optimizer,
@@ -102,6 +107,7 @@ def train(
     config: TrainingConfig,
     *,
     flops_per_token: int,
+    peak_flops: float | None = None,
     log: MetricsLog,
     say: Callable[[str], None] = print,
     every_step: Callable[[int, float], None] | None = None,
@@ -111,10 +117,10 @@ def train(
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
-    Logs every `log_interval` steps and at both ends; `every_step(step, loss)` moves a progress bar;
+    Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
+    `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` gives bits per byte every `eval_interval` steps; `checkpoints` saves, and may end the run early.
-    Returns what the first step saw.
-    Raises RuntimeError: a loss that is not a number. ValueError: no step left to run.
+    Returns what the first step saw. Raises RuntimeError: a loss that is no number. ValueError: no step left to run.
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
@@ -127,7 +133,7 @@ def train(
         if checkpoints is not None:
             checkpoints.before_update()
         stats = optimizer.step(num_tokens=result.num_tokens)
-        meter.add(result.num_tokens)
+        meter.add(result.num_tokens, stats.skipped)
         last = step == config.train_steps - 1
         logged = last or step == start or _due(step, config.log_interval)
         # decided by the configuration alone: ranks differ in who shows a bar, and validation is collective
@@ -138,36 +144,46 @@ def train(
             if loss != loss and logged:  # where every rank looks, so that none is left waiting
                 raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate")
             if logged:
-                record = _record(step, loss, rate, stats, int(result.num_tokens), meter, flops_per_token)
+                record = _record(step, loss, rate, stats, result.num_tokens, meter, flops_per_token, peak_flops)
                 log.add(record)
                 say(record.line(config.train_steps))
                 if bool(stats.skipped):  # the same on every rank
-                    found = ", ".join(optimizer.non_finite()[:5]) or "the norm"
-                    say(f"step {step + 1} was skipped; not finite: {found}")
+                    say(f"step {step + 1} was skipped; not finite: {_not_finite(optimizer)}")
             if every_step is not None:
                 every_step(step + 1, loss)
         begin = time.perf_counter()
-        if validate is not None and validated:
+        if validated and validate is not None:
             say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last)
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break
-    assert seen is not None  # the first step is always logged
+    assert seen is not None
     return seen
 
 
 def _record(
-    step: int, loss: float, rate: float, stats: StepStats, tokens: int, meter: _Meter, flops_per_token: int
+    step: int,
+    loss: float,
+    rate: float,
+    stats: StepStats,
+    tokens: Tensor,
+    meter: _Meter,
+    flops_per_token: int,
+    peak_flops: float | None,
 ) -> StepRecord:
-    tokens_per_s, seconds = meter.read(step)
+    tokens_per_s, seconds, skipped = meter.read(step)
+    flops_per_s = tokens_per_s * flops_per_token
     return StepRecord(
         step=step + 1,
         loss=loss,
         grad_norm=float(stats.grad_norm),
         learning_rate=rate,
         tokens_per_s=tokens_per_s,
-        tflops_per_s=tokens_per_s * flops_per_token / 1e12,
+        tflops_per_s=flops_per_s / 1e12,
         step_ms=1e3 * seconds,
-        tokens=tokens,
+        tokens=int(tokens),
+        mfu=flops_per_s / peak_flops if peak_flops is not None else None,
+        memory_mib=memory_mib(tokens.device),
+        skipped=skipped,
     )

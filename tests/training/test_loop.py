@@ -99,7 +99,7 @@ class Unread:
 class Steps:
     """Stands in for executor and optimizer: steps whose results remember when they were read."""
 
-    learning_rate, loss_scale = 0.0, 1.0
+    learning_rate, loss_scale, device = 0.0, 1.0, torch.device("cpu")
 
     def __init__(self):
         self.steps, self.reads = 0, []

@@ -1,4 +1,4 @@
-"""Numbers that people read: FLOPs, the line, JSONL, the picture, the terminal."""
+"""Numbers that people read: the line, JSONL, the picture, the terminal."""
 
 import json
 import math
@@ -6,57 +6,83 @@ import struct
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from core.models.gpt import GPTModel
-from core.parallel_state import ParallelState
 from core.pipeline import Action, Timeline
 from core.pipeline.timeline import Event
-from core.training.config import ModelConfig
 from core.training.console import Console
-from core.training.metrics import MetricsLog, StepRecord, flops_per_token
+from core.training.metrics import MetricsLog, StepRecord, memory_mib, read_metrics
 from core.training.summary import write_report
 
-SHAPES = [
-    ModelConfig(style="gpt2", num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=96),
-    ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=6, num_query_groups=2, ffn_hidden_size=80),
-]
+OLD = {  # a record of a run from before `mfu`
+    "grad_norm": 0.75,
+    "learning_rate": 1e-3,
+    "tokens_per_s": 12345.6,
+    "tflops_per_s": 0.0123,
+    "step_ms": 98.76,
+    "tokens": 2048,
+}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.style)
-def test_flops_are_torchs_own_with_half_of_the_attention(shape):
-    """torch counts the whole square of the attention, as bmm where the plain kernel is asked for; causal attention
-    needs half of it, and that half is what we state."""
-    s, b, vocab = 24, 2, 128  # a vocabulary without padded rows
-    config = shape.transformer()
-    model = GPTModel(config, shape.spec(), vocab, s, parallel=ParallelState.single("cpu"))
-    tokens = torch.randint(vocab, (b, s))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, labels=tokens).sum().backward()
-    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
-    assert attention == 3 * config.num_layers * 4 * s * s * b * config.hidden_size
-    assert flops_per_token(config, vocab, s) * s * b == counter.get_total_flops() - attention // 2
-
-
-def record(step, loss=2.5):
-    return StepRecord(
-        step=step,
-        loss=loss,
-        grad_norm=0.75,
-        learning_rate=1e-3,
-        tokens_per_s=12345.6,
-        tflops_per_s=0.0123,
-        step_ms=98.76,
-        tokens=2048,
-    )
+def record(step, loss=2.5, **more):
+    return StepRecord(**OLD | {"step": step, "loss": loss} | more)
 
 
 def test_the_line_of_a_step_can_be_grepped():
-    assert record(20).line(300) == (
+    line = (
         "step    20/300 | loss 2.5000 | grad norm 0.7500 | lr 1.00e-03 | 12,346 tokens/s | 0.0123 TFLOP/s | "
         "98.8 ms/step"
     )
+    assert record(20).line(300) == line
+    assert record(20, mfu=0.4123, memory_mib=5.0).line(300) == line + " | mfu 41.2%"
+
+
+def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.add(record(1, math.nan, grad_norm=math.inf, skipped=1))
+    log.add(record(2, -math.inf, mfu=math.nan))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert (rows[0]["loss"], rows[0]["grad_norm"], rows[1]["loss"]) == ("NaN", "Infinity", "-Infinity")
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(first.loss) and first.grad_norm == math.inf and first.skipped == 1
+    assert second.loss == -math.inf and math.isnan(second.mfu)
+
+
+def test_files_of_other_versions_are_read(tmp_path):
+    path, old = tmp_path / "metrics.jsonl", OLD | {"step": 1, "loss": 2.5}
+    rows = [old, old | {"step": 2, "grad_norm": math.inf}, old | {"step": 3, "from_the_future": [1]}, {"step": 4}, 5]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo')
+    found = read_metrics(path)
+    assert [r.step for r in found] == [1, 2, 3] and found[1].grad_norm == math.inf
+    assert all((r.mfu, r.memory_mib, r.skipped) == (None, None, 0) for r in found)
+
+
+def test_a_resumed_log_keeps_what_is_not_made_again_and_tells_sinks_only_of_new_records(tmp_path):
+    for step in (1, 2, 3):
+        MetricsLog(tmp_path, start=step - 1).add(record(step))
+    told = []
+
+    class Told:
+        add, close = staticmethod(told.append), staticmethod(lambda: told.append("closed"))
+
+    with MetricsLog(tmp_path, start=2, sinks=[Told()]) as log:
+        assert [r.step for r in log.records] == [1, 2]
+        log.add(record(3, 1.0))
+    log.close()
+    assert told == [record(3, 1.0), "closed"], "once"
+    assert read_metrics(tmp_path / "metrics.jsonl") == [record(1), record(2), record(3, 1.0)]
+
+
+def test_memory_is_what_the_process_held_at_most():
+    before = memory_mib(torch.device("cpu"))
+    block = torch.ones(1 << 24)  # 64 MiB, touched
+    during = memory_mib(torch.device("cpu"))
+    del block
+    assert 10 < before <= during == memory_mib(torch.device("cpu")) and during > 64
 
 
 def test_records_are_on_disk_at_once_and_an_old_file_is_replaced(tmp_path):
@@ -69,7 +95,8 @@ def test_records_are_on_disk_at_once_and_an_old_file_is_replaced(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == [vars(r) for r in log.records] and rows[1]["step"] == 2
     assert rows[0].keys() == {
-        "step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "tflops_per_s", "step_ms", "tokens"
+        "step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "tflops_per_s", "step_ms", "tokens",
+        "mfu", "memory_mib", "skipped",
     }  # fmt: skip
 
 
@@ -142,11 +169,23 @@ def test_a_terminal_has_a_bar_below_the_lines(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("rich._console", None)  # it decides once, at its making
-    with pytest.raises(KeyError, match="stop"), Console(0, 3) as console:
+    with pytest.raises(KeyError, match="stop"), Console(0, 5, tokens_per_step=1000) as console:
         assert console.bar
-        console.every_step(2, 1.25)
+        clock = [0.0]
+        console._progress.get_time = lambda: clock.append(clock[-1] + 0.25) or clock[-1]
+        for step in (1, 2, 3):
+            console.every_step(step, 1.25)
         console.say("[x] | a line of its own")
         raise KeyError("stop")
     assert not console.bar, "the bar is gone whatever ended the loop"
     out = capsys.readouterr().out
-    assert "[x] | a line of its own\n" in out and "2/3" in out and "1.250" in out
+    assert "[x] | a line of its own\n" in out and "3/5" in out and "1.250" in out
+    assert "tokens/s" in out
+
+
+def test_a_resumed_run_starts_its_bar_where_it_was(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("rich._console", None)
+    with Console(0, 9, start=7) as console:
+        assert console._progress.tasks[0].completed == 7, "else the first step would count for eight"
