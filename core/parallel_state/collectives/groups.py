@@ -88,6 +88,19 @@ def backends(group: ProcessGroup | None = None) -> dict[str, str]:
     return dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
 
 
+def available_backends() -> list[str]:
+    """The backends of torch.distributed that this torch was built with."""
+    if not dist.is_available():
+        return []
+    names = ("gloo", "nccl", "xccl", "ucc", "mpi")
+    return [name for name in names if getattr(dist, f"is_{name}_available", bool)()]
+
+
+def default_backend(device_type: str) -> str:
+    """The backend that a world of this kind of device has if nobody names one: "gloo" for the CPU."""
+    return dist.get_default_backend_for_device(device_type) if dist.is_available() else "none"
+
+
 def is_initialized() -> bool:
     """Whether a default process group exists."""
     return dist.is_available() and dist.is_initialized()
