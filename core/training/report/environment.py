@@ -1,0 +1,12 @@
+"""The machine of a run, for its page: the report's checks without what takes time."""
+
+import torch
+
+from core.training.report.checks import machine, packages
+from core.training.report.fast_paths import attention, backends, devices, fused_adamw
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Name -> value of every check but the compiler's and the self-test; starts no process, raises nothing."""
+    parts = [*packages(), *machine(), devices(device), *backends(device), attention(device), fused_adamw(device)]
+    return {check.name: check.value for check in parts}
