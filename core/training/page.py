@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,7 @@ def write_page(
 
 def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
     """Field -> its value in each record, as JSON has it; fields without records are empty."""
-    rows = [record.to_json() for record in records]
-    return {name: [row[name] for row in rows] for name in StepRecord.__dataclass_fields__}
+    return {field.name: [json_number(getattr(r, field.name)) for r in records] for field in fields(StepRecord)}
 
 
 def _page(title: str, body: str, data: Mapping[str, Any]) -> str:
@@ -129,8 +129,9 @@ def _about(records: Sequence[StepRecord]) -> str:
     if not records:
         return '<p class="about">No step was logged.</p>'
     first, last = records[0].step, records[-1].step
-    count = f"{len(records):,} record{'s' if len(records) > 1 else ''}"
-    return f'<p class="about">{count}, steps {first:,} to {last:,}.</p>'
+    if len(records) == 1:
+        return f'<p class="about">1 record, of step {last:,}.</p>'
+    return f'<p class="about">{len(records):,} records, steps {first:,} to {last:,}.</p>'
 
 
 def _tiles(records: Sequence[StepRecord], bytes_per_token: float) -> Iterator[str]:
