@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from core.training.report import __main__ as command
-from core.training.report import checks, fast_paths, selftest
-from core.training.report.checks import EXTRAS, REQUIRED, Check, packages, required, version_numbers
+from core.training.report import collect, fast_paths, selftest
+from core.training.report import machine as here
+from core.training.report.check import Check
 from core.training.report.fast_paths import Compiler
+from core.training.report.packages import EXTRAS, PYTHON, REQUIRED, packages, required, version_numbers
 from core.training.report.show import as_json, failures, lines
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +35,7 @@ def quick(monkeypatch):
         def check(self, device):
             return Check(name="torch.compile", value="works", status="ok")
 
-    monkeypatch.setattr(command, "Compiler", Works)
+    monkeypatch.setattr(collect, "Compiler", Works)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -71,7 +73,7 @@ def test_packages_are_those_of_the_project():
     for extra, names in project["optional-dependencies"].items():
         if extra != "dev":
             assert {line.split(">=")[0].replace("-", "_") for line in names} <= EXTRAS[extra].keys(), extra
-    assert project["requires-python"] == ">=" + ".".join(map(str, checks.PYTHON))
+    assert project["requires-python"] == ">=" + ".".join(map(str, PYTHON))
 
 
 @pytest.mark.parametrize("text, numbers", [("2.13.0+cpu", (2, 13, 0)), ("1.10", (1, 10)), ("3.1.dev2", (3, 1))])
@@ -101,8 +103,8 @@ def test_a_device_that_is_not_there_is_required(quick, capsys):
 def test_nothing_missing_is_exit_code_0(quick, monkeypatch, capsys):
     good = Check(name="x", value="1", status="ok", required=True)
     off = Check(name="y", value="2", status="off", remedy="do it")
-    monkeypatch.setattr(command, "packages", lambda: [good, off])
-    monkeypatch.setattr(command, "machine", list)
+    monkeypatch.setattr(collect, "packages", lambda: [good, off])
+    monkeypatch.setattr(collect, "machine", list)
     assert command.main(["--no-self-test", "--device", "cpu"]) == 0
     assert "everything required is there; 1 optional not, see -> (" in capsys.readouterr().out.splitlines()[-1]
 
@@ -204,10 +206,10 @@ def test_an_accelerator_that_torch_cannot_use(monkeypatch):
 def test_small_shared_memory(monkeypatch):
     facts = namedtuple("Facts", "f_blocks f_frsize f_bavail")
     monkeypatch.setattr(os, "statvfs", lambda path: facts(16384, 4096, 16000))
-    check = checks.shared_memory()
+    check = here.shared_memory()
     assert check.status == "off" and check.value == "64 MiB, 62 MiB free" and "--shm-size" in check.remedy
     monkeypatch.setattr(os, "statvfs", lambda path: facts(1 << 20, 4096, 1 << 19))
-    assert checks.shared_memory().status == "ok"
+    assert here.shared_memory().status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -221,31 +223,31 @@ def test_small_shared_memory(monkeypatch):
     ],
 )
 def test_open_files(limits, status, remedy, monkeypatch):
-    monkeypatch.setattr(checks.resource, "getrlimit", lambda kind: limits)
-    check = checks.open_files()
+    monkeypatch.setattr(here.resource, "getrlimit", lambda kind: limits)
+    check = here.open_files()
     assert (check.status, check.remedy) == (status, remedy)
 
 
 def test_more_threads_than_cores(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "CGROUP", tmp_path)
+    monkeypatch.setattr(here, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5})
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    check = checks.cpu()
+    check = here.cpu()
     assert check.status == "ok" and "8 cores; pinned to 4 of them (0-2,5)" in check.value
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    check = checks.cpu()
+    check = here.cpu()
     assert check.status == "off" and "limited to the time of 1.5" in check.value
     assert check.remedy.startswith("export OMP_NUM_THREADS=1,")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert checks.cpu().status == "ok"
+    assert here.cpu().status == "ok"
 
 
 def test_the_containers_share_of_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "CGROUP", tmp_path)
+    monkeypatch.setattr(here, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{1 << 28}\n")
-    assert checks.memory().value.endswith("; this container may use 256 MiB")
+    assert here.memory().value.endswith("; this container may use 256 MiB")
 
 
 def test_a_machine_that_does_not_tell(monkeypatch):
@@ -253,7 +255,7 @@ def test_a_machine_that_does_not_tell(monkeypatch):
         raise PermissionError("no")
 
     monkeypatch.setattr(os, "statvfs", refuse)
-    found = named(checks.machine())
+    found = named(here.machine())
     assert found["shared memory"].status == "info" and found["shared memory"].value == "not known: no"
 
 
@@ -277,6 +279,32 @@ def test_the_command_here():
     assert all(found[name]["status"] == "ok" and "GB/s" in found[name]["value"] for name in tested)
     assert {"Python", "torch", "device", "gloo", "attention", "fused AdamW", "CPU", "/dev/shm"} <= found.keys()
     assert all(row["remedy"] for row in told["checks"] if row["status"] in ("off", "missing"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["lines", "json"])
+def test_without_torch_the_packages_are_told(arguments):
+    """And without what else a run requires: a traceback would help nobody."""
+    blocked = ["torch", "numpy", "einops", "tensorstore", "zarr", "rich", "tyro"]
+    code = (
+        f"import runpy, sys\nfor name in {blocked}: sys.modules[name] = None\nsys.argv[1:] = {arguments}\n"
+        "runpy.run_module('core.training.report', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr == ""
+    if arguments:
+        assert json.loads(done.stdout)["missing"] == blocked[:5]
+    else:
+        assert "-> pip install 'torch>=2.11'" in done.stdout and "5 required and missing: torch, num" in done.stdout
+
+
+def test_ranks_that_do_not_come_together(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("wait timeout after 8000ms\nmore")
+
+    monkeypatch.setattr(collect, "launch", refuse)
+    monkeypatch.setattr(collect, "collect", lambda device, self_test: [])
+    (check,) = collect.collect_here("cpu")
+    assert check.required and check.status == "missing" and check.value.endswith(": wait timeout after 8000ms")
 
 
 @pytest.mark.full

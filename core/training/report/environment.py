@@ -2,8 +2,9 @@
 
 import torch
 
-from core.training.report.checks import machine, packages
 from core.training.report.fast_paths import attention, backends, devices, fused_adamw
+from core.training.report.machine import machine
+from core.training.report.packages import packages
 
 
 def environment(device: torch.device) -> dict[str, str]:

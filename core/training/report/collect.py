@@ -1,0 +1,34 @@
+"""All checks, of one process or of a world that torchrun started."""
+
+from core.parallel_state import launch
+from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.collectives.groups import world, world_group
+from core.training.report import selftest
+from core.training.report.check import Check, first_line
+from core.training.report.fast_paths import Compiler, fast_paths
+from core.training.report.machine import machine
+from core.training.report.packages import packages
+
+
+def collect(device: str | None = None, self_test: bool = True) -> list[Check]:
+    """Every check of one process; with `self_test` two more are forked, so call it before threads are started."""
+    tested = selftest.local_checks() if self_test else []  # first: it forks, and its rates want idle cores
+    compiler = Compiler()
+    return [*packages(), *machine(), *fast_paths(device, compiler), *tested]
+
+
+def collect_here(device: str | None = None) -> list[Check]:
+    """The same on a world that torchrun started, whose own ranks and backend are tested. Collective."""
+    checks = collect(device, self_test=False)
+    try:
+        with launch(device, timeout_s=selftest.DEADLINE_S) as place:
+            group = world_group(selftest.WAIT_S)
+            by_rank = all_gather_objects(selftest.joined(place, group), group)
+            where = f"between {world()[1]} ranks on {place.type}"
+    except (RuntimeError, ValueError) as error:
+        value = f"the ranks that torchrun started do not come together: {first_line(error)}"
+        return [
+            *checks,
+            Check(name="self-test", value=value, status="missing", remedy=selftest.REMEDY, required=True),
+        ]
+    return checks + selftest.as_checks(by_rank, where)
