@@ -88,7 +88,7 @@ def fast_paths(kind: str | None, compiler: Compiler) -> Iterator[Check]:
         device = local_device(kind)
     except ValueError as error:
         remedy = "give a device of this machine, or leave --device out"
-        yield Check(name="device", value=str(error), status="missing", remedy=remedy, required=True)
+        yield Check(name="device asked for", value=str(error), status="missing", remedy=remedy, required=True)
         device = torch.device("cpu")
     yield devices(device)
     yield from backends(device)

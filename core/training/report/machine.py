@@ -32,12 +32,13 @@ def cpu() -> Check:
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share, threads = _cpu_share(), torch.get_num_threads()
     told = os.environ.get("OMP_NUM_THREADS")
-    parts = [f"{os.cpu_count()} cores"]
+    parts = [f"{os.cpu_count()} core{'s' if (os.cpu_count() or 1) > 1 else ''}"]
     if len(usable) < (os.cpu_count() or 1):
         parts.append(f"pinned to {len(usable)} of them ({_ranges(usable)})")
     if share is not None and share < len(usable):
         parts.append(f"limited to the time of {share:g}")
-    parts.append(f"torch uses {threads} threads, OMP_NUM_THREADS {'is ' + told if told else 'is not set'}")
+    parts.append(f"torch uses {threads} thread{'s' if threads > 1 else ''}")
+    parts.append(f"OMP_NUM_THREADS is {told or 'not set'}")
     room = min(len(usable), share or len(usable))
     if threads > max(1, room):
         remedy = f"export OMP_NUM_THREADS={max(1, int(room))}, divided by the processes on this machine"

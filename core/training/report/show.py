@@ -51,7 +51,9 @@ def show(checks: Sequence[Check], seconds: float) -> None:
         else:
             console = Console(highlight=False)
             for text, status in told:
-                console.print(Text(text, style=COLOURS[status]), soft_wrap=True)
+                shown = Text(text)
+                shown.stylize(COLOURS[status], 0, len(MARKS["missing"]) if status == "ok" else None)
+                console.print(shown, soft_wrap=True)
             return
     for text, _ in told:
         print(text)
