@@ -1,5 +1,6 @@
 """The loop over a tiny model: it learns, stops at NaN, validates when told to, and its first step can be compared."""
 
+import dataclasses
 import math
 
 import pytest
@@ -149,6 +150,32 @@ def test_validation_comes_at_its_own_interval(made, every_step):
     assert calls == [3, 6]
     lines = [line for line in job.said if "validation" in line]
     assert lines == [f"step {n:5d}/8 | validation 1.2500 bits per byte" for n in (3, 6)]
+
+
+def test_records_tell_what_part_of_the_peak_was_used_and_the_memory(made):
+    job = alone(made, train_steps=2, log_interval=1)
+    job.run(peak_flops=1e12)
+    for record, line in zip(job.log.records, job.said, strict=True):
+        assert record.mfu == pytest.approx(record.tflops_per_s) and line.endswith(f" | mfu {record.mfu:.1%}")
+        assert record.memory_mib > 50 and record.skipped == 0
+    without = alone(made, train_steps=1)
+    without.run()
+    assert without.log.records[0].mfu is None and "mfu" not in without.said[0]
+
+
+def test_skipped_steps_are_counted_between_two_records(made):
+    job = alone(made, train_steps=6, log_interval=3)
+    step, calls = job.optimizer.step, []
+
+    def skipping(num_tokens):
+        calls.append(1)
+        stats = step(num_tokens=num_tokens)
+        return dataclasses.replace(stats, skipped=torch.tensor(len(calls) in (2, 3, 5)))
+
+    job.optimizer.step, job.optimizer.non_finite = skipping, lambda: ["a.weight"]
+    job.run()
+    assert [(r.step, r.skipped) for r in job.log.records] == [(1, 0), (3, 2), (6, 1)]
+    assert [line for line in job.said if "skipped" in line] == ["step 3 was skipped; not finite: a.weight"]
 
 
 def test_validation_time_is_not_counted_as_training(made, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,19 @@ def test_backends_that_torch_lacks(monkeypatch):
     found = named(fast_paths.backends(torch.device("cuda")))
     assert all(found[name].status == "missing" and found[name].required for name in ("gloo", "nccl"))
     assert found["other backends"].value == "mpi"
+
+
+def test_accelerators_and_their_memory(monkeypatch):
+    """Asking what is free makes a context, so only the device in use is asked."""
+    module = SimpleNamespace(
+        get_device_name=lambda i: f"Card {i}",
+        get_device_properties=lambda i: SimpleNamespace(total_memory=80 << 30),
+        mem_get_info=lambda i: {1: (79 << 30, 80 << 30)}[i],
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    check = fast_paths.devices(torch.device("cuda", 1))
+    assert check.value == "cuda:0 Card 0, 80.0 GiB; cuda:1 Card 1, 80.0 GiB, 79.0 GiB free"
 
 
 def test_an_accelerator_that_torch_cannot_use(monkeypatch):

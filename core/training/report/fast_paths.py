@@ -98,14 +98,17 @@ def fast_paths(kind: str | None, compiler: Compiler) -> Iterator[Check]:
 
 
 def devices(device: torch.device) -> Check:
-    """The accelerators of this machine with their memory, and which device is looked at."""
+    """The accelerators of this machine with their memory; what is free is told of `device`, whose context exists."""
     if device.type == "cpu":
         return _no_accelerator()
     module, found = torch.get_device_module(device), []
     for index in range(torch.accelerator.device_count()):
         name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
-        free, total = module.mem_get_info(index) if hasattr(module, "mem_get_info") else (0, 0)
-        found.append(f"{device.type}:{index} {name}" + (f" {gib(total)}, {gib(free)} free" if total else ""))
+        about = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        size = getattr(about, "total_memory", 0)
+        free = module.mem_get_info(index)[0] if index == device.index and hasattr(module, "mem_get_info") else 0
+        told = (f", {gib(size)}" if size else "") + (f", {gib(free)} free" if free else "")
+        found.append(f"{device.type}:{index} {name}{told}")
     return Check(name="device", value="; ".join(found), status="ok")
 
 

@@ -83,8 +83,17 @@ def _all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 def _send_recv(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    sent = isend(x + group.rank, after, group, header=False)
-    got = irecv(tuple(x.shape), x.dtype, before, group, device=x.device, header=False).wait()
+    mine = x + group.rank
+
+    def received() -> Tensor:
+        return irecv(tuple(x.shape), x.dtype, before, group, device=x.device, header=False).wait()
+
+    if group.rank % 2:  # NCCL's messages between two ranks take turns: somebody has to receive first
+        got = received()
+        isend(mine, after, group, header=False).wait()
+        return got, x + before
+    sent = isend(mine, after, group, header=False)
+    got = received()
     sent.wait()
     return got, x + before
 
