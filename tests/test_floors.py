@@ -34,6 +34,7 @@ WITHOUT_TORCH = [
     "core.pipeline",
     "core.pipeline.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw
+    "core.training.report.packages",  # and with it what the report says where torch is missing
 ]
 
 
