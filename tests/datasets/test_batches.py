@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.datasets.batches import IGNORED_LABEL, GPTBatches
-from core.datasets.token_file import TokenFile, TokenFileWriter
+from core.datasets.token_file import TokenFile
+from core.datasets.token_file_writer import TokenFileWriter
 
 
 def numbered(directory, count):

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from core.datasets import prepare as module
+from core.datasets import default_corpus as module
 from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
 from core.datasets.corpus import SourceFiles, split_by_hash
-from core.datasets.prepare import prepare_default_corpus
+from core.datasets.default_corpus import prepare_default_corpus
 from core.datasets.token_file import TokenFile
 from core.datasets.tokenizer import Tokenizer
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
 from core.datasets.corpus import SourceFiles, read_texts, split_by_hash, standard_library
-from core.datasets.token_file import TokenFile, TokenFileWriter
+from core.datasets.token_file import TokenFile
+from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizer import LIBRARY_VERSION, Tokenizer, train_tokenizer
 
-_FORMAT = 2
+_FORMAT = 3
 _TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch
 
 
@@ -107,8 +108,8 @@ def _build(
     (directory / "corpus.json").unlink(missing_ok=True)  # from here on the directory is incomplete
     tokenizer = train_tokenizer(train, vocab_size)
     tokenizer.save(directory / "tokenizer.json")
-    _write(directory / "train", train, tokenizer)
-    _write(directory / "valid", valid, tokenizer)
+    _write(directory / "train", train, tokenizer, [str(sources.root)])
+    _write(directory / "valid", valid, tokenizer, [str(sources.root)])
     train_file, valid_file = TokenFile(directory / "train"), TokenFile(directory / "valid")
     valid_text = "".join(valid).encode()
     figures = _Figures(
@@ -127,11 +128,15 @@ def _build(
     return figures
 
 
-def _write(prefix: Path, texts: Sequence[str], tokenizer: Tokenizer) -> None:
+def _write(prefix: Path, texts: Sequence[str], tokenizer: Tokenizer, sources: Sequence[str]) -> None:
     """One document per text, closed by the end of text."""
-    with TokenFileWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
+    end = tokenizer.end_of_text
+    with TokenFileWriter(
+        prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, end_of_text=end, sources=sources
+    ) as writer:
+        writer.text_bytes = sum(len(text.encode()) for text in texts)
         for ids in _encode(texts, tokenizer):
-            writer.add_document([*ids, tokenizer.end_of_text])
+            writer.add_document([*ids, end])
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
