@@ -19,6 +19,7 @@ _HOMES = {
     "order": ("draws", "permute", "sample_ids"),
     "batches": ("IGNORED_LABEL", "Batches", "GPTBatches"),
     "blend": ("BlendedBatches", "open_blend"),
+    "preparing": ("Prepared", "TextFiles", "prepare_files"),
     "default_corpus": ("PreparedCorpus", "prepare_default_corpus"),
     "baselines": ("bits_per_byte", "gzip_bits_per_byte", "unigram_bits_per_byte"),
 }

@@ -66,6 +66,9 @@ class Tokenizer:
         """Write `tokenizer.json`, which the tokenizers and transformers libraries read too."""
         Path(path).write_text(self.to_text(), encoding="utf-8")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer.from_text, (self.to_text(), self.end_of_text)
+
     @cached_property
     def vocab_size(self) -> int:
         """Number of token ids, the end of text included: one more than the largest, if the vocabulary has holes."""

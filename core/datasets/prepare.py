@@ -1,0 +1,132 @@
+"""`python -m core.datasets.prepare --input DIR_OR_FILE... --output PREFIX`: text files to a token file, on all cores.
+
+Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), all of them also as .gz and .zst,
+.parquet, directories that datasets.save_to_disk wrote, and whatever --glob names. What is no UTF-8 text is skipped
+and counted. Files are read in the order of a hash of their relative path, so that any part of the result is a random
+part of the text, the same on every machine.
+
+Exit code 0: written; 1: an error; 2: wrong arguments; 130, 143: interrupted, nothing was written.
+"""
+
+import argparse
+import errno
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from core.datasets.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.datasets.byte_tokenizer import ByteTokenizer
+from core.datasets.documents import Encoder
+from core.datasets.parallel import available_cores
+from core.datasets.preparing import DOCUMENTS, LEARNED_BYTES, Prepared, TextFiles, prepare_files, told
+from core.datasets.progress import progress
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.datasets.prepare",
+        description=__doc__.partition(": ")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files and directories, read recursively")
+    add("--output", required=True, metavar="PREFIX", help="PREFIX.bin, .idx, .json and .tokenizer.json are written")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json; default: bytes")
+    which.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="SIZE",
+        help=f"learn a vocabulary of SIZE tokens from the first {LEARNED_BYTES >> 20} MiB of the text",
+    )
+    add("--end-of-text", metavar="TOKEN", help="which token ends a document, where tokenizer.json does not tell")
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="close documents with that token")
+    add("--documents", choices=DOCUMENTS, default="file", help="what a document is in a text file (default: file)")
+    add("--text-key", default="text", metavar="KEY", help="of JSON lines, or column of a table (default: text)")
+    add("--glob", action="append", default=[], metavar="PATTERN", help="read these names as text too; repeatable")
+    add(
+        "--workers", type=int, default=None, metavar="N", help=f"processes (default: cores, {available_cores()} here)"
+    )
+    return parser
+
+
+def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
+    if options.train_tokenizer is None:
+        if options.tokenizer is not None and not Path(options.tokenizer).is_file():
+            raise ValueError(f"--tokenizer {options.tokenizer} is no file; name a tokenizer.json")
+        return load_tokenizer(options.tokenizer, options.end_of_text)
+    from core.datasets.tokenizer import train_tokenizer  # needs an extra
+
+    print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
+    as_it_is = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
+    found = train_tokenizer(text.texts(as_it_is), options.train_tokenizer)
+    if found.vocab_size < options.train_tokenizer:
+        print(f"the text has {found.vocab_size} tokens to learn, not {options.train_tokenizer}", file=sys.stderr)
+    return found
+
+
+def report(made: Prepared) -> str:
+    """What was written, in a few lines, and the command to type next."""
+    card = made.card
+    rate = card.text_bytes / 1e6 / made.seconds
+    sizes = ", ".join(f"{path} ({_size_text(path.stat().st_size)})" for path in made.files)
+    return (
+        f"{made.prefix}: {card.documents:,} documents, {card.tokens:,} tokens of {card.vocab_size:,} ({card.dtype}), "
+        f"{card.text_bytes / 1e6:.1f} MB of text, {card.text_bytes / card.tokens:.2f} bytes/token, {rate:.1f} MB/s\n"
+        f"skipped: {told(dict(card.skipped))}\n"
+        f"files: {sizes}\n"
+        f"next: torchrun --standalone --nproc-per-node 1 examples/pretrain_gpt.py --data.train {made.prefix}"
+    )
+
+
+def _size_text(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes} B"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        text = TextFiles(
+            inputs=tuple(options.input),
+            globs=tuple(options.glob),
+            documents=options.documents,
+            text_key=options.text_key,
+        )
+        tokenizer = _tokenizer(options, text)
+        with progress("tokenising", text.num_bytes) as advance:
+            made = prepare_files(
+                text,
+                options.output,
+                tokenizer,
+                workers=options.workers,
+                append_end_of_text=options.append_eod,
+                advance=advance,
+            )
+    except KeyboardInterrupt:
+        print("interrupted, nothing was written", file=sys.stderr)
+        return 130
+    except OSError as error:
+        space = f" (no space for {options.output}; nothing was written)" if error.errno in _NO_SPACE else ""
+        print(f"error: {error}{space}", file=sys.stderr)
+        return 1
+    except (ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report(made))
+    return 0
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # unwinds, which removes temporary files and workers
+
+
+if __name__ == "__main__":
+    sys.exit(main())
