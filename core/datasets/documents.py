@@ -161,7 +161,8 @@ def cuts(content: bytes, limit: int, mode: str = "file") -> Iterator[bytes]:
         stop = cut_place(content, start, start + limit, mode)
         yield content[start:stop]
         start = stop
-    yield content[start:]
+    if start < len(content):
+        yield content[start:]
 
 
 def cut_place(content: bytes, start: int, stop: int, mode: str = "file") -> int:

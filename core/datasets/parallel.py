@@ -95,8 +95,9 @@ class _Pool:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._encoder), daemon=True)
-        # a Ctrl-C goes to the whole group: the parent alone answers it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Signals that go to the whole group are for the parent alone, which answers when it is done here: a process
+        # that is half started would tell its own story about it. The mask is inherited.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             process.start()
         finally:
@@ -132,7 +133,7 @@ class _Pool:
     def close(self) -> None:
         """End all processes."""
         for process in self._processes.values():
-            process.terminate()
+            process.kill()
         for connection, process in self._processes.items():
             process.join()
             connection.close()

@@ -95,6 +95,8 @@ def _lines(file: BinaryIO, raw: BinaryIO) -> Iterator[Piece]:
 
 def _text(file: BinaryIO, raw: BinaryIO, documents: str, skipped: Counter[str]) -> Iterator[Piece]:
     at, rest = 0, b""
+    if not file.peek(1):  # type: ignore[attr-defined]
+        skipped["empty documents"] += 1
     while content := rest + file.read(PORTION_BYTES + 1 - len(rest)):
         rest = b""
         if len(content) > PORTION_BYTES:

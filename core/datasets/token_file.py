@@ -44,7 +44,7 @@ class TokenFile:
         for path in (self._bin_path, self._idx_path):
             if not path.is_file():
                 raise FileNotFoundError(
-                    f"{path} does not exist: a token file is a .bin and an .idx; python -m core.datasets.prepare makes them"
+                    f"{path} does not exist: a token file is a .bin and an .idx, made by core.datasets.prepare"
                 )
         self.dtype, num_sequences, num_indices = self._read_header()
         index = _map(self._idx_path, np.dtype("u1"))
