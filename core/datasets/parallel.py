@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 
 from core.datasets.documents import Encoded, Encoder, Piece
@@ -95,6 +96,7 @@ class _Pool:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._encoder), daemon=True)
+        resource_tracker.ensure_running()  # which starting it would do, and unblock the signals
         # Signals that go to the whole group are for the parent alone, which answers when it is done here: a process
         # that is half started would tell its own story about it. The mask is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
