@@ -92,7 +92,6 @@ def _size_text(nbytes: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         text = TextFiles(
             inputs=tuple(options.input),
@@ -129,4 +128,5 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(main())

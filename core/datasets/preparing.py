@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.datasets.any_tokenizer import AnyTokenizer
@@ -40,6 +40,7 @@ class TextFiles:
 
     inputs: files and directories. globs: patterns of further names to read as text. documents: what a document is in
     a text file, `file`, `paragraph` or `line`. text_key: the field of a JSON line, or the column of a table.
+    sources: in the order in which they are read; passed_over: why others are not.
     Raises `ValueError`: inputs that are missing or hold nothing to read.
     """
 
@@ -47,18 +48,15 @@ class TextFiles:
     globs: tuple[str, ...] = ()
     documents: str = "file"
     text_key: str = "text"
+    sources: tuple[Source, ...] = field(init=False, repr=False)
+    passed_over: Counter[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.documents not in DOCUMENTS:
             raise ValueError(f"documents={self.documents!r} is none of {', '.join(DOCUMENTS)}")
         sources, skipped = find_sources(self.inputs, self.globs)
-        object.__setattr__(self, "_sources", tuple(sources))
-        object.__setattr__(self, "_skipped", skipped)
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """In the order in which they are read."""
-        return self._sources  # type: ignore[attr-defined]
+        object.__setattr__(self, "sources", tuple(sources))
+        object.__setattr__(self, "passed_over", skipped)
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +65,7 @@ class TextFiles:
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
         """The content; what is not read is counted in `skipped`."""
-        skipped.update(self._skipped)  # type: ignore[attr-defined]
+        skipped.update(self.passed_over)
         return read_pieces(self.sources, skipped, documents=self.documents, text_key=self.text_key)
 
     def texts(self, encoder: Encoder, limit: int = LEARNED_BYTES) -> Iterator[str]:
