@@ -19,6 +19,7 @@ from core.datasets.any_tokenizer import AnyTokenizer
 from core.datasets.byte_tokenizer import ByteTokenizer
 
 PIECE_BYTES = 1 << 20
+_TOGETHER = 1 << 16  # bytes that are tokenised at a time: more is slower, and takes 100 bytes of memory for a token
 _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
 Ids = npt.NDArray[np.integer]
@@ -141,11 +142,11 @@ class Encoder:
 
 
 def _encode(tokenizer: AnyTokenizer, texts: Sequence[bytes]) -> Iterator[list[int]]:
-    """The ids of each text, a few texts at a time: the library needs 100 bytes for a token."""
+    """The ids of each text, a few texts at a time."""
     start = size = 0
     for i, text in enumerate(texts):
         size += len(text)
-        if size >= PIECE_BYTES or i == len(texts) - 1:
+        if size >= _TOGETHER or i == len(texts) - 1:
             yield from tokenizer.encode_batch([text.decode() for text in texts[start : i + 1]])
             start, size = i + 1, 0
 
@@ -153,8 +154,9 @@ def _encode(tokenizer: AnyTokenizer, texts: Sequence[bytes]) -> Iterator[list[in
 def cuts(content: bytes, limit: int, mode: str = "file") -> Iterator[bytes]:
     """`content`, UTF-8 text, in pieces of about `limit` bytes that can be tokenised one by one.
 
-    mode `file`: before a line end that no space follows, where byte-level tokenizers begin a new word in any case;
-    and, without such a place, between two characters. `paragraph`: behind a blank line, `line`: behind a line end.
+    mode `file`: behind a line end between two words, where byte-level tokenizers begin anew in any case, those of
+    GPT-2's pattern and those of GPT-4's; without one, at another line end or between characters.
+    `paragraph`: behind a blank line, `line`: behind a line end.
     """
     start = 0
     while len(content) - start > limit:
@@ -168,15 +170,24 @@ def cuts(content: bytes, limit: int, mode: str = "file") -> Iterator[bytes]:
 def cut_place(content: bytes, start: int, stop: int, mode: str = "file") -> int:
     """A place to cut behind `start`: the last one up to `stop`, else the first one behind it, see `cuts`."""
     if mode == "file":
-        place = content.rfind(b"\n", start + 1, stop)
-        while place > 0 and not content[place + 1 : place + 2].strip():
-            place = content.rfind(b"\n", start + 1, place)
-        return place if place > 0 else _between_characters(content, start, stop)
+        return _between_words(content, start, stop)
     separator = b"\n\n" if mode == "paragraph" else b"\n"
     place = content.rfind(separator, start, stop)
     if place < 0:
         place = content.find(separator, stop - 1)
     return place + len(separator) if place >= 0 else len(content)
+
+
+def _between_words(content: bytes, start: int, stop: int) -> int:
+    other = -1
+    place = content.rfind(b"\n", start, stop)
+    while place > start:
+        if content[place + 1 : place + 2].isalnum():
+            if content[place - 1 : place].strip():
+                return place + 1
+            other = max(other, place + 1)
+        place = content.rfind(b"\n", start, place)
+    return other if other > 0 else _between_characters(content, start, stop)
 
 
 def _between_characters(content: bytes, start: int, stop: int) -> int:

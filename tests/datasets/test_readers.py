@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers as hf
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,11 +155,18 @@ def test_cuts_lose_nothing_and_part_no_paragraph_line_or_character(text, limit):
             assert all(part.decode().endswith(end) for part in parts[:-1])
 
 
-def test_a_document_in_pieces_has_the_tokens_of_the_whole(small_pieces, monkeypatch):
-    text = "def f(x):\n    if x:\n\n        return x + 1  # a  b\n\n\nclass A:\n\tpass\n" * 9
-    tokenizer = train_tokenizer([text], 300)
+GPT_4 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize("pattern", [None, GPT_4])
+def test_a_document_in_pieces_has_the_tokens_of_the_whole(pattern):
+    text = "def f(x):\n    if x:\n\n        return x + (1)\n\n\nclass A:\n\tpass()\n" * 9
+    tokenizer = train_tokenizer([text * 9, "\n\n" * 99, ")\n" * 99], 300)
+    if pattern is not None:
+        split = hf.pre_tokenizers.Split(hf.Regex(pattern), "isolated")
+        byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer._inner.pre_tokenizer = hf.pre_tokenizers.Sequence([split, byte_level])
     whole = tokenizer.encode(text)
-    monkeypatch.setattr(documents_module, "PIECE_BYTES", 80)
     parts = list(cuts(text.encode(), 80))
     assert len(parts) > 8
     assert [i for part in parts for i in tokenizer.encode(part.decode())] == whole
