@@ -17,7 +17,7 @@ from core.datasets.byte_tokenizer import ByteTokenizer
 from core.datasets.documents import Encoder, cuts
 from core.datasets.readers import read_pieces
 from core.datasets.sources import find_sources
-from core.datasets.tokenizer import train_tokenizer
+from core.datasets.tokenizer import END_OF_TEXT, train_tokenizer
 
 ENCODER = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=256, text_key="text")
 
@@ -161,11 +161,16 @@ GPT_4 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n
 @pytest.mark.parametrize("pattern", [None, GPT_4])
 def test_a_document_in_pieces_has_the_tokens_of_the_whole(pattern):
     text = "def f(x):\n    if x:\n\n        return x + (1)\n\n\nclass A:\n\tpass()\n" * 9
-    tokenizer = train_tokenizer([text * 9, "\n\n" * 99, ")\n" * 99], 300)
+    tokenizer = train_tokenizer([text], 300)
     if pattern is not None:
         split = hf.pre_tokenizers.Split(hf.Regex(pattern), "isolated")
         byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer._inner.pre_tokenizer = hf.pre_tokenizers.Sequence([split, byte_level])
+        alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+        trainer = hf.trainers.BpeTrainer(
+            vocab_size=300, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer._inner.train_from_iterator([text], trainer)
     whole = tokenizer.encode(text)
     parts = list(cuts(text.encode(), 80))
     assert len(parts) > 8
