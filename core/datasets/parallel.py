@@ -69,6 +69,8 @@ class _Pool:
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
         """As `encode_all`."""
+        for _ in range(self._workers):  # all before the first job, which waits until its process can read
+            self._start()
         sent: dict[int, Job] = {}
         done: dict[int, Encoded] = {}
         number = written = 0
@@ -87,12 +89,9 @@ class _Pool:
                     done[self._busy.pop(ready)] = self._receive(ready)
 
     def _idle(self) -> Connection | None:
-        for connection in self._processes:
-            if connection not in self._busy:
-                return connection
-        return self._start() if len(self._processes) < self._workers else None
+        return next((connection for connection in self._processes if connection not in self._busy), None)
 
-    def _start(self) -> Connection:
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._encoder), daemon=True)
@@ -106,7 +105,6 @@ class _Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # the parent holds one end alone: when it dies, the worker reads the end of the pipe
         self._processes[ours] = process
-        return ours
 
     def _send(self, connection: Connection, number: int, job: Job) -> None:
         self._busy[connection] = number

@@ -107,7 +107,7 @@ def prepare_files(
     ) as writer:
         encoder = Encoder(tokenizer=tokenizer, dtype=writer.dtype, end_of_text=end, text_key=text.text_key)
         jobs = _jobs(text.pieces(writer.skipped))
-        with closing(encode_all(jobs, encoder, available_cores() if workers is None else workers)) as results:
+        with closing(encode_all(jobs, encoder, _processes(workers, text.num_bytes))) as results:
             for job, result in results:
                 writer.add_documents(result.tokens, result.lengths.tolist(), continued=result.continued)
                 writer.text_bytes += result.text_bytes
@@ -122,6 +122,12 @@ def prepare_files(
     assert card is not None
     files = [path for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix)) if path.exists()]
     return Prepared(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
+
+
+def _processes(workers: int | None, num_bytes: int) -> int:
+    """As many as asked for, or cores, but no more than there can be jobs: text is packed by a factor of 8 at most."""
+    asked = available_cores() if workers is None else workers
+    return min(asked, 1 + 8 * num_bytes // PIECE_BYTES)
 
 
 def _jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -110,7 +110,7 @@ def test_without_end_of_text_other_key_and_globs(text, tmp_path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many jobs of little text: order and continuation matter, as they do for large text."""
-    for module in (documents, readers, preparing):
+    for module in (documents, readers, preparing):  # of this process, which cuts: workers get what it cut
         monkeypatch.setattr(module, "PIECE_BYTES", 200)
 
 
