@@ -92,7 +92,7 @@ def prepare_files(
 
     `workers`: processes, default one per core. `append_end_of_text`: close each document with the tokenizer's end of
     text. `advance` is told of bytes on disk that are done. An interrupted call leaves nothing that opens, and an
-    earlier file as it was.
+    earlier file as it was. Processes import the calling script: there, call it under `if __name__ == "__main__":`.
     Raises `ValueError`: no document in all of the text; `ImportError`: an extra is needed; `OSError`; and as
     `TokenFileWriter`.
     """
