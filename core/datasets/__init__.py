@@ -10,10 +10,18 @@ from typing import Any
 _HOMES = {
     "corpus": ("SourceFiles", "read_texts", "split_by_hash", "standard_library"),
     "tokenizer": ("END_OF_TEXT", "Tokenizer", "train_tokenizer"),
-    "token_file": ("TokenFile", "TokenFileWriter"),
-    "order": ("permute", "sample_ids"),
-    "batches": ("IGNORED_LABEL", "GPTBatches"),
-    "prepare": ("PreparedCorpus", "prepare_default_corpus"),
+    "byte_tokenizer": ("ByteTokenizer",),
+    "any_tokenizer": ("AnyTokenizer", "check_tokenizer", "load_tokenizer", "tokenizer_of"),
+    "card": ("TokenCard",),
+    "token_file": ("TokenFile",),
+    "token_file_writer": ("TokenFileWriter",),
+    "splits": ("TokenRange", "TokenSource", "split_documents"),
+    "order": ("draws", "permute", "sample_ids"),
+    "packing": ("IGNORED_LABEL", "Packing"),
+    "batches": ("Batches", "GPTBatches"),
+    "blend": ("BlendedBatches", "open_blend"),
+    "preparing": ("Prepared", "TextFiles", "prepare_files"),
+    "default_corpus": ("PreparedCorpus", "prepare_default_corpus"),
     "baselines": ("bits_per_byte", "gzip_bits_per_byte", "unigram_bits_per_byte"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

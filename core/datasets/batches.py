@@ -3,35 +3,73 @@
 Legend: `b` rows in the global batch, `s` sequence length, `size` data parallel ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.datasets.order import sample_ids
-from core.datasets.token_file import TokenFile
+from core.datasets.order import draws
+from core.datasets.packing import IGNORED_LABEL, Packing
+from core.datasets.splits import TokenSource
 
-IGNORED_LABEL = -100  # torch's own default `ignore_index`
+Rows = npt.NDArray[np.int64]
+
+
+class Batches(Protocol):
+    """What a run reads: `GPTBatches` of one text, or `BlendedBatches` of several."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a row."""
+        ...
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of a batch, over all ranks."""
+        ...
+
+    def batch(self, step: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+        """The rank's rows of global batch number `step`."""
+        ...
+
+    def sequential(self, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[dict[str, Tensor]]:
+        """All of the text in order, once."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTBatches:
     """Samples of `sequence_length` tokens from `token_file`, in an order fixed by `seed`.
 
-    Sample i predicts tokens i*s+1 .. i*s+s from those before, so no token is predicted by two samples.
-    Raises `ValueError` if the file is shorter than one sample.
+    Sample i predicts tokens i*s+1 .. i*s+s from those before: every token but the first is a label once per epoch.
+    The last sample is filled up, with tokens 0 and labels `IGNORED_LABEL`. `token_file` is a `TokenFile` or a part
+    of one. `end_of_text`, `reset_position_ids`, `reset_attention_mask` and `eod_mask_loss`: see `Packing`; what
+    they ask for is in every batch. `allow_short` takes a text that is shorter than one sample.
+    Raises `ValueError` if the text is shorter than one sample, or an option needs `end_of_text`.
     """
 
-    token_file: TokenFile
+    token_file: TokenSource
     sequence_length: int
     global_batch_size: int
     seed: int
+    end_of_text: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    allow_short: bool = False
 
     def __post_init__(self) -> None:
-        if wrong := [why for ok, why in self._rules() if not ok]:
+        wrong = [why for ok, why in self._rules() if not ok]
+        try:
+            _ = self.packing
+        except ValueError as error:
+            wrong.append(str(error))
+        if wrong:
             raise ValueError("GPTBatches: " + "; ".join(wrong))
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
@@ -39,7 +77,7 @@ class GPTBatches:
         s, n = self.sequence_length, self.token_file.num_tokens
         yield s > 0, f"sequence_length={s} must be positive"
         yield (
-            s < n,
+            s < n or (self.allow_short and n > 1),
             (
                 f"sequence_length={s} needs {s + 1} tokens (one more to predict), the file has {n}; "
                 f"use at most {n - 1}, or more text"
@@ -47,61 +85,94 @@ class GPTBatches:
         )
         yield self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"
 
+    @cached_property
+    def packing(self) -> Packing:
+        """The options about documents."""
+        return Packing(
+            end_of_text=self.end_of_text,
+            reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
+            eod_mask_loss=self.eod_mask_loss,
+        )
+
     @property
     def num_samples(self) -> int:
-        """Number of whole samples, which is the length of an epoch."""
-        return (self.token_file.num_tokens - 1) // self.sequence_length
+        """Number of samples, the last one perhaps filled up, which is the length of an epoch."""
+        return -(-(self.token_file.num_tokens - 1) // self.sequence_length)
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
         """`tokens` and `labels`, int64 `[b/size, s]`: the rank's rows of the global batch number `step`.
 
+        With them `position_ids`, int64 `[b/size, s]`, and `attention_mask`, bool `[b/size, 1, s, s]`, if asked for.
         The global batch does not depend on `size`; rank r has its rows r*b/size .. (r+1)*b/size.
         Raises `ValueError` if the batch does not divide, the rank is not below size, or step is negative.
         """
-        mine = _share(self.global_batch_size, rank, size)
-        ids = sample_ids(step, self.global_batch_size, self.num_samples, seed=self.seed)[mine]
-        s = self.sequence_length
-        rows = np.stack([self.token_file.tokens(i * s, i * s + s + 1) for i in ids.tolist()])
-        return _to_torch(rows[:, :-1], rows[:, 1:])
+        mine = rows_of_step(step, self.global_batch_size, rank, size)
+        tokens, labels = empty_rows(len(mine), self.sequence_length)
+        self.fill(mine, range(len(mine)), tokens, labels)
+        return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
     def sequential(self, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """The file in order, once: `tokens` and `labels`, int64 `[batch_size/size, s]`, for validation.
+        """The text in order, once, as `batch` gives it, `[batch_size/size, s]`, for validation.
 
         Over all ranks, every token but the file's first is a label exactly once. Where the file does not
         fill a row or a batch, tokens are 0 and labels `IGNORED_LABEL`, so that all batches have one shape
         and all ranks the same number of batches: add up losses, a mean over a batch may be 0/0.
         Raises `ValueError` if the batch does not divide or the rank is not below size.
         """
-        mine = _share(batch_size, rank, size)
-        windows = -(-(self.token_file.num_tokens - 1) // self.sequence_length)
-        return (self._rows(first + mine.start, first + mine.stop) for first in range(0, windows, batch_size))
+        mine = share(batch_size, rank, size)
+        return (
+            self._windows(range(first + mine.start, first + mine.stop))
+            for first in range(0, self.num_samples, batch_size)
+        )
 
-    def _rows(self, first: int, last: int) -> dict[str, Tensor]:
-        """Windows first .. last of the file in order, filled up beyond its end."""
-        s, n = self.sequence_length, self.token_file.num_tokens
-        tokens = np.zeros((last - first) * s, np.int64)
-        labels = np.full((last - first) * s, IGNORED_LABEL, np.int64)
-        count = max(0, min(last * s, n - 1) - first * s)
-        if count:
-            stream = self.token_file.tokens(first * s, first * s + count + 1)
-            tokens[:count], labels[:count] = stream[:-1], stream[1:]
-        return _to_torch(tokens.reshape(-1, s), labels.reshape(-1, s))
+    def _windows(self, windows: range) -> dict[str, Tensor]:
+        """Samples of the text in its own order, filled up beyond its end."""
+        tokens, labels = empty_rows(len(windows), self.sequence_length)
+        self._copy(windows, range(len(windows)), tokens, labels)
+        return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+
+    def fill(self, drawn: range, rows: Iterable[int], tokens: Rows, labels: Rows) -> None:
+        """Write the samples that are drawn as number drawn.start .. drawn.stop to these rows of both arrays."""
+        ids = draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed)
+        self._copy(ids.tolist(), rows, tokens, labels)
+
+    def _copy(self, windows: Iterable[int], rows: Iterable[int], tokens: Rows, labels: Rows) -> None:
+        s, read, last = self.sequence_length, self.token_file.tokens, self.token_file.num_tokens - 1
+        for window, row in zip(windows, rows, strict=True):
+            start = window * s
+            count = min(s, max(0, last - start))
+            if count:
+                stream = read(start, start + count + 1)
+                tokens[row, :count] = stream[:-1]
+                labels[row, :count] = stream[1:]
+            if count < s:
+                tokens[row, count:], labels[row, count:] = 0, IGNORED_LABEL
 
 
-def _share(batch_size: int, rank: int, size: int) -> slice:
-    """The rank's rows of a batch."""
+def empty_rows(rows: int, sequence_length: int) -> tuple[Rows, Rows]:
+    """Room for tokens and labels, `[rows, s]` each."""
+    return np.empty((rows, sequence_length), np.int64), np.empty((rows, sequence_length), np.int64)
+
+
+def rows_of_step(step: int, global_batch_size: int, rank: int, size: int) -> range:
+    """The rank's rows of global batch number `step`, counted from the first row of the run.
+
+    Raises `ValueError` if the batch does not divide, the rank is not below size, or step is negative.
+    """
+    mine = share(global_batch_size, rank, size)
+    if step < 0:
+        raise ValueError(f"step={step} must be at least 0")
+    first = step * global_batch_size
+    return range(first + mine.start, first + mine.stop)
+
+
+def share(batch_size: int, rank: int, size: int) -> range:
+    """The rank's rows of a batch; raises `ValueError` as `rows_of_step`."""
     if batch_size < 1 or size < 1 or batch_size % size:
         valid = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
         raise ValueError(f"a batch of {batch_size} rows does not divide among {size} ranks; {valid} would do")
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} must lie between 0 and {size - 1}, size={size}")
     rows = batch_size // size
-    return slice(rank * rows, (rank + 1) * rows)
-
-
-def _to_torch(tokens: npt.NDArray[np.integer], labels: npt.NDArray[np.integer]) -> dict[str, Tensor]:
-    """Copies: the file's own view is read-only and narrower than int64."""
-    return {
-        "tokens": torch.from_numpy(tokens.astype(np.int64)),
-        "labels": torch.from_numpy(labels.astype(np.int64)),
-    }
+    return range(rank * rows, (rank + 1) * rows)

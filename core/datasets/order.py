@@ -1,12 +1,14 @@
 """The order of the data as a pure function of (seed, step): no index is built, and one integer resumes it."""
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
+_BLOCK = 1024  # draws that are computed together: the cost of numpy's calls is that of one sample otherwise
 
 
 def permute(index: npt.ArrayLike, n: int, *, seed: int, epoch: int = 0) -> Ids:
@@ -69,11 +71,26 @@ def sample_ids(step: int, global_batch_size: int, num_samples: int, *, seed: int
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
     start = step * global_batch_size
-    stop = start + global_batch_size
+    return draws(start, start + global_batch_size, num_samples, seed=seed)
+
+
+def draws(start: int, stop: int, num_samples: int, *, seed: int) -> Ids:
+    """Entries start .. stop of the endless stream of samples: int64 `[stop - start]`.
+
+    Entry k is sample k % num_samples of the permutation of epoch k // num_samples. A pure function; what is computed
+    together and not asked for yet is kept, so that drawing in order costs little.
+    """
     pieces = []
     while start < stop:
-        epoch, first = divmod(start, num_samples)
-        count = min(stop - start, num_samples - first)
-        pieces.append(permute(np.arange(first, first + count), num_samples, seed=seed, epoch=epoch))
-        start += count
-    return np.concatenate(pieces)
+        epoch, position = divmod(start, num_samples)
+        block = _block(position // _BLOCK, epoch, num_samples, seed)
+        piece = block[position % _BLOCK :][: stop - start]
+        pieces.append(piece)
+        start += len(piece)
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+
+@lru_cache(maxsize=64)
+def _block(number: int, epoch: int, num_samples: int, seed: int) -> Ids:
+    first = number * _BLOCK
+    return permute(np.arange(first, min(num_samples, first + _BLOCK)), num_samples, seed=seed, epoch=epoch)

@@ -1,155 +1,132 @@
-"""One call from nothing to token files: `prepare_default_corpus(directory)`."""
+"""`python -m core.datasets.prepare --input DIR_OR_FILE... --output PREFIX`: text files to a token file, on all cores.
 
-import hashlib
-import json
-import os
+Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), all of them also as .gz and .zst,
+.parquet, directories that datasets.save_to_disk wrote, and whatever --glob names. What is no UTF-8 text is skipped
+and counted. Files are read in the order of a hash of their relative path, so that any part of the result is a random
+part of the text, the same on every machine.
+
+Exit code 0: written; 1: an error; 2: wrong arguments; 130, 143: interrupted, nothing was written.
+"""
+
+import argparse
+import errno
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from core.datasets.corpus import SourceFiles, read_texts, split_by_hash, standard_library
-from core.datasets.token_file import TokenFile, TokenFileWriter
-from core.datasets.tokenizer import LIBRARY_VERSION, Tokenizer, train_tokenizer
+import numpy as np
 
-_FORMAT = 2
-_TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch
+from core.datasets.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.datasets.byte_tokenizer import ByteTokenizer
+from core.datasets.documents import Encoder
+from core.datasets.parallel import available_cores
+from core.datasets.preparing import DOCUMENTS, LEARNED_BYTES, Prepared, TextFiles, prepare_files, told
+from core.datasets.progress import progress
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Figures:
-    """What `corpus.json` says: nothing about where it lies, so that the directory may move."""
-
-    vocab_size: int
-    train_documents: int
-    valid_documents: int
-    train_tokens: int
-    valid_tokens: int
-    train_bytes: int
-    valid_bytes: int
-    skipped_files: int
-    gzip_bits_per_byte: float
-    unigram_bits_per_byte: float
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedCorpus(_Figures):
-    """Where the tokenizer and the token files are, and what is in them.
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.datasets.prepare",
+        description=__doc__.partition(": ")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files and directories, read recursively")
+    add("--output", required=True, metavar="PREFIX", help="PREFIX.bin, .idx, .json and .tokenizer.json are written")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json; default: bytes")
+    which.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="SIZE",
+        help=f"learn a vocabulary of SIZE tokens from the first {LEARNED_BYTES >> 20} MiB of the text",
+    )
+    add("--end-of-text", metavar="TOKEN", help="which token ends a document, where tokenizer.json does not tell")
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="close documents with that token")
+    add("--documents", choices=DOCUMENTS, default="file", help="what a document is in a text file (default: file)")
+    add("--text-key", default="text", metavar="KEY", help="of JSON lines, or column of a table (default: text)")
+    add("--glob", action="append", default=[], metavar="PATTERN", help="read these names as text too; repeatable")
+    add(
+        "--workers", type=int, default=None, metavar="N", help=f"processes (default: cores, {available_cores()} here)"
+    )
+    return parser
 
-    `train` and `valid` are prefixes for `TokenFile`; bytes are bytes of text, without the end-of-text token
-    that closes each document. The two bits per byte are those of the validation text.
-    """
 
-    tokenizer: Path
-    train: Path
-    valid: Path
+def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
+    if options.train_tokenizer is None:
+        if options.tokenizer is not None and not Path(options.tokenizer).is_file():
+            raise ValueError(f"--tokenizer {options.tokenizer} is no file; name a tokenizer.json")
+        return load_tokenizer(options.tokenizer, options.end_of_text)
+    from core.datasets.tokenizer import train_tokenizer  # needs an extra
+
+    print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
+    as_it_is = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
+    found = train_tokenizer(text.texts(as_it_is), options.train_tokenizer)
+    if found.vocab_size < options.train_tokenizer:
+        print(f"the text has {found.vocab_size} tokens to learn, not {options.train_tokenizer}", file=sys.stderr)
+    return found
 
 
-def prepare_default_corpus(
-    directory: str | Path,
-    *,
-    vocab_size: int = 4096,
-    valid_fraction: float = 0.05,
-    sources: SourceFiles | None = None,
-) -> PreparedCorpus:
-    """Write `tokenizer.json`, `train.bin/.idx`, `valid.bin/.idx` and, last, `corpus.json` to `directory`.
-
-    The tokenizer learns from training files only. `sources` defaults to the standard library. A second call
-    with the same inputs reuses what is there. Call it on one process, the others wait.
-    Raises `ValueError` if either side of the split is empty or `vocab_size` too small.
-    """
-    directory = Path(directory)
-    sources = standard_library() if sources is None else sources
-    sides = split_by_hash(sources.names, valid_fraction)
-    if not all(sides):
-        raise ValueError(
-            f"valid_fraction={valid_fraction} leaves {len(sides[0])} training and {len(sides[1])} "
-            "validation files; give more files or another fraction"
-        )
-    key = _key(sources, vocab_size, valid_fraction)
-    figures = _reusable(directory, key) or _build(directory, sources, sides, vocab_size, key)
-    return PreparedCorpus(
-        **asdict(figures),
-        tokenizer=directory / "tokenizer.json",
-        train=directory / "train",
-        valid=directory / "valid",
+def report(made: Prepared) -> str:
+    """What was written, in a few lines, and the command to type next."""
+    card = made.card
+    rate = card.text_bytes / 1e6 / made.seconds
+    sizes = ", ".join(f"{path} ({_size_text(path.stat().st_size)})" for path in made.files)
+    return (
+        f"{made.prefix}: {card.documents:,} documents, {card.tokens:,} tokens of {card.vocab_size:,} ({card.dtype}), "
+        f"{card.text_bytes / 1e6:.1f} MB of text, {card.text_bytes / card.tokens:.2f} bytes/token, {rate:.1f} MB/s\n"
+        f"skipped: {told(dict(card.skipped))}\n"
+        f"files: {sizes}\n"
+        f"next: torchrun --standalone --nproc-per-node 1 examples/pretrain_gpt.py --data.train {made.prefix}"
     )
 
 
-def _key(sources: SourceFiles, vocab_size: int, valid_fraction: float) -> str:
-    """Everything the result depends on, as one hash."""
-    inputs = [_FORMAT, sys.version, LIBRARY_VERSION, vocab_size, valid_fraction, sources.fingerprint()]
-    return _sha256(json.dumps(inputs).encode())
+def _size_text(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes} B"
 
 
-def _reusable(directory: Path, key: str) -> _Figures | None:
-    """The figures of an earlier call with the same inputs, if all that it wrote is still whole."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    options = _parser().parse_args(arguments)
     try:
-        written = json.loads((directory / "corpus.json").read_text(encoding="utf-8"))
-        figures = _Figures(**written["figures"])
-        if written["key"] != key:
-            return None
-        if written["tokenizer_sha256"] != _sha256((directory / "tokenizer.json").read_bytes()):
-            return None
-        found = [TokenFile(directory / side).num_tokens for side in ("train", "valid")]
-    except (OSError, ValueError, TypeError, KeyError):  # missing, damaged or foreign: build it anew
-        return None
-    return figures if found == [figures.train_tokens, figures.valid_tokens] else None
+        text = TextFiles(
+            inputs=tuple(options.input),
+            globs=tuple(options.glob),
+            documents=options.documents,
+            text_key=options.text_key,
+        )
+        tokenizer = _tokenizer(options, text)
+        with progress("tokenising", text.num_bytes) as advance:
+            made = prepare_files(
+                text,
+                options.output,
+                tokenizer,
+                workers=options.workers,
+                append_end_of_text=options.append_eod,
+                advance=advance,
+            )
+    except KeyboardInterrupt:
+        print("interrupted, nothing was written", file=sys.stderr)
+        return 130
+    except OSError as error:
+        space = f" (no space for {options.output}; nothing was written)" if error.errno in _NO_SPACE else ""
+        print(f"error: {error}{space}", file=sys.stderr)
+        return 1
+    except (ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report(made))
+    return 0
 
 
-def _build(
-    directory: Path, sources: SourceFiles, sides: tuple[list[str], list[str]], vocab_size: int, key: str
-) -> _Figures:
-    (train, train_skipped), (valid, valid_skipped) = (read_texts(sources.root, names) for names in sides)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "corpus.json").unlink(missing_ok=True)  # from here on the directory is incomplete
-    tokenizer = train_tokenizer(train, vocab_size)
-    tokenizer.save(directory / "tokenizer.json")
-    _write(directory / "train", train, tokenizer)
-    _write(directory / "valid", valid, tokenizer)
-    train_file, valid_file = TokenFile(directory / "train"), TokenFile(directory / "valid")
-    valid_text = "".join(valid).encode()
-    figures = _Figures(
-        vocab_size=tokenizer.vocab_size,
-        train_documents=train_file.num_documents,
-        valid_documents=valid_file.num_documents,
-        train_tokens=train_file.num_tokens,
-        valid_tokens=valid_file.num_tokens,
-        train_bytes=sum(len(text.encode()) for text in train),
-        valid_bytes=len(valid_text),
-        skipped_files=train_skipped + valid_skipped,
-        gzip_bits_per_byte=gzip_bits_per_byte(valid_text),
-        unigram_bits_per_byte=unigram_bits_per_byte(valid_text),
-    )
-    _commit(directory, key, figures)
-    return figures
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # unwinds, which removes temporary files and workers
 
 
-def _write(prefix: Path, texts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """One document per text, closed by the end of text."""
-    with TokenFileWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        for ids in _encode(texts, tokenizer):
-            writer.add_document([*ids, tokenizer.end_of_text])
-
-
-def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    for first in range(0, len(texts), _TEXTS_AT_ONCE):
-        yield from tokenizer.encode_batch(texts[first : first + _TEXTS_AT_ONCE])
-
-
-def _commit(directory: Path, key: str, figures: _Figures) -> None:
-    """Write `corpus.json`, whose presence says that everything else is there; by rename, so never half."""
-    content: dict[str, Any] = {
-        "key": key,
-        "tokenizer_sha256": _sha256((directory / "tokenizer.json").read_bytes()),
-        "figures": asdict(figures),
-    }
-    temporary = directory / f"corpus.json.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(directory / "corpus.json")
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(main())

@@ -5,73 +5,78 @@ document indices d u64, sequence lengths i32 [n], byte pointers into `.bin` i64 
 document i is made of sequences indices[i] .. indices[i+1], so d is the number of documents plus one.
 """
 
-import os
 import struct
-from collections.abc import Sequence
+from bisect import bisect_right
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))}
-_DTYPES[8] = np.dtype("<u2")  # 6 and 7 are floating point: no token ids
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+from core.datasets.card import TokenCard, card_path, full_hash, read_card, remedy, sampled_hash
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))}
+DTYPES[8] = np.dtype("<u2")  # 6 and 7 are floating point: no token ids
 _REMEDY = "write it again with TokenFileWriter"
+_AT_ONCE = 1 << 20  # entries of a table that `verify` looks at at a time
 
 Array = npt.NDArray[np.integer]
 
 
-def _paths(prefix: str | Path) -> tuple[Path, Path]:
+def file_paths(prefix: str | Path) -> tuple[Path, Path]:
+    """`prefix.bin` and `prefix.idx`."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 class TokenFile:
     """The documents in `prefix.bin` and `prefix.idx`, memory mapped: opening costs the same at any size.
 
-    Opening checks magic, version, dtype code and the exact length of both files against the header;
-    raises `ValueError` naming the file, what was expected and what was found.
+    Opening checks magic, version, dtype code and the exact length of both files against the header, and, if a card
+    lies beside them (`card`, else None), sizes and sampled hashes against the card.
+    Raises `ValueError` naming the file, what was expected and what was found; `FileNotFoundError`.
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self._bin_path, self._idx_path = _paths(prefix)
+        self.prefix = str(prefix)
+        self._bin_path, self._idx_path = file_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist: a token file is a .bin and an .idx; {_REMEDY}")
         self.dtype, num_sequences, num_indices = self._read_header()
         index = _map(self._idx_path, np.dtype("u1"))
-        ends = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]).tolist()
+        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]).tolist()
         # offsets are odd, so these are unaligned views: numpy reads them correctly
         self._lengths = index[ends[0] : ends[1]].view("<i4")
         self._pointers = index[ends[1] : ends[2]].view("<i8")
         self._indices = index[ends[2] : ends[3]].view("<i8")
         self._check_lengths()
+        self.card: TokenCard | None = read_card(prefix)
+        if self.card is not None:
+            self._check_card(self.card)
         self._tokens = _map(self._bin_path, self.dtype)
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
         path = self._idx_path
         size = path.stat().st_size
-        if size < _HEADER.size:
-            raise ValueError(f"{path} has {size} bytes, its header alone has {_HEADER.size}; {_REMEDY}")
+        if size < HEADER.size:
+            raise ValueError(f"{path} has {size} bytes, its header alone has {HEADER.size}; {_REMEDY}")
         with path.open("rb") as file:
-            magic, version, code, sequences, indices = _HEADER.unpack(file.read(_HEADER.size))
-        if magic != _MAGIC:
-            raise ValueError(f"{path} begins with {magic!r}, a token index with {_MAGIC!r}; {_REMEDY}")
-        if version != _VERSION:
-            raise ValueError(f"{path} has version {version}, this reads version {_VERSION}; {_REMEDY}")
-        if code not in _DTYPES:
-            raise ValueError(f"{path} has dtype code {code}, integers are {sorted(_DTYPES)}; {_REMEDY}")
-        expected = _HEADER.size + 12 * sequences + 8 * indices
+            magic, version, code, sequences, indices = HEADER.unpack(file.read(HEADER.size))
+        if magic != MAGIC:
+            raise ValueError(f"{path} begins with {magic!r}, a token index with {MAGIC!r}; {_REMEDY}")
+        if version != VERSION:
+            raise ValueError(f"{path} has version {version}, this reads version {VERSION}; {_REMEDY}")
+        if code not in DTYPES:
+            raise ValueError(f"{path} has dtype code {code}, integers are {sorted(DTYPES)}; {_REMEDY}")
+        expected = HEADER.size + 12 * sequences + 8 * indices
         if size != expected:
             raise ValueError(
                 f"{path} has {size} bytes, its header of {sequences} sequences and {indices} document "
                 f"indices makes {expected}; {_REMEDY}"
             )
-        return _DTYPES[code], sequences, indices
+        return DTYPES[code], sequences, indices
 
     def _check_lengths(self) -> None:
         """Both ends of every table must meet; the middle is checked where it is read, see `document`."""
@@ -86,6 +91,19 @@ class TokenFile:
         if size != expected:
             raise ValueError(f"{self._bin_path} has {size} bytes, {self._idx_path.name} says {expected}; {_REMEDY}")
 
+    def _check_card(self, card: TokenCard) -> None:
+        wrong = []
+        for path, size, digest in (
+            (self._bin_path, card.bin_bytes, card.bin_hash),
+            (self._idx_path, card.idx_bytes, card.idx_hash),
+        ):
+            if (found := path.stat().st_size) != size:
+                wrong.append(f"{path} has {found} bytes, its card says {size}")
+            elif (hashed := sampled_hash(path)) != digest:
+                wrong.append(f"{path} was changed: its sampled hash is {hashed[:12]}, its card says {digest[:12]}")
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)} ({card_path(self.prefix)}); {remedy(self.prefix)}")
+
     def _end(self, sequence: int) -> int:
         """The byte after the sequence."""
         return int(self._pointers[sequence]) + int(self._lengths[sequence]) * self.dtype.itemsize
@@ -94,6 +112,11 @@ class TokenFile:
     def num_documents(self) -> int:
         """Number of documents."""
         return self._indices.size - 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences: in Megatron's format a document is made of one or several."""
+        return self._lengths.size
 
     @property
     def num_tokens(self) -> int:
@@ -140,92 +163,72 @@ class TokenFile:
             return int(self._pointers[sequence])
         return self._tokens.nbytes
 
+    def document_start(self, number: int) -> int:
+        """The token at which a document begins; `num_documents` stands for the end of the file.
+
+        Raises `ValueError` if there is no such document, or if the index is damaged there.
+        """
+        if not 0 <= number <= self.num_documents:
+            raise ValueError(f"document {number} of {self._idx_path}, which has {self.num_documents}; ask for less")
+        sequence = int(self._indices[number])
+        start = self._start(sequence) if sequence >= 0 else -1
+        if not 0 <= start <= self._tokens.nbytes or start % self.dtype.itemsize:
+            raise ValueError(
+                f"{self._idx_path}: document {number} begins with sequence {sequence} at byte {start} of "
+                f"{self._tokens.nbytes}; {_REMEDY}"
+            )
+        return start // self.dtype.itemsize
+
+    def document_at(self, token: int) -> int:
+        """The document that holds token number `token`, by bisection: O(log documents), nothing is built.
+
+        Raises `ValueError` outside the file, or if the index is damaged.
+        """
+        if not 0 <= token < self.num_tokens:
+            raise ValueError(f"token {token} of {self._bin_path}, which has {self.num_tokens}; ask for less")
+        return bisect_right(range(self.num_documents), token, key=self.document_start) - 1
+
+    def verify(self) -> None:
+        """Read every byte: both tables and all tokens, against the header and, if there is one, the card.
+
+        Raises `ValueError` naming what differs.
+        """
+        self._verify_tables()
+        if self.card is None:
+            return
+        for path, expected in ((self._bin_path, self.card.bin_sha256), (self._idx_path, self.card.idx_sha256)):
+            if (found := full_hash(path)) != expected:
+                raise ValueError(
+                    f"{path}: the hash of all its bytes is {found[:12]}, {card_path(self.prefix)} says "
+                    f"{expected[:12]}; {remedy(self.prefix)}"
+                )
+
+    def _verify_tables(self) -> None:
+        """Sequences must lie one behind the other, and documents be runs of sequences."""
+        at = 0
+        for first in range(0, self.num_sequences, _AT_ONCE):
+            lengths = self._lengths[first : first + _AT_ONCE].astype(np.int64)
+            ends = at + np.cumsum(lengths) * self.dtype.itemsize
+            pointers = self._pointers[first : first + _AT_ONCE]
+            wrong = (pointers != ends - lengths * self.dtype.itemsize) | (lengths < 0)
+            if wrong.any():
+                i = int(wrong.argmax())
+                raise ValueError(
+                    f"{self._idx_path}: sequence {first + i} of {lengths[i]} tokens begins at byte {pointers[i]}, "
+                    f"its predecessors end elsewhere; {_REMEDY}"
+                )
+            at = int(ends[-1])
+        for first in range(0, self.num_documents, _AT_ONCE):
+            indices = self._indices[first : first + _AT_ONCE + 1]
+            if (wrong := np.diff(indices) < 0).any():
+                i = int(wrong.argmax())
+                raise ValueError(
+                    f"{self._idx_path}: document {first + i} spans sequences {indices[i]} to {indices[i + 1]}; "
+                    f"{_REMEDY}"
+                )
+
 
 def _map(path: Path, dtype: np.dtype) -> Array:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r").view(np.ndarray)
-
-
-def _flush(file: BinaryIO) -> None:
-    """Through to the disk: a rename must not outrun the bytes it names."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-class TokenFileWriter:
-    """Writes documents to `prefix.bin` and `prefix.idx`; both appear when the `with` block ends well.
-
-    Until then they carry temporary names, so an interrupted run leaves nothing that opens, and a file that
-    was there before stays. The dtype is uint16 where `vocab_size` ids fit, else int32; `dtype` overrides it.
-    Raises `ValueError` if the vocabulary is larger than the dtype.
-    """
-
-    def __init__(self, prefix: str | Path, *, vocab_size: int, dtype: npt.DTypeLike | None = None) -> None:
-        if dtype is None:
-            dtype = "<u2" if vocab_size <= 2**16 else "<i4"
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in _CODES:
-            raise ValueError(f"dtype {self.dtype} is none of {sorted(map(str, _CODES))}; use uint16 or int32")
-        largest = int(np.iinfo(self.dtype).max)
-        if not 0 < vocab_size <= largest + 1:
-            raise ValueError(
-                f"vocab_size={vocab_size}, but {self.dtype} holds 1 to {largest + 1} ids; use a larger dtype"
-            )
-        self.vocab_size = vocab_size
-        self._paths = _paths(prefix)
-        # the process id: two processes that prepare the same file must not write into each other's
-        self._temporary = tuple(Path(f"{path}.{os.getpid()}.tmp") for path in self._paths)
-        self._lengths: list[int] = []
-
-    def __enter__(self) -> "TokenFileWriter":
-        self._lengths = []
-        self._file = self._temporary[0].open("wb")
-        return self
-
-    def add_document(self, tokens: Sequence[int] | Array) -> None:
-        """Append one document, `[length]`; raises `ValueError` on an id outside the vocabulary."""
-        array = np.asarray(tokens)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(
-                f"document {len(self._lengths)} is {array.dtype} of shape {list(array.shape)}; "
-                "give integers of shape [length]"
-            )
-        if array.size and not (array.min() >= 0 and array.max() < self.vocab_size):
-            raise ValueError(
-                f"document {len(self._lengths)} has tokens {array.min()} to {array.max()}, "
-                f"vocab_size={self.vocab_size} allows 0 to {self.vocab_size - 1}; "
-                "use the tokenizer of this size"
-            )
-        self._file.write(array.astype(self.dtype).tobytes())
-        self._lengths.append(array.size)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            with self._file:
-                _flush(self._file)
-            if kind is None:
-                self._commit()
-        finally:
-            for path in self._temporary:
-                path.unlink(missing_ok=True)
-
-    def _commit(self) -> None:
-        with self._temporary[1].open("wb") as file:
-            file.write(self._index())
-            _flush(file)
-        # An old index must not survive beside new tokens: without .idx nothing opens, so it goes first
-        # and its successor comes last.
-        self._paths[1].unlink(missing_ok=True)
-        for temporary, path in zip(self._temporary, self._paths, strict=True):
-            temporary.replace(path)
-
-    def _index(self) -> bytes:
-        n = len(self._lengths)
-        lengths = np.array(self._lengths, "<i4")
-        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
-        pointers = np.concatenate([np.zeros(1, "<i8"), ends])[:n]
-        header = _HEADER.pack(_MAGIC, _VERSION, _CODES[self.dtype], n, n + 1)
-        return header + lengths.tobytes() + pointers.tobytes() + np.arange(n + 1, dtype="<i8").tobytes()

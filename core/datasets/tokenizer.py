@@ -1,7 +1,13 @@
-"""A byte-level BPE tokenizer: any text goes in, the same bytes come out."""
+"""Tokenizers of the `tokenizers` library: one that is trained here, or any `tokenizer.json`."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from core.datasets.byte_tokenizer import refuse_surrogates
 
 try:
     import tokenizers as hf
@@ -11,44 +17,69 @@ except ImportError as error:
 END_OF_TEXT = "<|endoftext|>"
 LIBRARY_VERSION: str = hf.__version__
 _SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of text
+# what the families of models call it; the first that is a special token of the file is taken
+_ENDS_OF_TEXT = (
+    *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>"),
+    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eod|>", "<eod>", "[SEP]", "<sep>"),
+)
+_DECIDE_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # the rest is for decoding and for pairs
 
 
 class Tokenizer:
-    """Text to token ids and back, byte for byte, around one `tokenizers.Tokenizer`.
+    """Text to token ids and back around one `tokenizers.Tokenizer`; byte for byte if that is byte-level.
 
-    Text never becomes the end-of-text token, even if it spells it out: only `end_of_text` ends a document.
-    Raises `ValueError` if the vocabulary lacks `<|endoftext|>`.
+    Text never becomes a special token, even if it spells it out: only `end_of_text` ends a document. Truncation and
+    padding that the file may ask for are off. `end_of_text` names the token (or its id) that ends a document; by
+    default it is found among the special tokens: `<|endoftext|>`, `</s>`, `<eos>`, `[SEP]` and their like.
+    Raises `ValueError` if it is not in the vocabulary.
     """
 
-    def __init__(self, inner: hf.Tokenizer) -> None:
-        end_of_text = inner.token_to_id(END_OF_TEXT)
-        if end_of_text is None:
-            raise ValueError(
-                f"no {END_OF_TEXT} among the tokenizer's {inner.get_vocab_size()} tokens; "
-                "train one with train_tokenizer or add the special token"
-            )
+    def __init__(self, inner: hf.Tokenizer, end_of_text: str | int | None = None) -> None:
         inner.encode_special_tokens = True  # "as text": this setting is not stored in the file
+        inner.no_truncation()
+        inner.no_padding()
         self._inner = inner
-        self.end_of_text: int = end_of_text
+        self.end_of_text: int = _find_end_of_text(inner, end_of_text)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, end_of_text: str | int | None = None) -> "Tokenizer":
         """The tokenizer in a `tokenizer.json`; raises `ValueError` if the file is none."""
-        text = Path(path).read_text(encoding="utf-8")
+        return cls.from_text(Path(path).read_text(encoding="utf-8", errors="replace"), end_of_text, name=str(path))
+
+    @classmethod
+    def from_text(cls, text: str, end_of_text: str | int | None = None, name: str = "the text") -> "Tokenizer":
+        """The tokenizer in the content of a `tokenizer.json`, which errors call `name`; raises `ValueError`."""
         try:
             inner = hf.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} ({len(text)} characters) is no tokenizer.json: {error}") from error
-        return cls(inner)
+            raise ValueError(f"{name} ({len(text)} characters) is no tokenizer.json: {error}") from error
+        try:
+            return cls(inner, end_of_text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def to_text(self) -> str:
+        """The content of a `tokenizer.json`."""
+        return self._inner.to_str(pretty=True)
 
     def save(self, path: str | Path) -> None:
         """Write `tokenizer.json`, which the tokenizers and transformers libraries read too."""
-        Path(path).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+        Path(path).write_text(self.to_text(), encoding="utf-8")
 
-    @property
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer.from_text, (self.to_text(), self.end_of_text)
+
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of token ids, the end of text included."""
-        return self._inner.get_vocab_size()
+        """Number of token ids, the end of text included: one more than the largest, if the vocabulary has holes."""
+        return max(self._inner.get_vocab().values()) + 1
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 (hex) of what decides ids, the same whatever version of the library wrote the file."""
+        content = json.loads(self._inner.to_str())
+        kept = {name: _essence(content.get(name)) for name in _DECIDE_IDS}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`; raises `ValueError` if it holds lone surrogates, which are no UTF-8."""
@@ -60,7 +91,7 @@ class Tokenizer:
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
             for i, text in enumerate(texts):
-                _refuse_surrogates(text, i)
+                refuse_surrogates(text, i)
             raise error  # not text at all
         return [encoding.ids for encoding in encodings]
 
@@ -69,16 +100,33 @@ class Tokenizer:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
 
-def _refuse_surrogates(text: str, number: int) -> None:
-    if not isinstance(text, str):
-        return
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"text {number} of length {len(text)} holds a lone surrogate at {error.start}; "
-            "decode the file with errors='replace'"
-        ) from error
+def _find_end_of_text(inner: hf.Tokenizer, wanted: str | int | None) -> int:
+    """The id of the token that ends a document."""
+    if isinstance(wanted, int):
+        if inner.id_to_token(wanted) is None:
+            raise ValueError(f"end_of_text={wanted} is no id of the tokenizer's {inner.get_vocab_size()} tokens")
+        return wanted
+    if wanted is not None:
+        if (found := inner.token_to_id(wanted)) is None:
+            raise ValueError(f"end_of_text={wanted!r} is not among the tokenizer's {inner.get_vocab_size()} tokens")
+        return found
+    special = {str(token.content): i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+    for name in _ENDS_OF_TEXT:
+        if name in special:
+            return special[name]
+    raise ValueError(
+        f"no {END_OF_TEXT}, </s> or the like among the tokenizer's {inner.get_vocab_size()} tokens, special are "
+        f"{', '.join(sorted(special)[:8]) or 'none'}; say which token ends a document: end_of_text (--end-of-text)"
+    )
+
+
+def _essence(content: Any) -> Any:
+    """Without settings that are off or unset, which later versions of the library add."""
+    if isinstance(content, dict):
+        return {key: _essence(value) for key, value in content.items() if value is not None and value is not False}
+    if isinstance(content, list):
+        return [_essence(value) for value in content]
+    return content
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -6,7 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.datasets.batches import IGNORED_LABEL, GPTBatches
-from core.datasets.token_file import TokenFile, TokenFileWriter
+from core.datasets.token_file import TokenFile
+from core.datasets.token_file_writer import TokenFileWriter
+
+KEYS = ("sequence_length", "global_batch_size", "seed")
 
 
 def numbered(directory, count):
@@ -53,11 +56,69 @@ def test_resuming_at_a_step_equals_running_through(tmp_path):
         assert torch.equal(second.batch(step)["tokens"], through[step])
 
 
-def test_one_epoch_predicts_every_token_once(tmp_path):
-    data = batches(tmp_path, count=5 * 16 + 1)
-    assert data.num_samples == 16
-    labels = torch.cat([data.batch(step)["labels"] for step in range(2)]).flatten()
-    assert sorted(labels.tolist()) == list(range(1, 81))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    count=st.integers(7, 60),
+    sequence_length=st.integers(1, 6),
+    rows=st.integers(1, 4),
+    size=st.sampled_from([1, 2, 3]),
+    resumed=st.integers(0, 9),
+)
+def test_every_epoch_predicts_every_token_once(tmp_path, count, sequence_length, rows, size, resumed):
+    """For any size, layout and point of resumption; the last window is filled up."""
+    data = batches(tmp_path, count, sequence_length, rows * size)
+    n = data.num_samples
+    assert n == -(-(count - 1) // sequence_length)
+    steps = range(3 * n // (rows * size) + 1)
+    again = GPTBatches(token_file=data.token_file, **{k: getattr(data, k) for k in KEYS})
+    labels = torch.cat(
+        [
+            (data if step < resumed else again).batch(step, rank, size)["labels"]
+            for step in steps
+            for rank in range(size)
+        ]
+    )
+    for epoch in range(3):
+        seen = labels[epoch * n : (epoch + 1) * n].flatten()
+        assert sorted(seen[seen != IGNORED_LABEL].tolist()) == list(range(1, count))
+
+
+def test_the_last_window_is_filled_up(tmp_path):
+    data = batches(tmp_path, count=12, sequence_length=5, global_batch_size=3)
+    rows = data.batch(0)
+    row = rows["tokens"][:, 0].tolist().index(10)
+    assert rows["tokens"][row].tolist() == [10, 0, 0, 0, 0]
+    assert rows["labels"][row].tolist() == [11, -100, -100, -100, -100]
+
+
+def test_a_short_text_is_taken_where_it_is_allowed(tmp_path):
+    data = GPTBatches(
+        token_file=numbered(tmp_path, 3), sequence_length=5, global_batch_size=1, seed=0, allow_short=True
+    )
+    assert data.batch(0)["labels"].tolist() == [[1, 2, -100, -100, -100]]
+    with pytest.raises(ValueError, match=r"sequence_length=5 needs 6 tokens .*the file has 1"):
+        GPTBatches(token_file=numbered(tmp_path, 1), sequence_length=5, global_batch_size=1, seed=0, allow_short=True)
+
+
+def test_documents_are_told_in_training_and_in_validation(tmp_path):
+    with TokenFileWriter(tmp_path / "a", vocab_size=9) as writer:
+        writer.add_document([1, 2, 8])
+        writer.add_document([3, 8])
+    data = GPTBatches(
+        token_file=TokenFile(tmp_path / "a"),
+        sequence_length=4,
+        global_batch_size=1,
+        seed=0,
+        end_of_text=8,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+    )
+    for batch in (data.batch(0), next(data.sequential(1))):
+        assert batch["tokens"].tolist() == [[1, 2, 8, 3]]
+        assert batch["labels"].tolist() == [[2, 8, -100, 8]]
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 0]]
+        assert batch["attention_mask"][0, 0, 3].tolist() == [True, True, True, False]
 
 
 def test_another_seed_is_another_order(tmp_path):
@@ -98,6 +159,13 @@ def test_sequence_longer_than_the_data_is_refused(tmp_path):
     assert batches(tmp_path, count=9, sequence_length=8).num_samples == 1
     with pytest.raises(ValueError, match=r"sequence_length=9 needs 10 tokens .*the file has 9; use at most 8"):
         batches(tmp_path, count=9, sequence_length=9)
+
+
+def test_an_option_that_needs_the_end_of_text_is_told_too(tmp_path):
+    with pytest.raises(ValueError, match=r"global_batch_size=0 must be positive; eod_mask_loss need end_of_text"):
+        GPTBatches(
+            token_file=numbered(tmp_path, 9), sequence_length=2, global_batch_size=0, seed=0, eod_mask_loss=True
+        )
 
 
 def test_all_mistakes_are_told_at_once(tmp_path):

@@ -1,140 +1,301 @@
-"""Preparing a corpus: what is written, when it is reused, and what never is."""
+"""The command: text in, one token file out, the same bytes for any number of workers, nothing if interrupted."""
 
-import dataclasses
+import gzip
 import json
-import shutil
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from core.datasets import prepare as module
-from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from core.datasets.corpus import SourceFiles, split_by_hash
-from core.datasets.prepare import prepare_default_corpus
+from core.datasets import documents, inspect, prepare, preparing, readers
+from core.datasets.any_tokenizer import tokenizer_of
+from core.datasets.byte_tokenizer import ByteTokenizer
+from core.datasets.preparing import TextFiles, prepare_files
+from core.datasets.splits import split_documents
 from core.datasets.token_file import TokenFile
-from core.datasets.tokenizer import Tokenizer
+from core.datasets.token_file_writer import TokenFileWriter
+from core.datasets.tokenizer import train_tokenizer
 
-NAMES = tuple(f"m{i}.py" for i in range(12))
-FRACTION = 0.3
-WORDS = "forty or more merges need some different words to be made from"
-
-
-@pytest.fixture
-def sources(tmp_path):
-    root = tmp_path / "sources"
-    root.mkdir()
-    for i, name in enumerate(NAMES):
-        (root / name).write_text(
-            f"def function_{i}(x):\n    return x * {i}  # é, {WORDS}\n" * (i + 1), encoding="utf-8"
-        )
-    return SourceFiles(root, NAMES)
-
-
-def prepare(tmp_path, sources, vocab_size=300, name="out"):
-    return prepare_default_corpus(tmp_path / name, vocab_size=vocab_size, valid_fraction=FRACTION, sources=sources)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def no_building(monkeypatch):
-    def refuse(*args):
-        raise AssertionError("built again")
-
-    return lambda: monkeypatch.setattr(module, "_build", refuse)
-
-
-def test_token_files_hold_the_texts_and_the_split(tmp_path, sources):
-    corpus = prepare(tmp_path, sources)
-    tokenizer = Tokenizer.load(corpus.tokenizer)
-    for prefix, names, num_bytes in zip(
-        (corpus.train, corpus.valid),
-        split_by_hash(NAMES, FRACTION),
-        (corpus.train_bytes, corpus.valid_bytes),
-        strict=True,
-    ):
-        file = TokenFile(prefix)
-        texts = [(sources.root / name).read_text(encoding="utf-8") for name in names]
-        documents = [file.document(i).tolist() for i in range(file.num_documents)]
-        assert [tokenizer.decode(document[:-1]) for document in documents] == texts
-        assert {document[-1] for document in documents} == {tokenizer.end_of_text}
-        assert num_bytes == sum(len(text.encode()) for text in texts)
+def text(tmp_path):
+    """A folder with a bit of everything."""
+    root = tmp_path / "text"
+    (root / "sub").mkdir(parents=True)
+    for i in range(12):
+        (root / f"sub/{i}.py").write_text(f"def f{i}(x):\n    return x * {i}\n\n\n# é\n" * (i + 1))
+    (root / "more.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(40)))
+    )
+    (root / "latin.txt").write_bytes(b"\xff")
+    (root / "picture.png").write_bytes(b"\0")
+    return root
 
 
-def test_figures_agree_with_the_files(tmp_path, sources):
-    corpus = prepare(tmp_path, sources)
-    train, valid = TokenFile(corpus.train), TokenFile(corpus.valid)
-    assert (corpus.train_tokens, corpus.valid_tokens) == (train.num_tokens, valid.num_tokens)
-    assert (corpus.train_documents, corpus.valid_documents) == (train.num_documents, valid.num_documents)
-    assert corpus.vocab_size == Tokenizer.load(corpus.tokenizer).vocab_size
-    text = "".join((sources.root / n).read_text(encoding="utf-8") for n in split_by_hash(NAMES, FRACTION)[1])
-    assert corpus.gzip_bits_per_byte == gzip_bits_per_byte(text.encode())
-    assert corpus.unigram_bits_per_byte == unigram_bits_per_byte(text.encode())
+def run(*arguments):
+    return prepare.main([str(argument) for argument in arguments])
 
 
-def test_the_tokenizer_learns_from_training_files_only(tmp_path, sources):
-    first = prepare(tmp_path, sources).tokenizer.read_bytes()
-    for name in split_by_hash(NAMES, FRACTION)[1]:
-        (sources.root / name).write_text("zyzzyva qwerty " * 100)
-    second = prepare(tmp_path, sources, name="other")
-    assert second.tokenizer.read_bytes() == first
-    (sources.root / split_by_hash(NAMES, FRACTION)[0][0]).write_text("zyzzyva qwerty " * 100)
-    assert prepare(tmp_path, sources, name="third").tokenizer.read_bytes() != first
+def files(prefix):
+    return {p.name.removeprefix(prefix.name): p.read_bytes() for p in prefix.parent.glob(f"{prefix.name}.*")}
 
 
-def test_a_second_call_reuses_the_first_even_moved(tmp_path, sources, no_building):
-    first = prepare(tmp_path, sources)
-    no_building()
-    assert prepare(tmp_path, sources) == first
-    shutil.move(tmp_path / "out", tmp_path / "moved")
-    moved = prepare(tmp_path, sources, name="moved")
-    assert moved.train == tmp_path / "moved" / "train"
-    assert moved.valid_tokens == first.valid_tokens
+def texts(prefix):
+    file = TokenFile(prefix)
+    tokenizer = tokenizer_of(file)
+    assert {int(file.document(i)[-1]) for i in range(file.num_documents)} == {tokenizer.end_of_text}
+    return [tokenizer.decode(file.document(i)[:-1].tolist()) for i in range(file.num_documents)]
 
 
-def test_other_inputs_are_built_anew(tmp_path, sources):
-    first = prepare(tmp_path, sources)
-    second = prepare(tmp_path, sources, vocab_size=290)
-    assert (first.vocab_size, second.vocab_size) == (300, 290)
-    assert Tokenizer.load(second.tokenizer).vocab_size == 290
-    changed = sources.root / split_by_hash(NAMES, FRACTION)[0][0]
-    changed.write_text(changed.read_text() + "more = 1\n")
-    assert prepare(tmp_path, sources, vocab_size=290).train_bytes == second.train_bytes + 9
+def expected(root):
+    found = [path.read_text() for path in (root / "sub").iterdir()]
+    return sorted([*found, *(f"row {i}" for i in range(40))])
+
+
+def test_bytes_of_a_folder(text, tmp_path, capsys):
+    assert run("--input", text, "--output", tmp_path / "new/corpus") == 0
+    assert sorted(texts(tmp_path / "new/corpus")) == expected(text)
+    card = TokenFile(tmp_path / "new/corpus").card
+    assert (card.tokenizer, card.vocab_size, card.end_of_text, card.documents) == ("bytes", 257, 256, 52)
+    assert card.text_bytes == sum(len(t.encode()) for t in expected(text)) == card.tokens - 52
+    assert card.skipped == {"files of another suffix": 1, "undecodable files": 1}
+    out = capsys.readouterr().out
+    assert "52 documents" in out and "skipped: 1 files of another suffix, 1 undecodable files" in out
+    assert f"examples/pretrain_gpt.py --data.train {tmp_path}/new/corpus" in out
+
+
+def test_a_tokenizer_is_trained_and_stored_and_used_again(text, tmp_path, capsys):
+    assert run("--input", text, "--output", tmp_path / "a", "--train-tokenizer", 270) == 0
+    assert sorted(texts(tmp_path / "a")) == expected(text)
+    assert TokenFile(tmp_path / "a").card.vocab_size == 270
+    stored = tmp_path / "a.tokenizer.json"
+    assert run("--input", text, "--output", tmp_path / "b", "--tokenizer", stored) == 0
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert run("--input", text, "--output", tmp_path / "c", "--train-tokenizer", 90_000) == 0
+    assert "tokens to learn, not 90000" in capsys.readouterr().err
+
+
+def test_documents_are_paragraphs_or_lines_if_asked(text, tmp_path):
+    (text / "more.jsonl.gz").unlink()
+    counts = {}
+    for kind in ("file", "paragraph", "line"):
+        assert run("--input", text, "--output", tmp_path / kind, "--documents", kind) == 0
+        counts[kind] = TokenFile(tmp_path / kind).num_documents
+    repeats = sum(range(1, 13))
+    # "# é" of one repetition and "def" of the next are one paragraph
+    assert counts == {"file": 12, "paragraph": repeats + 12, "line": 3 * repeats}
+    assert split_documents(TokenFile(tmp_path / "line"), "969,30,1")[2] is not None
+
+
+def test_without_end_of_text_other_key_and_globs(text, tmp_path):
+    (text / "a.jsonl").write_text('{"body": "b"}\n{"text": "t"}')
+    (text / "page.html").write_text("<p>")
+    options = ("--no-append-eod", "--text-key", "body", "--glob", "*.html", "--glob", "*.none")
+    assert run("--input", text / "a.jsonl", text / "page.html", "--output", tmp_path / "a", *options) == 0
+    file = TokenFile(tmp_path / "a")
+    assert sorted(bytes(file.document(i).tolist()) for i in range(2)) == [b"<p>", b"b"]
+    assert file.card.end_of_text is None
+    assert file.card.skipped == {"rows without a text 'body'": 1}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many jobs of little text: order and continuation matter, as they do for large text."""
+    for module in (documents, readers, preparing):  # of this process, which cuts: workers get what it cut
+        monkeypatch.setattr(module, "PIECE_BYTES", 200)
+
+
+def test_any_number_of_workers_writes_the_same_bytes(text, tmp_path, small_pieces):
+    tokenizer = train_tokenizer([path.read_text() for path in (text / "sub").iterdir()], 280)
+    made = {}
+    for workers in (1, 2, 3):
+        prefix = tmp_path / str(workers) / "a"
+        prefix_files = prepare_files(TextFiles(inputs=(str(text),)), prefix, tokenizer, workers=workers).files
+        assert {path.name for path in prefix_files} == {"a.bin", "a.idx", "a.json", "a.tokenizer.json"}
+        made[workers] = files(prefix)
+    assert made[1] == made[2] == made[3]
+    assert sorted(texts(tmp_path / "3/a")) == expected(text)
+    TokenFile(tmp_path / "3/a").verify()
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx", "corpus.json"]
+    ("arguments", "message"),
+    [
+        (["--input", "{text}/no", "--output", "{out}"], r"error: .*/no of 1 inputs do not exist"),
+        (["--input", "{text}/picture.png", "--output", "{out}"], r"error: 0 documents in 1 files, skipped: 1 binary"),
+        (["--input", "{text}", "--output", "{out}.bin"], r"error: output .*/a\.bin is a prefix"),
+        (["--input", "{text}", "--output", "{out}", "--workers", "0"], r"error: workers=0 must be at least 1"),
+        (["--input", "{text}", "--output", "{out}", "--tokenizer", "{text}/no"], r"error: --tokenizer .* is no file"),
+        (
+            ["--input", "{text}", "--output", "{out}", "--tokenizer", "{text}/sub/1.py"],
+            r"error: .*is no tokenizer.json",
+        ),
+        (["--input", "{text}", "--output", "{out}", "--train-tokenizer", "9"], r"error: vocab_size=9 cannot hold"),
+        (["--input", "{text}", "--output", "/proc/x/a"], r"error: .*/proc/x"),
+    ],
 )
-@pytest.mark.parametrize("damage", ["removed", "cut", "longer"])
-def test_damage_is_repaired(tmp_path, sources, name, damage):
-    first = prepare(tmp_path, sources)
-    path = tmp_path / "out" / name
-    whole = path.read_bytes()
-    if damage == "removed":
-        path.unlink()
+def test_mistakes_are_told_in_a_line_and_leave_nothing(text, tmp_path, capsys, arguments, message):
+    code = run(*(argument.format(text=text, out=tmp_path / "a") for argument in arguments))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert code == 1
+    assert re.match(message, error), error
+    assert not list(tmp_path.glob("a*"))
+
+
+def test_the_output_never_replaces_the_input(tmp_path, capsys):
+    (tmp_path / "a.json").write_text('{"text": "precious"}')
+    assert run("--input", tmp_path / "a.json", "--output", tmp_path / "a") == 1
+    assert "a.json exists and is no card" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_worker_that_dies_is_told(text, tmp_path, small_pieces):
+    class Fatal(ByteTokenizer):
+        def __reduce__(self):
+            return os._exit, (3,)  # what a worker does when it is handed this
+
+    with pytest.raises(
+        ChildProcessError, match="died with exit code 3, perhaps for lack of memory; use fewer --workers"
+    ):
+        prepare_files(TextFiles(inputs=(str(text),)), tmp_path / "a", Fatal(), workers=2)
+    assert not list(tmp_path.glob("a.*"))
+
+
+def command(text, prefix, *more):
+    arguments = ["--input", str(text), "--output", str(prefix), *more]
+    return [sys.executable, "-m", "core.datasets.prepare", *arguments]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(text, tmp_path):
+    (text / "large.txt").write_text("text " * 50_000)
+    limited = subprocess.run(
+        command(text, tmp_path / "a", "--workers", "1"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert limited.returncode == 1
+    assert "no space for" in limited.stderr and "Traceback" not in limited.stderr
+    assert not list(tmp_path.glob("a.*"))
+
+
+def killed(text, prefix, after, number, allowed):
+    """Prepare, send it a signal so many seconds after it began to write, and look at what is left."""
+    process = subprocess.Popen(command(text, prefix, "--workers", "2"), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    children, deadline = [], float("inf")
+    listed, temporary = Path(f"/proc/{process.pid}/task/{process.pid}/children"), f"a.bin.{process.pid}.tmp"
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+        if deadline == float("inf") and (prefix.parent / temporary).exists():
+            deadline = time.monotonic() + after
+        children = listed.read_text().split() or children if process.poll() is None else children
+    process.send_signal(number)
+    error = process.communicate(timeout=20)[1]
+    assert number == signal.SIGKILL or "Traceback" not in error, error
+    left = {name: content for name, content in files(prefix).items() if not name.endswith(".tmp")}
+    assert ".idx" not in left or left in allowed, "what opens is the old file or the new one"
+    for _ in range(500):
+        if not any(alive(child) for child in children):
+            break
+        time.sleep(0.02)
     else:
-        path.write_bytes(whole[:-3] if damage == "cut" else whole + b"???")
-    assert prepare(tmp_path, sources) == first
-    assert path.read_bytes() == whole
+        raise AssertionError(f"workers {children} outlive their parent")
+    if number != signal.SIGKILL:
+        assert not list(prefix.parent.glob("*.tmp"))
+    return process.returncode
 
 
-@pytest.mark.parametrize("content", ["[]", "null", '{"key": "x", "figures": {}}'])
-def test_a_foreign_corpus_json_is_replaced(tmp_path, sources, content):
-    first = prepare(tmp_path, sources)
-    (tmp_path / "out" / "corpus.json").write_text(content)
-    assert prepare(tmp_path, sources) == first
-    assert json.loads((tmp_path / "out" / "corpus.json").read_text())["figures"]["vocab_size"] == 300
+def alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
-def test_an_interrupted_build_is_not_reused(tmp_path, sources, monkeypatch):
-    prepare(tmp_path, sources)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "unigram_bits_per_byte", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare(tmp_path, sources, vocab_size=290)
-    assert not (tmp_path / "out" / "corpus.json").exists()
-    assert prepare(tmp_path, sources).vocab_size == 300
-    assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size == 300
+def large(directory):
+    """A second of work for two processes."""
+    for i in range(40):
+        (directory / f"large{i}.txt").write_text(f"some words, number {i}\n" * 40_000)
 
 
-def test_an_empty_side_is_refused(tmp_path, sources):
-    with pytest.raises(ValueError, match="leaves 1 training and 0 validation files; give more files"):
-        prepare_default_corpus(tmp_path / "out", sources=dataclasses.replace(sources, names=("os.py",)))
-    assert not (tmp_path / "out").exists()
+def kill_at(text, tmp_path, points):
+    large(text)
+    prefix, whole = tmp_path / "a", tmp_path / "whole" / "a"
+    with TokenFileWriter(prefix, vocab_size=257, tokenizer=ByteTokenizer()) as writer:
+        writer.add_document([1, 2, 3])
+    assert run("--input", text, "--output", whole) == 0
+    allowed = [files(prefix), files(whole)]
+    codes = [killed(text, prefix, after, number, allowed) for after, number in points]
+    assert sum(code < 0 or code > 100 for code in codes) > len(codes) // 2, f"most were faster: {codes}"
+    assert run("--input", text, "--output", prefix) == 0
+    assert files(prefix) == files(whole)
+    assert not list(tmp_path.glob("*.tmp")), "the dead's temporary files are gone"
+
+
+def test_killed_it_leaves_nothing_that_opens_half(text, tmp_path):
+    kill_at(text, tmp_path, [(0.15, signal.SIGKILL), (0.01, signal.SIGTERM), (0.1, signal.SIGINT)])
+
+
+@pytest.mark.full
+def test_killed_at_many_points(text, tmp_path):
+    rng = random.Random(5)
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
+    kill_at(text, tmp_path, [(rng.uniform(0, 0.6), signals[i % 3]) for i in range(20)])
+
+
+def test_inspect_says_what_is_there(text, tmp_path, capsys):
+    run("--input", text, "--output", tmp_path / "a")
+    capsys.readouterr()
+    assert inspect.main([str(tmp_path / "a"), "--verify", "--json", "--sample", "5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    file = TokenFile(tmp_path / "a")
+    lengths = [len(file.document(i)) for i in range(52)]
+    assert found["documents"] == 52
+    assert found["document_tokens"] == {
+        "looked_at": 52,
+        "shortest": min(lengths),
+        "longest": max(lengths),
+        "mean": sum(lengths) / 52,
+    }
+    assert found["sample"] == bytes(file.tokens(0, 5).tolist()).decode()
+    assert found["verified"] is True
+    assert inspect.main([str(tmp_path / "a.bin")]) == 0
+    out = capsys.readouterr().out
+    assert "52 in 52 sequences" in out and "257 tokens, tokenizer bytes" in out and "1 undecodable files" in out
+
+
+def test_inspect_of_what_does_not_open(text, tmp_path, capsys):
+    assert inspect.main([str(tmp_path / "a")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    run("--input", text, "--output", tmp_path / "a")
+    content = bytearray((tmp_path / "a.bin").read_bytes())
+    content[9] ^= 1
+    (tmp_path / "a.bin").write_bytes(content)
+    assert inspect.main([str(tmp_path / "a")]) == 1
+    assert "a.bin was changed" in capsys.readouterr().err
+
+
+def test_inspect_of_megatrons_own_file(tmp_path, capsys, monkeypatch):
+    with TokenFileWriter(tmp_path / "a", vocab_size=9) as writer:
+        for i in range(50):
+            writer.add_document([1] * (i + 1))
+    monkeypatch.setattr(inspect, "_LOOKED_AT", 10)
+    assert inspect.main([str(tmp_path / "a"), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "none: written by another program" in out and "both tables read and right" in out
+    assert "shortest 1 (of 10 sampled), longest 50 (of 10 sampled), mean 25.5" in out
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[34 + 40] ^= 1
+    (tmp_path / "a.idx").write_bytes(index)
+    assert inspect.main([str(tmp_path / "a"), "--verify"]) == 1
+    assert "sequence 11 of 12 tokens" in capsys.readouterr().err

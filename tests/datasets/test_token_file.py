@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.datasets.token_file import TokenFile, TokenFileWriter
+from core.datasets.token_file import TokenFile
+from core.datasets.token_file_writer import TokenFileWriter
 
 DOCUMENTS = [[1, 2, 3], [], [4, 500]]
 

@@ -1,0 +1,111 @@
+"""What every tokenizer can do, and which one belongs to a file."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from core.datasets.byte_tokenizer import CONTENT, ByteTokenizer
+from core.datasets.card import tokenizer_path
+from core.datasets.token_file import TokenFile
+
+_LOOKED_AT = 1 << 22  # tokens of a file without card that are held against the tokenizer: all would be slow
+
+
+class AnyTokenizer(Protocol):
+    """Text to token ids and back. `Tokenizer` and `ByteTokenizer` are two.
+
+    vocab_size: ids are below it. end_of_text: the id that closes a document, which no text becomes.
+    identity: equal for two tokenizers exactly if they give the same ids.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, the end of text included."""
+        ...
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that closes a document."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 (hex) of all that decides ids, or a short name."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of one text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`."""
+        ...
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file that `load_tokenizer` reads."""
+        ...
+
+
+def load_tokenizer(path: str | Path | None, end_of_text: str | int | None = None) -> AnyTokenizer:
+    """The tokenizer in a file: a Hugging Face `tokenizer.json`, or what `ByteTokenizer.save` wrote; None is bytes.
+
+    `end_of_text` (a token or its id) is for a `tokenizer.json` whose special tokens do not tell.
+    Raises `ValueError` if the file is none; `ImportError` with the remedy if it needs the library.
+    """
+    if path is None or _is_bytes(Path(path)):
+        return ByteTokenizer()
+    from core.datasets.tokenizer import Tokenizer  # needs an extra
+
+    return Tokenizer.load(path, end_of_text)
+
+
+def _is_bytes(path: Path) -> bool:
+    if path.stat().st_size > 1000:  # a vocabulary
+        return False
+    try:
+        return json.loads(path.read_bytes()) == CONTENT
+    except ValueError:
+        return False
+
+
+def tokenizer_of(file: TokenFile) -> AnyTokenizer:
+    """The tokenizer stored beside a token file, with its end of text; bytes where none is.
+
+    Raises `ValueError` if it is not the one that made the file; `ImportError` if it needs the library.
+    """
+    path = tokenizer_path(file.prefix)
+    end_of_text = None if file.card is None else file.card.end_of_text
+    tokenizer = load_tokenizer(path, end_of_text) if path.is_file() else ByteTokenizer()
+    check_tokenizer(file, tokenizer)
+    return tokenizer
+
+
+def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
+    """Raise `ValueError` unless `tokenizer` made the file; without a card, unless the first tokens fit its size.
+
+    Where documents are closed by an end of text, it must be the tokenizer's.
+    """
+    if file.card is None:
+        largest = int(file.tokens(0, min(file.num_tokens, _LOOKED_AT)).max(initial=0))
+        if largest >= tokenizer.vocab_size:
+            raise ValueError(
+                f"{file.prefix}.bin holds token {largest}, the tokenizer has {tokenizer.vocab_size} tokens; give the "
+                "tokenizer that made the file"
+            )
+        return
+    found, expected = tokenizer.identity, file.card.tokenizer
+    if found != expected:
+        raise ValueError(
+            f"{file.prefix}.bin was made by tokenizer {expected[:12]} of {file.card.vocab_size} tokens, this is "
+            f"{found[:12]} of {tokenizer.vocab_size}; give {tokenizer_path(file.prefix)}, or prepare the text again"
+        )
+    if file.card.end_of_text not in (None, tokenizer.end_of_text):
+        raise ValueError(
+            f"documents of {file.prefix}.bin end with token {file.card.end_of_text}, the tokenizer's end of text is "
+            f"{tokenizer.end_of_text}; load it with end_of_text={file.card.end_of_text}"
+        )

@@ -1,0 +1,139 @@
+"""Several texts in one stream: which of them the next sample comes from is a function of its number."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.datasets.batches import GPTBatches, empty_rows, rows_of_step
+from core.datasets.order import Ids, permute
+
+BLOCK = 4096  # samples in which the weights hold exactly
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendedBatches:
+    """Batches whose rows come from `parts`, (weight, batches) each, in proportion to the weights.
+
+    In every 4096 samples each part occurs round(4096 * weight) times, in an order that `seed` and the number of the
+    block decide; each part goes through its own samples in its own order, epoch after epoch. Nothing is built, any
+    step is found at once. Weights need not add up to 1; None for all of them takes the number of tokens.
+    Raises `ValueError`: weights that are not positive or too small to be drawn, parts of different shape or options.
+    """
+
+    parts: Sequence[tuple[float | None, GPTBatches]]
+    global_batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        wrong = [why for ok, why in self._rules() if not ok]
+        if not wrong:
+            wrong = [
+                f"weight {weight:g} of part {i} is {weight / sum(self._weights):.2g} of all and would never be "
+                f"drawn, 1/{BLOCK} would; give it more, or leave it out"
+                for i, (weight, count) in enumerate(zip(self._weights, self._counts, strict=True))
+                if not count
+            ]
+        if wrong:
+            raise ValueError("BlendedBatches: " + "; ".join(wrong))
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """Every rule is one (holds, message) line, so all failures are told at once."""
+        yield self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"
+        yield len(self.parts) > 0, "0 parts, at least 1 is needed"
+        weights = [weight for weight, _ in self.parts]
+        given = [weight for weight in weights if weight is not None]
+        yield (
+            len(given) in (0, len(weights)),
+            f"{len(given)} of {len(weights)} parts have a weight; give all or none",
+        )
+        bad = [weight for weight in given if not 0 < weight < math.inf]
+        yield not bad, f"weights {bad} must be positive; leave the part out"
+        kinds = [(part.sequence_length, part.packing) for _, part in self.parts]
+        yield len(set(kinds)) <= 1, f"parts differ in sequence length or options: {sorted(map(str, set(kinds)))}"
+
+    @cached_property
+    def _weights(self) -> list[float]:
+        return [part.token_file.num_tokens if weight is None else weight for weight, part in self.parts]
+
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        """How often each part occurs in a block: rounded, and the largest remainders make up the sum."""
+        exact = [BLOCK * weight / math.fsum(self._weights) for weight in self._weights]
+        counts = [math.floor(count) for count in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+        for i in by_remainder[: BLOCK - sum(counts)]:
+            counts[i] += 1
+        return tuple(counts)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a row."""
+        return self.parts[0][1].sequence_length
+
+    def batch(self, step: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+        """The rank's rows of the global batch number `step`: as `GPTBatches.batch`, which tells the errors too."""
+        mine = rows_of_step(step, self.global_batch_size, rank, size)
+        tokens, labels = empty_rows(len(mine), self.sequence_length)
+        for block in range(mine.start // BLOCK, (mine.stop - 1) // BLOCK + 1):
+            begin, end = max(mine.start, block * BLOCK), min(mine.stop, (block + 1) * BLOCK)
+            part_of, number = _plan(self._counts, self.seed, block)
+            here = slice(begin - block * BLOCK, end - block * BLOCK)
+            for i in np.unique(part_of[here]).tolist():
+                rows = np.flatnonzero(part_of[here] == i)
+                first = block * self._counts[i] + int(number[here][rows[0]])
+                drawn = range(first, first + len(rows))  # samples of one part follow each other
+                self.parts[i][1].fill(drawn, (rows + (begin - mine.start)).tolist(), tokens, labels)
+        return self.parts[0][1].packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+
+    def sequential(self, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[dict[str, Tensor]]:
+        """Each part in order, once, one part after the other: as `GPTBatches.sequential`."""
+        return chain.from_iterable([part.sequential(batch_size, rank, size) for _, part in self.parts])
+
+
+@lru_cache(maxsize=8)
+def _plan(counts: tuple[int, ...], seed: int, block: int) -> tuple[Ids, Ids]:
+    """For each sample of a block: its part, and how many of the block come from it before. `[4096]` each."""
+    # a seed of its own: with that of the parts, an epoch of 4096 samples would have the order of the blend
+    own = int.from_bytes(hashlib.blake2b(f"blend,{seed}".encode(), digest_size=8).digest(), "big")
+    places = permute(np.arange(BLOCK), BLOCK, seed=own, epoch=block)
+    part_of = np.searchsorted(np.cumsum(counts), places, side="right")
+    number = np.empty(BLOCK, np.int64)
+    for i, count in enumerate(counts):
+        number[part_of == i] = np.arange(count)
+    return part_of, number
+
+
+def open_blend(names: str | Sequence[str]) -> list[tuple[float | None, str]]:
+    """(weight, prefix) of each text that is named, as `"0.7", "data/code", "0.3", "data/prose"`, or without weights.
+
+    Without, every weight is None. Raises `ValueError` where weights and prefixes do not alternate.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    numbers = [_number(name) for name in names]
+    if names and all(number is None for number in numbers):
+        return [(None, name) for name in names]
+    alternate = [i % 2 == 0 for i in range(len(names))]
+    if not names or len(names) % 2 or [number is not None for number in numbers] != alternate:
+        raise ValueError(
+            f"{' '.join(names) or 'nothing'} names {sum(number is not None for number in numbers)} weights and "
+            f"{sum(number is None for number in numbers)} files; write prefixes alone, or weight prefix weight "
+            "prefix (a file whose name is a number as ./7)"
+        )
+    weights = [number for number in numbers[::2] if number is not None]
+    if bad := [weight for weight in weights if not 0 < weight < math.inf]:
+        raise ValueError(f"weights {bad} must be positive; leave the file out")
+    return list(zip(weights, names[1::2], strict=True))
+
+
+def _number(name: str) -> float | None:
+    try:
+        return float(name)
+    except ValueError:
+        return None

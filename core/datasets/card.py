@@ -1,0 +1,122 @@
+"""The card of a token file: what Megatron's format cannot say, and hashes that a changed file does not have.
+
+`prefix.json` lies beside `prefix.bin` and `prefix.idx`. Files written by others have none, and open without.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+FORMAT = "paracore tokens 1"
+_FAMILY = "paracore tokens"
+_BEGINNING = f'{{\n  "format": "{_FAMILY}'.encode()  # of the JSON below: format comes first
+SAMPLED_BLOCKS = 64
+BLOCK_BYTES = 4096
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCard:
+    """What `prefix.json` says about `prefix.bin` and `prefix.idx`.
+
+    documents, tokens: their numbers. text_bytes: of UTF-8 text that became tokens. skipped: reason -> how many
+    pieces of the input did. end_of_text: the token that closes each document, None where none was appended.
+    tokenizer: its identity. sources: the inputs as they were named. idx_bytes, bin_bytes: file sizes.
+    idx_hash, bin_hash: `sampled_hash` of the files, compared at every opening; bin_sha256, idx_sha256: of all bytes.
+    """
+
+    format: str = FORMAT
+    dtype: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    skipped: Mapping[str, int]
+    vocab_size: int
+    end_of_text: int | None
+    tokenizer: str
+    sources: tuple[str, ...]
+    idx_bytes: int
+    bin_bytes: int
+    idx_hash: str
+    bin_hash: str
+    bin_sha256: str
+    idx_sha256: str
+
+    def to_json(self) -> bytes:
+        """The card as the bytes of `prefix.json`; the same card gives the same bytes."""
+        content = asdict(self) | {"skipped": dict(sorted(self.skipped.items()))}
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def card_path(prefix: str | Path) -> Path:
+    """Where the card of `prefix` is."""
+    return Path(f"{prefix}.json")
+
+
+def tokenizer_path(prefix: str | Path) -> Path:
+    """Where the tokenizer that made the file is stored; there is none if it was bytes."""
+    return Path(f"{prefix}.tokenizer.json")
+
+
+def has_card(prefix: str | Path) -> bool:
+    """Whether `prefix.json` is a card, whole or damaged, and not somebody's JSON: the text itself may lie there."""
+    try:
+        with card_path(prefix).open("rb") as file:
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except FileNotFoundError:
+        return False
+
+
+def read_card(prefix: str | Path) -> TokenCard | None:
+    """The card beside the token file, None if there is none or if a foreign file has its name.
+
+    Raises `ValueError` if it is damaged or of a later format.
+    """
+    if not has_card(prefix):
+        return None
+    path = card_path(prefix)
+    content = path.read_bytes()
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path} of {len(content)} bytes is damaged: {error}; {remedy(prefix)}") from None
+    if (version := found.get("format")) != FORMAT:
+        raise ValueError(f"{path} has format {version!r}, this reads {FORMAT!r}; {remedy(prefix)}")
+    names = {field.name for field in fields(TokenCard)}
+    if found.keys() != names:
+        raise ValueError(f"{path}: {sorted(found.keys() ^ names)} are missing or too many; {remedy(prefix)}")
+    return TokenCard(**found | {"sources": tuple(found["sources"])})
+
+
+def remedy(prefix: str | Path) -> str:
+    """What to do about a file that is not as its card says."""
+    return f"prepare it again, or copy it whole; without {card_path(prefix).name} it opens unchecked"
+
+
+def sampled_hash(path: str | Path) -> str:
+    """SHA-256 (hex) of the size and of 64 blocks of 4 KiB at places that only the size decides, both ends included.
+
+    A file of at most 64 blocks is hashed whole.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        if size <= SAMPLED_BLOCKS * BLOCK_BYTES:
+            digest.update(file.read())
+            return digest.hexdigest()
+        for i in range(SAMPLED_BLOCKS):
+            offset = i * (size - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
+            digest.update(os.pread(file.fileno(), BLOCK_BYTES, offset))
+    return digest.hexdigest()
+
+
+def full_hash(path: str | Path) -> str:
+    """SHA-256 (hex) of every byte."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,157 @@
+"""Jobs on all cores: worker processes that die with their parent, results in the order of the jobs."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+
+from core.datasets.documents import Encoded, Encoder, Piece
+
+_AHEAD = 4  # jobs per worker that may wait for a slower one before them: bounds memory
+
+Job = Sequence[Piece]
+
+
+def encode_all(jobs: Iterable[Job], encoder: Encoder, workers: int) -> Generator[tuple[Job, Encoded], None, None]:
+    """Each job with its tokens, in the order of the jobs, computed by up to `workers` processes.
+
+    One worker, or one job, needs no process. Close the iterator (`contextlib.closing`) to end the processes early.
+    Raises `ValueError` if `workers` is not positive, `ChildProcessError` if a process died.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1; this machine has {available_cores()} cores")
+    waiting = iter(jobs)
+    begin = list(islice(waiting, 2))
+    waiting = chain(begin, waiting)
+    if workers == 1 or len(begin) < 2:
+        with _one_thread():
+            for job in waiting:
+                yield job, encoder.encode(job)
+        return
+    pool = _Pool(encoder, workers)
+    try:
+        yield from pool.run(waiting)
+    finally:
+        pool.close()
+
+
+def available_cores() -> int:
+    """Cores this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tokenizers library would take every core for a batch."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+class _Pool:
+    """Processes that have one job at a time each, so that neither side can wait for the other to read."""
+
+    def __init__(self, encoder: Encoder, workers: int) -> None:
+        self._encoder, self._workers = encoder, workers
+        self._processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
+        self._busy: dict[Connection, int] = {}  # the number of the job
+
+    def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
+        """As `encode_all`."""
+        for _ in range(self._workers):  # all before the first job, which waits until its process can read
+            self._start()
+        sent: dict[int, Job] = {}
+        done: dict[int, Encoded] = {}
+        number = written = 0
+        job = next(jobs, None)
+        while job is not None or sent:
+            while job is not None and number - written < _AHEAD * self._workers and (connection := self._idle()):
+                self._send(connection, number, job)
+                sent[number] = job
+                number, job = number + 1, next(jobs, None)  # the next one is read while the workers work
+            while written in done:
+                yield sent.pop(written), done.pop(written)
+                written += 1
+            if self._busy:
+                for ready in wait(list(self._busy)):
+                    assert isinstance(ready, Connection)
+                    done[self._busy.pop(ready)] = self._receive(ready)
+
+    def _idle(self) -> Connection | None:
+        return next((connection for connection in self._processes if connection not in self._busy), None)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, self._encoder), daemon=True)
+        resource_tracker.ensure_running()  # which starting it would do, and unblock the signals
+        # Signals that go to the whole group are for the parent alone, which answers when it is done here: a process
+        # that is half started would tell its own story about it. The mask is inherited.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # the parent holds one end alone: when it dies, the worker reads the end of the pipe
+        self._processes[ours] = process
+
+    def _send(self, connection: Connection, number: int, job: Job) -> None:
+        self._busy[connection] = number
+        try:
+            connection.send(job)
+        except OSError:
+            self._tell_of_death(connection)
+
+    def _receive(self, connection: Connection) -> Encoded:
+        try:
+            result = connection.recv()
+        except (EOFError, OSError):
+            self._tell_of_death(connection)
+        if isinstance(result, str):
+            raise RuntimeError(f"a worker process failed:\n{result}")
+        return result
+
+    def _tell_of_death(self, connection: Connection) -> None:
+        process = self._processes[connection]
+        process.join(timeout=5)
+        raise ChildProcessError(
+            f"a worker process of {self._workers} died with exit code {process.exitcode}, perhaps for lack of "
+            "memory; use fewer --workers"
+        )
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
+            process.kill()
+        for connection, process in self._processes.items():
+            process.join()
+            connection.close()
+
+
+def _work(connection: Connection, encoder: Encoder) -> None:
+    """The life of a worker process: until the pipe ends."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            result: Encoded | str = encoder.encode(job)
+        except Exception:
+            result = traceback.format_exc()
+        try:
+            connection.send(result)
+        except OSError:
+            return

@@ -1,0 +1,155 @@
+"""From files of text to one token file, on all cores."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from core.datasets.any_tokenizer import AnyTokenizer
+from core.datasets.card import TokenCard, card_path, read_card, tokenizer_path
+from core.datasets.documents import PIECE_BYTES, Encoder, Piece
+from core.datasets.parallel import available_cores, encode_all
+from core.datasets.readers import read_pieces
+from core.datasets.sources import Source, find_sources
+from core.datasets.token_file import file_paths
+from core.datasets.token_file_writer import TokenFileWriter
+
+DOCUMENTS = ("file", "paragraph", "line")
+LEARNED_BYTES = 256 << 20  # of text a tokenizer is trained on: the first files in the order of the corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare_files` wrote. prefix: for `TokenFile`. seconds: of reading, tokenising and writing."""
+
+    prefix: Path
+    card: TokenCard
+    files: tuple[Path, ...]
+    seconds: float
+
+
+def _silent(nbytes: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """What is read, and how it becomes documents.
+
+    inputs: files and directories. globs: patterns of further names to read as text. documents: what a document is in
+    a text file, `file`, `paragraph` or `line`. text_key: the field of a JSON line, or the column of a table.
+    sources: in the order in which they are read; passed_over: why others are not.
+    Raises `ValueError`: inputs that are missing or hold nothing to read.
+    """
+
+    inputs: tuple[str, ...]
+    globs: tuple[str, ...] = ()
+    documents: str = "file"
+    text_key: str = "text"
+    sources: tuple[Source, ...] = field(init=False, repr=False)
+    passed_over: Counter[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.documents not in DOCUMENTS:
+            raise ValueError(f"documents={self.documents!r} is none of {', '.join(DOCUMENTS)}")
+        sources, skipped = find_sources(self.inputs, self.globs)
+        object.__setattr__(self, "sources", tuple(sources))
+        object.__setattr__(self, "passed_over", skipped)
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk."""
+        return sum(source.size for source in self.sources)
+
+    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+        """The content; what is not read is counted in `skipped`."""
+        skipped.update(self.passed_over)
+        return read_pieces(self.sources, skipped, documents=self.documents, text_key=self.text_key)
+
+    def texts(self, encoder: Encoder, limit: int = LEARNED_BYTES) -> Iterator[str]:
+        """Documents, or parts of large ones, until `limit` bytes are reached: what a tokenizer learns from."""
+        size = 0
+        for piece in self.pieces(Counter()):
+            for text in encoder.texts(piece):
+                size += len(text)
+                yield text.decode()
+            if size >= limit:
+                return
+
+
+def prepare_files(
+    text: TextFiles,
+    output: str | Path,
+    tokenizer: AnyTokenizer,
+    *,
+    workers: int | None = None,
+    append_end_of_text: bool = True,
+    advance: Callable[[int], None] = _silent,
+) -> Prepared:
+    """Write `output.bin`, `.idx`, `.json` (the card) and `.tokenizer.json`; the same bytes for any number of workers.
+
+    `workers`: processes, default one per core. `append_end_of_text`: close each document with the tokenizer's end of
+    text. `advance` is told of bytes on disk that are done. An interrupted call leaves nothing that opens, and an
+    earlier file as it was. Processes import the calling script: there, call it under `if __name__ == "__main__":`.
+    Raises `ValueError`: no document in all of the text; `ImportError`: an extra is needed; `OSError`; and as
+    `TokenFileWriter`.
+    """
+    begin = time.perf_counter()
+    prefix = Path(output)
+    if prefix.suffix in (".bin", ".idx"):
+        raise ValueError(f"output {prefix} is a prefix of several files; write {prefix.with_suffix('')}")
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    end = tokenizer.end_of_text if append_end_of_text else None
+    with TokenFileWriter(
+        prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, end_of_text=end, sources=text.inputs
+    ) as writer:
+        encoder = Encoder(tokenizer=tokenizer, dtype=writer.dtype, end_of_text=end, text_key=text.text_key)
+        jobs = _jobs(text.pieces(writer.skipped))
+        with closing(encode_all(jobs, encoder, _processes(workers, text.num_bytes))) as results:
+            for job, result in results:
+                writer.add_documents(result.tokens, result.lengths.tolist(), continued=result.continued)
+                writer.text_bytes += result.text_bytes
+                writer.skipped.update(result.skipped)
+                advance(sum(piece.size for piece in job))
+        if not writer.num_documents:
+            raise ValueError(
+                f"0 documents in {len(text.sources)} files, skipped: {told(writer.skipped)}; check --text-key and "
+                "the encoding (UTF-8)"
+            )
+    card = read_card(prefix)
+    assert card is not None
+    files = [path for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix)) if path.exists()]
+    return Prepared(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
+
+
+def _processes(workers: int | None, num_bytes: int) -> int:
+    """As many as asked for, or cores, but no more than there can be jobs: text is packed by a factor of 8 at most."""
+    asked = available_cores() if workers is None else workers
+    return min(asked, 1 + 8 * num_bytes // PIECE_BYTES)
+
+
+def _jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces together until there are enough for one message."""
+    job: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        job.append(piece)
+        size += _size(piece.content)
+        if size >= PIECE_BYTES:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
+
+
+def _size(content: bytes | Sequence[object]) -> int:
+    if isinstance(content, bytes):
+        return len(content)
+    return sum(len(text) for text in content if isinstance(text, str))
+
+
+def told(skipped: Counter[str] | dict[str, int]) -> str:
+    """`3 binary files, 1 empty documents`, or `nothing`."""
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "nothing"

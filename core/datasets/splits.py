@@ -1,0 +1,134 @@
+"""Parts of a token file, cut between documents: what to train on, to validate with, to test with."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+from core.datasets.token_file import Array, TokenFile
+
+_PARTS = ("train", "valid", "test")
+
+
+class TokenSource(Protocol):
+    """Documents laid end to end: a whole `TokenFile`, or a `TokenRange` of one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all documents together."""
+        ...
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        ...
+
+    def tokens(self, start: int, stop: int) -> Array:
+        """Tokens start .. stop of the documents laid end to end: a read-only view; `ValueError` outside."""
+        ...
+
+    def document(self, number: int) -> Array:
+        """The tokens of one document: a read-only view; `ValueError` if there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """Documents first_document .. last_document (the last excluded) of a file, counted from 0 in this range.
+
+    Raises `ValueError` if the file does not have them, or if its index is damaged at either end.
+    """
+
+    file: TokenFile
+    first_document: int
+    last_document: int
+    first_token: int = field(init=False, repr=False)
+    last_token: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        first, last = self.first_document, self.last_document
+        if not 0 <= first <= last <= self.file.num_documents:
+            raise ValueError(
+                f"documents {first} to {last} of {self.file.prefix}, which has {self.file.num_documents}"
+            )
+        object.__setattr__(self, "first_token", self.file.document_start(first))
+        object.__setattr__(self, "last_token", self.file.document_start(last))
+        if self.num_tokens < 0:
+            raise ValueError(
+                f"{self.file.prefix}.idx: document {first} begins at token {self.first_token}, document {last} at "
+                f"{self.last_token}; write it again"
+            )
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return self.last_document - self.first_document
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all documents together."""
+        return self.last_token - self.first_token
+
+    def tokens(self, start: int, stop: int) -> Array:
+        """Tokens start .. stop of the range: a read-only view `[stop - start]`; raises `ValueError` outside."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise ValueError(
+                f"tokens {start} to {stop} of documents {self.first_document} to {self.last_document} of "
+                f"{self.file.prefix}, which have {self.num_tokens}; ask for less"
+            )
+        return self.file.tokens(self.first_token + start, self.first_token + stop)
+
+    def document(self, number: int) -> Array:
+        """The tokens of one document: a read-only view `[length]`; raises `ValueError` if there is none."""
+        if not 0 <= number < self.num_documents:
+            raise ValueError(f"document {number} of a range of {self.num_documents} in {self.file.prefix}")
+        return self.file.document(self.first_document + number)
+
+
+def split_documents(file: TokenFile, split: str) -> tuple[TokenRange | None, TokenRange | None, TokenRange | None]:
+    """Train, valid and test part of a file, one behind the other, with tokens in the proportions of `split`.
+
+    `split`: up to three numbers, "969,30,1". Each cut is at the document boundary that is nearest to the fraction of
+    tokens; a part with a weight has at least one document, a part without is None. Costs O(log documents).
+    Raises `ValueError` on a bad split, or if there are fewer documents than parts.
+    """
+    weights = _weights(split)
+    parts = [weight > 0 for weight in weights]
+    if file.num_documents < sum(parts):
+        raise ValueError(
+            f"{file.prefix} has {file.num_documents} documents, split={split!r} asks for {sum(parts)} parts; prepare "
+            "it with --documents paragraph, give validation files of their own, or split='1'"
+        )
+    cuts = [0]
+    for number, reached in enumerate(accumulate(weights)):
+        least, most = cuts[-1] + parts[number], file.num_documents - sum(parts[number + 1 :])
+        nearest = _nearest_boundary(file, reached / sum(weights))
+        cuts.append(min(max(nearest, least), most) if parts[number] else cuts[-1])
+    train, valid, test = (
+        TokenRange(file, first, last) if part else None
+        for part, first, last in zip(parts, cuts, cuts[1:], strict=False)
+    )
+    return train, valid, test
+
+
+def _weights(split: str) -> list[float]:
+    """Three numbers, not all 0."""
+    try:
+        weights = [float(part) for part in split.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or not all(0 <= w < float("inf") for w in weights) or not sum(weights):
+        raise ValueError(
+            f"split={split!r} must be one to three numbers for {', '.join(_PARTS)}, none negative and not all 0; "
+            "for example 969,30,1"
+        )
+    return weights + [0.0] * (3 - len(weights))
+
+
+def _nearest_boundary(file: TokenFile, fraction: float) -> int:
+    """The document whose beginning is nearest to the fraction of all tokens; the end counts as one more."""
+    token = round(fraction * file.num_tokens)
+    if token >= file.num_tokens:
+        return file.num_documents
+    before = file.document_at(token)
+    below, above = token - file.document_start(before), file.document_start(before + 1) - token
+    return before if below <= above else before + 1

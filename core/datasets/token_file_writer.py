@@ -1,0 +1,243 @@
+"""Writes token files that appear whole or not at all, in the format that `token_file` describes."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from core.datasets.any_tokenizer import AnyTokenizer
+from core.datasets.byte_tokenizer import ByteTokenizer
+from core.datasets.card import TokenCard, card_path, has_card, sampled_hash, tokenizer_path
+from core.datasets.token_file import DTYPES, HEADER, MAGIC, VERSION, Array, file_paths
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_AT_ONCE = 1 << 20  # entries of a table that are written at a time
+_LONGEST = 2**31 - 1  # tokens of one sequence, in a table of i32
+
+
+class TokenFileWriter:
+    """Writes documents to `prefix.bin` and `prefix.idx`; both appear when the `with` block ends well.
+
+    Until then they carry temporary names, so an interrupted run leaves nothing that opens, and a file that
+    was there before stays. The dtype is uint16 where `vocab_size` ids fit, else int32; `dtype` overrides it.
+    With a `tokenizer` its copy and a card are written beside them; `end_of_text` and `sources` are for the card, as
+    are the counts `text_bytes` and `skipped`, which the caller adds to.
+    Raises `ValueError` if the vocabulary is larger than the dtype, or if the card would replace a foreign file.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int,
+        dtype: npt.DTypeLike | None = None,
+        tokenizer: AnyTokenizer | None = None,
+        end_of_text: int | None = None,
+        sources: Sequence[str] = (),
+    ) -> None:
+        if dtype is None:
+            dtype = "<u2" if vocab_size <= 2**16 else "<i4"
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in _CODES:
+            raise ValueError(f"dtype {self.dtype} is none of {sorted(map(str, _CODES))}; use uint16 or int32")
+        largest = int(np.iinfo(self.dtype).max)
+        if not 0 < vocab_size <= largest + 1:
+            raise ValueError(
+                f"vocab_size={vocab_size}, but {self.dtype} holds 1 to {largest + 1} ids; use a larger dtype"
+            )
+        if tokenizer is not None and card_path(prefix).exists() and not has_card(prefix):
+            raise ValueError(
+                f"{card_path(prefix)} exists and is no card of a token file; choose another prefix, or move it away"
+            )
+        self.vocab_size = vocab_size
+        self.text_bytes = 0
+        self.skipped: Counter[str] = Counter()
+        self._prefix, self._tokenizer, self._sources = prefix, tokenizer, tuple(sources)
+        self._end_of_text = end_of_text
+        # .idx last: without it nothing opens
+        self._paths = (file_paths(prefix)[0], tokenizer_path(prefix), card_path(prefix), file_paths(prefix)[1])
+        self._temporary = _temporary(self._paths, os.getpid())
+        self._lengths = array("i")
+        self._num_tokens = 0
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens added so far."""
+        return self._num_tokens
+
+    def __enter__(self) -> "TokenFileWriter":
+        self._lengths, self._num_tokens, self._digest = array("i"), 0, hashlib.sha256()
+        _remove_abandoned(self._paths)
+        self._file = _open_locked(self._temporary[0])
+        return self
+
+    def add_document(self, tokens: Sequence[int] | Array) -> None:
+        """Append one document, `[length]`; raises `ValueError` on an id outside the vocabulary."""
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ValueError(
+                f"document {len(self._lengths)} is {ids.dtype} of shape {list(ids.shape)}; "
+                "give integers of shape [length]"
+            )
+        self.add_documents(ids, [ids.size])
+
+    def add_documents(self, tokens: Array, lengths: Iterable[int], *, continued: bool = False) -> None:
+        """Append documents laid end to end: `tokens` of any integer dtype, `[sum of lengths]`.
+
+        `continued`: the first of them goes on with the document that was added last.
+        Raises `ValueError` on an id outside the vocabulary, or a document of 2^31 tokens or more.
+        """
+        added = list(lengths)
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
+            raise ValueError(
+                f"document {len(self._lengths)} has tokens {tokens.min()} to {tokens.max()}, "
+                f"vocab_size={self.vocab_size} allows 0 to {self.vocab_size - 1}; "
+                "use the tokenizer of this size"
+            )
+        if continued:
+            added[0] += self._lengths.pop()
+        if added and max(added) > _LONGEST:
+            raise ValueError(f"a document of {max(added)} tokens, the format allows {_LONGEST}; cut it in parts")
+        content = tokens.astype(self.dtype, copy=False).tobytes()
+        self._file.write(content)
+        self._digest.update(content)
+        self._lengths.extend(added)
+        self._num_tokens += tokens.size
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with self._file:
+                    _flush(self._file)
+                    self._commit()
+        finally:
+            with contextlib.suppress(OSError):  # what is buffered may no longer fit
+                self._file.close()
+            for path in self._temporary:
+                path.unlink(missing_ok=True)
+
+    def _commit(self) -> None:
+        idx_sha256 = self._write_index(self._temporary[3])
+        present = [0, 3]
+        if self._tokenizer is not None:
+            if not isinstance(self._tokenizer, ByteTokenizer):
+                self._tokenizer.save(self._temporary[1])
+                present.append(1)
+            self._temporary[2].write_bytes(self._card(self._tokenizer, idx_sha256).to_json())
+            present.append(2)
+        for number in present[1:]:
+            with self._temporary[number].open("rb") as file:
+                os.fsync(file.fileno())
+        # An old index must not survive beside new tokens: without .idx nothing opens, so it goes first
+        # and its successor comes last.
+        self._paths[3].unlink(missing_ok=True)
+        inherited = has_card(self._prefix)  # the card and tokenizer of an earlier file do not describe this one
+        for number, (temporary, path) in enumerate(zip(self._temporary, self._paths, strict=True)):
+            if number in present:
+                temporary.replace(path)
+            elif inherited:
+                path.unlink(missing_ok=True)
+        _sync_directory(self._paths[3].parent)
+
+    def _card(self, tokenizer: AnyTokenizer, idx_sha256: str) -> TokenCard:
+        return TokenCard(
+            dtype=str(self.dtype),
+            documents=len(self._lengths),
+            tokens=self._num_tokens,
+            text_bytes=self.text_bytes,
+            skipped=dict(self.skipped),
+            vocab_size=self.vocab_size,
+            end_of_text=self._end_of_text,
+            tokenizer=tokenizer.identity,
+            sources=self._sources,
+            idx_bytes=self._temporary[3].stat().st_size,
+            bin_bytes=self._temporary[0].stat().st_size,
+            idx_hash=sampled_hash(self._temporary[3]),
+            bin_hash=sampled_hash(self._temporary[0]),
+            bin_sha256=self._digest.hexdigest(),
+            idx_sha256=idx_sha256,
+        )
+
+    def _write_index(self, path: Path) -> str:
+        """The `.idx`, a piece of a table at a time; returns the hash of its bytes."""
+        lengths = np.frombuffer(self._lengths, "i4") if self._lengths else np.zeros(0, "i4")
+        n, digest = lengths.size, hashlib.sha256()
+        with path.open("wb") as file:
+
+            def put(content: bytes) -> None:
+                file.write(content)
+                digest.update(content)
+
+            put(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], n, n + 1))
+            pieces = [lengths[first : first + _AT_ONCE] for first in range(0, n, _AT_ONCE)]
+            for piece in pieces:
+                put(piece.astype("<i4").tobytes())
+            start = 0
+            for piece in pieces:
+                ends = start + np.cumsum(piece, dtype="<i8") * self.dtype.itemsize
+                put(np.concatenate([np.array([start], "<i8"), ends[:-1]]).astype("<i8").tobytes())
+                start = int(ends[-1])
+            for first in range(0, n + 1, _AT_ONCE):
+                put(np.arange(first, min(n + 1, first + _AT_ONCE), dtype="<i8").tobytes())
+            _flush(file)
+        return digest.hexdigest()
+
+
+def _flush(file: BinaryIO) -> None:
+    """Through to the disk: a rename must not outrun the bytes it names."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _temporary(paths: Sequence[Path], process: int) -> tuple[Path, ...]:
+    """The process id: two processes that prepare the same file must not write into each other's."""
+    return tuple(Path(f"{path}.{process}.tmp") for path in paths)
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """A new file with a lock on it, which says that its writer lives; the kernel takes the lock off the dead."""
+    while True:
+        file = path.open("wb")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        # another writer may have taken it for abandoned, and removed it, before the lock was on
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+def _remove_abandoned(paths: Sequence[Path]) -> None:
+    """Temporary files of writers that were killed: nothing else would ever free their space."""
+    name = re.compile(re.escape(paths[0].name) + r"\.(\d+)\.tmp")
+    for entry in os.listdir(paths[0].parent):
+        if not (match := name.fullmatch(entry)):
+            continue
+        with contextlib.suppress(OSError), (paths[0].parent / entry).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in _temporary(paths, int(match[1])):
+                path.unlink(missing_ok=True)
