@@ -5,6 +5,7 @@ import io
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import tomllib
 from contextlib import contextmanager
@@ -15,7 +16,10 @@ import torch
 from core.optimizer import OptimizerConfig
 from core.training import DataConfig, RunConfig, TrainingConfig
 from core.training.config import ConfigError
+from core.training.config.names import ELSEWHERE
+from core.training.config.run import known_fields
 
+ROOT = pathlib.Path(__file__).parents[2]
 COSINE = {"optimizer.lr_schedule": "cosine"}
 
 # what is given, for how many ranks, what is said
@@ -23,6 +27,8 @@ WRONG = [
     ({"optimizer": {"lrr": 3e-4}}, 1, "unknown optimizer.lrr; did you mean optimizer.lr?"),
     ({"optimiser": {"lr": 3e-4}}, 1, "unknown optimiser.lr; did you mean optimizer.lr?"),
     ({"lr": 3e-4}, 1, "unknown lr; did you mean optimizer.lr?"),
+    ({"tensor_model_parallel_size": 2}, 1, "unknown tensor_model_parallel_size; did you mean parallel.tensor?"),
+    ({"training": {"learning_rate": 1}}, 1, "unknown training.learning_rate; did you mean optimizer.lr?"),
     (
         {"training": {"sequence_length": 64}},
         1,
@@ -155,8 +161,20 @@ def test_a_wrong_run_is_refused_without_files_and_processes(given, world, messag
     assert calls < 20_000, "a call takes less than half a microsecond: that is less than 10 ms"
 
 
+def test_a_configuration_is_read_without_the_code_that_trains():
+    heavy = "core.autograd core.models.gpt.gpt_model core.optimizer.adamw core.training.loop torch._dynamo tyro"
+    code = f"import sys, core.training.config; print([m for m in {heavy.split()} if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert said.stdout == "[]\n"
+
+
 def test_forty_and_more():
     assert len(WRONG) >= 40 and len({message for _, _, message in WRONG}) == len(WRONG)
+
+
+def test_names_from_elsewhere_lead_to_fields_and_are_none():
+    keys = {field.key for field in known_fields().values()}
+    assert set(ELSEWHERE.values()) <= known_fields().keys() and not ELSEWHERE.keys() & keys
 
 
 def test_all_parts_are_told_at_once():

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -80,7 +79,7 @@ class Field:
     def from_text(self, text: str) -> Any:
         """The value that a TOML file would have for `text` of a command line; a text where it is none of the kind."""
         if self.kind in ("integer", "number"):
-            return _number_of(text)
+            return number_of(text)
         if self.kind == "flag":
             return {"true": True, "false": False}.get(text.lower(), text)
         return text
@@ -158,7 +157,8 @@ def _table(value: Any) -> dict[str, str | float]:
 _READ = {"integer": _integer, "number": _number, "flag": _flag, "text": _text, "texts": _texts, "table": _table}
 
 
-def _number_of(text: str) -> int | float | str:
+def number_of(text: str) -> int | float | str:
+    """The number that a text reads as, or the text."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -171,7 +171,7 @@ def pairs_of(words: tuple[str, ...]) -> dict[str, Any] | tuple[str, ...]:
     """The table that `name value name value ...` on a command line stands for; `words` where one is left over."""
     if len(words) % 2:
         return words
-    return {name: _number_of(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    return {name: number_of(value) for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def _kind(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
@@ -245,24 +245,3 @@ def flatten(nested: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, 
 
     walk("", nested)
     return flat
-
-
-def unknown(name: str, known: Mapping[str, Field]) -> str:
-    """What is said about a name that no field has: the nearest one that there is."""
-    parts = sorted({field.part for field in known.values()} - {""})
-    if name in parts:
-        return f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, known)} or others"
-    key = name.rpartition(".")[2]
-    same = [field.name for field in known.values() if field.key == key]
-    near = same or get_close_matches(name, known, n=1) or _by_key(key, known)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"the parts are {', '.join(parts)}"
-    return f"unknown {name}; {remedy}"
-
-
-def _first(part: str, known: Mapping[str, Field]) -> str:
-    return next(field.key for field in known.values() if field.part == part)
-
-
-def _by_key(key: str, known: Mapping[str, Field]) -> list[str]:
-    near = get_close_matches(key, [field.key for field in known.values()], n=1)
-    return [field.name for field in known.values() if field.key in near]

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any
 
-from core.training.config.fields import NONE, Field, pairs_of, unknown
+from core.training.config.fields import NONE, Field, number_of, pairs_of
+from core.training.config.names import unknown
 from core.training.config.run import PARTS, Problem
 from core.training.config.toml_files import literal
 
@@ -71,12 +72,17 @@ def _scan(args: Sequence[str], known: Mapping[str, Field]) -> tuple[list[str], l
                 given.append(switch)
         elif switch != name and name != _CONFIG:
             kept.append(word)  # --optimizer.no-lr: nobody's
-        elif kind not in _MANY and not equals and after.startswith("--"):
+        elif kind not in _MANY and not equals and _is_flag(after):
             problems.append(Problem("", f"{head} has no value; give {head} VALUE"))
         else:
             kept.append(word)
             given += [name] if name in known else []
     return kept, list(dict.fromkeys(given)), problems
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word begins with a dash and is no number."""
+    return word.startswith("-") and word != "-" and isinstance(number_of(word), str)
 
 
 def _is_switch(field: Field | None) -> bool:

@@ -12,8 +12,9 @@ from core.optimizer.config import OptimizerConfig
 from core.optimizer.schedule import ENDLESS, KINDS
 from core.parallel_state.config import ParallelConfig
 from core.training.config.data import DataConfig
-from core.training.config.fields import Field, fields_of, flatten, unknown
+from core.training.config.fields import Field, fields_of, flatten
 from core.training.config.model import ModelConfig
+from core.training.config.names import unknown
 from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
 from core.training.config.toml_files import read_toml, write_toml
 from core.training.rules import check_run, run_rules
