@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from core import dist_checkpointing
 from core.datasets import TokenFile
-from core.dist_checkpointing.root import Root
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.training.config.data import DataConfig
@@ -36,8 +36,8 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     """The batch divides over data ranks and microbatches; asked once the number of data ranks is known."""
     ranks = parallel.data
-    if ranks is not None:
-        yield training.global_batch_size % (training.micro_batch_size * ranks) == 0, _misfit(training, ranks)
+    if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
+        yield False, _misfit(training, ranks)
 
 
 def _misfit(training: TrainingConfig, ranks: int) -> str:
@@ -112,9 +112,11 @@ def _is_number(text: str) -> bool:
 
 
 def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
-    stages = len(pipeline.placement(parallel.pipeline)) if parallel.pipeline > 1 else 1
+    if not 1 < parallel.pipeline <= model.num_layers:  # fewer layers than ranks is told with the model
+        return
+    stages = len(pipeline.placement(parallel.pipeline))
     yield (
-        stages <= max(model.num_layers, parallel.pipeline),  # fewer layers than ranks is told with the model
+        stages <= model.num_layers,
         f"schedule={pipeline.schedule} has {stages} stages over pipeline={parallel.pipeline} ranks, num_layers="
         f"{model.num_layers} cannot fill them; use at least {stages} layers, or a schedule with one stage per "
         "rank, as 1f1b",
@@ -139,7 +141,7 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
         )
     directory = checkpoint.directory
     if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:
-        steps = len(Root(directory).steps())
+        steps = len(dist_checkpointing.Root(directory).steps())
         yield steps > 0, f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run"
 
 

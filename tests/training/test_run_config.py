@@ -162,7 +162,7 @@ def test_a_wrong_run_is_refused_without_files_and_processes(given, world, messag
 
 
 def test_a_configuration_is_read_without_the_code_that_trains():
-    heavy = "core.autograd core.models.gpt.gpt_model core.optimizer.adamw core.training.loop torch._dynamo tyro"
+    heavy = "core.autograd core.models.gpt.gpt_model core.optimizer.adamw torch._dynamo tensorstore tyro"
     code = f"import sys, core.training.config; print([m for m in {heavy.split()} if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert said.stdout == "[]\n"
@@ -195,6 +195,17 @@ def test_all_parts_are_told_at_once():
     assert any("peak=-1.0" in text for text in told)
     assert any("hidden_size=100 does not divide" in text for text in told), "rules between the parts that are right"
     assert len(told) == 6
+
+
+def test_numbers_that_are_far_too_large_are_refused_as_quickly():
+    for given in (
+        {"pipeline.chunks": 10**12},
+        {"parallel.pipeline": 10**12},
+        {"model.ffn_hidden_size": 10**15 + 1, "parallel.tensor": 2},
+        {"training.global_batch_size": 10**9 + 7},
+    ):
+        calls, error = calls_of(lambda given=given: RunConfig.from_dict(given).check(2))
+        assert calls < 20_000 and str(error).startswith("this run: ")
 
 
 def test_a_wrong_number_of_steps_makes_nothing_else_wrong():

@@ -18,6 +18,7 @@ FILE = """\
 device = "cpu"
 data.sequence_length = 64
 [training]
+# seed = 5 \"\"\"
 train_steps = 0   # no run
 output = \"\"\"
 micro_batch_size = 3
@@ -53,17 +54,17 @@ def test_flags_repair_what_the_file_breaks(file):
         "device": f"{file}:1",
         "data.sequence_length": f"{file}:2",
         "training.train_steps": "--training.train-steps",
-        "training.output": f"{file}:5",
-        "training.seed": f"{file}:9",
-        "optimizer.lr": f"{file}:11",
-        "optimizer.lr_schedule_options": f"{file}:12",
+        "training.output": f"{file}:6",
+        "training.seed": f"{file}:10",
+        "optimizer.lr": f"{file}:12",
+        "optimizer.lr_schedule_options": f"{file}:13",
         "optimizer.lr_schedule": "--optimizer.lr-schedule",
-        "parallel.order": f"{file}:14",
-        "model.style": f"{file}:18",
+        "parallel.order": f"{file}:15",
+        "model.style": f"{file}:19",
         "training.log_interval": "script",
     }
     assert loaded.origin.keys() == known_fields().keys()
-    assert f"optimizer.lr = 0.0003  ({file}:11)" in loaded.lines() and len(loaded.lines()) == len(told)
+    assert f"optimizer.lr = 0.0003  ({file}:12)" in loaded.lines() and len(loaded.lines()) == len(told)
 
 
 def test_a_later_file_wins_and_what_follows_a_field_is_said(file, tmp_path):
@@ -96,7 +97,7 @@ def test_all_mistakes_of_all_sources_are_told_once_with_their_origin(file, capsy
         "training.log_interval=1.5 is a decimal number, an integer is needed (--training.log-interval)",
         "data_parallel.overlap='maybe' is text, true or false (no quotes) or None is needed "
         "(--data-parallel.overlap)",
-        f"training: train_steps=0 must be at least 1 (train_steps: {file}:4)",
+        f"training: train_steps=0 must be at least 1 (train_steps: {file}:5)",
         "optimizer: lr_schedule=constant has its own fields and takes 0 lr_schedule_options, 1 given "
         "(warmup_num_steps); leave them out",
         "num_attention_heads=8 does not divide over tensor_model_parallel_size=5; valid: 1, 2, 4, 8",

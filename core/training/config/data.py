@@ -1,5 +1,6 @@
 """Which tokens a run reads, in which pieces."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from core.parallel_state.config import raise_all
 class DataConfig:
     """Which tokens, in which pieces. Without `train` the default corpus, the standard library's sources, is prepared.
 
-    Text given for `train` or `valid` is one prefix; lists become tuples.
+    A text or path given for `train` or `valid` is one prefix; lists become tuples of texts.
     Raises ValueError with every rule that is broken.
     """
 
@@ -51,7 +52,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("train", "valid"):
             given = getattr(self, name)
-            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+            one = isinstance(given, str | os.PathLike)
+            object.__setattr__(self, name, tuple(str(item) for item in ((given,) if one else given)))
         raise_all("DataConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:

@@ -10,6 +10,8 @@ from core.parallel_state.config import raise_all
 from core.pipeline import schedules
 from core.training.config.model import DTYPES
 
+_MOST_CHUNKS = 1024  # a stage is a layer at least
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
@@ -28,6 +30,9 @@ class PipelineConfig:
     """Bytes of activations per rank that "auto" may hold; default: no limit."""
 
     def __post_init__(self) -> None:
+        chunks = self.chunks
+        many = f"chunks={chunks} stages per rank must be at most {_MOST_CHUNKS}"
+        raise_all("PipelineConfig", [(chunks is None or chunks <= _MOST_CHUNKS, many)])
         self.placement(1)
 
     def placement(self, ranks: int) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ def _keys(text: str) -> Iterator[tuple[int, str]]:
     table, quote = "", ""
     for number, line in enumerate(text.splitlines(), 1):
         inside = bool(quote)
+        if not inside and line.lstrip().startswith("#"):
+            continue
         for mark in _QUOTES.findall(line):
             quote = mark if not quote else "" if mark == quote else quote
         if inside:
@@ -71,7 +73,7 @@ def literal(value: Any) -> str:
         return "[" + ", ".join(map(literal, value)) + "]"
     if value is None:
         return literal(NONE)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 def write_toml(fields: Iterable[Field], values: Mapping[str, Any]) -> str:
