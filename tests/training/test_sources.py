@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from core.training import RunConfig, load_run
 from core.training.config import ConfigError
+from core.training.config.explain import explained
 from core.training.config.flags import flag_of
 from core.training.config.run import known_fields
 from core.training.config.sources import merge
@@ -117,6 +118,22 @@ def test_one_mistake_is_one_line_and_other_ranks_are_silent(capsys, monkeypatch)
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_flags_of_this_process_are_the_default(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--training.seed", "5"])
+    assert load_run().run.training.seed == 5
+
+
+def test_what_the_library_refuses_is_told_without_its_frame(monkeypatch, capsys):
+    def refuse(*args, **kwargs):
+        print("╭─ Parsing error ─╮\n│ no such  thing │", file=sys.stderr)
+        raise SystemExit(2)
+
+    monkeypatch.setattr("tyro.cli", refuse)
+    with pytest.raises(SystemExit, match="2"):
+        load_run([])
+    assert capsys.readouterr() == ("", "error: Parsing error no such thing\n")
+
+
 def test_flags_of_every_kind():
     flags = ["--parallel.sequence-parallel", "--model.no-tie-embeddings", "--data-parallel.overlap", "true"]
     flags += [
@@ -213,11 +230,11 @@ def values_of(field):
     return value.map(lambda value: "None" if value is None else value)
 
 
-@st.composite
-def descriptions(draw):
-    """Flat name -> value of a few fields."""
+def described(draw):
+    """(flat name -> value of a few fields, those of them that flags give)."""
     names = draw(st.lists(st.sampled_from(sorted(known_fields())), max_size=8, unique=True))
-    return {name: draw(values_of(known_fields()[name])) for name in names}
+    flags = draw(st.one_of(st.just(names), st.just([name for name in names if draw(st.booleans())])))
+    return {name: draw(values_of(known_fields()[name])) for name in names}, flags
 
 
 def nested(flat):
@@ -249,21 +266,31 @@ def outcome(read):
         return sorted(problem.text for problem in error.problems)
 
 
-def agree(flat, path):
+def fits(run):
+    """Whether it is a run, and one for two ranks."""
+    if not isinstance(run, RunConfig):
+        return False
+    try:
+        return run.check(2).parallel.data is not None
+    except ValueError as error:
+        assert str(error).startswith("this run: ")
+        return False
+
+
+def agree(flat, flags, path):
+    """Python and a file, and a file for some and flags for the other fields, say the same."""
     path.write_text(tomli_w.dumps(nested(flat)), encoding="utf-8")
     python = outcome(lambda: RunConfig.from_dict(nested(flat)))
     assert outcome(lambda: RunConfig.from_toml(path)) == python
-    assert outcome(lambda: merge(["--config", str(path)]).loaded().run) == python
-    assert outcome(lambda: merge(list(as_flags(flat))).loaded().run) == python
+    path.write_text(tomli_w.dumps(nested({name: flat[name] for name in flat if name not in flags})), encoding="utf-8")
+    merged = merge(["--config", str(path), *as_flags({name: flat[name] for name in flags})])
+    assert outcome(lambda: merged.loaded().run) == python
+    assert (explained(merged, 2)[1] == 0) == fits(python)
     if isinstance(python, RunConfig):
         path.write_text(python.to_toml(), encoding="utf-8")
         assert (
             RunConfig.from_toml(path) == python and RunConfig.from_dict(python.to_dict()).digest() == python.digest()
         )
-        try:
-            python.check(2)
-        except ValueError as error:
-            assert str(error).startswith("this run: ")
 
 
 @pytest.fixture(scope="module")
@@ -272,13 +299,13 @@ def path(tmp_path_factory):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(flat=descriptions())
-def test_python_files_and_flags_agree(flat, path):
-    agree(flat, path)
+@given(data=st.data())
+def test_python_files_and_flags_agree(data, path):
+    agree(*described(data.draw), path)
 
 
 @pytest.mark.full
 @settings(max_examples=1000, deadline=None)
-@given(flat=descriptions())
-def test_python_files_and_flags_agree_on_a_thousand_runs(flat, path):
-    agree(flat, path)
+@given(data=st.data())
+def test_python_files_and_flags_agree_on_a_thousand_runs(data, path):
+    agree(*described(data.draw), path)

@@ -126,7 +126,7 @@ def _parsed(
                 console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",
             )
     except SystemExit as end:
-        if end.code:  # what the scan did not see; without tyro's frame
+        if end.code and said.getvalue():  # what the scan did not see; without tyro's frame
             print("error:", " ".join(re.sub(r"[^\x20-\x7e]", " ", said.getvalue()).split()), file=sys.stderr)
         raise
 
