@@ -1,5 +1,6 @@
 """Names that packages load at first use are the same object at every use."""
 
+import ast
 import importlib
 import types
 from pathlib import Path
@@ -29,3 +30,17 @@ def test_a_lazy_name_is_never_hidden_by_a_module_of_that_name(package):
 
 def test_the_lazy_packages_are_found():
     assert {"core.parallel_state", "core.pipeline", "core.datasets"} <= set(LAZY)
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_names_that_type_checkers_see_are_those_that_are_loaded(package):
+    """Where a package says its names twice, for types and for loading, both lists are the same."""
+    room = importlib.import_module(package)
+    seen = {
+        alias.asname: node.module.removeprefix(f"{package}.")
+        for block in ast.parse(Path(room.__file__).read_text()).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen in ({}, room._HOME)

@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from core.parallel_state import ParallelConfig
-from core.training import CheckpointConfig, DataConfig, ModelConfig, PipelineConfig, TrainingConfig, check_run
+from core.training.config.sources import merge
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TEXTS = {"README.md": README, "examples/pretrain_gpt.py": (ROOT / "examples" / "pretrain_gpt.py").read_text()}
-KINDS = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "pipeline": PipelineConfig,
-    "checkpoint": CheckpointConfig,
-}
 
 
 def commands():
@@ -29,24 +20,12 @@ def commands():
             yield pytest.param(found.group().replace("\\\n", " ").split("#")[0], id=name)
 
 
-def plain(word):
-    """A flag's value; a flag is followed by the next one."""
-    return True if word.startswith("--") else int(word) if word.isdigit() else word
-
-
 @pytest.mark.parametrize("command", list(commands()))
 def test_a_torchrun_command_describes_a_run_that_fits_together(command):
     words = shlex.split(command)
-    given = {kind: {} for kind in KINDS}
-    for word, value in zip(words, [*words[1:], "--"], strict=True):
-        if word.startswith("--") and "." in word:
-            kind, _, field = word[2:].partition(".")
-            given[kind][field.replace("-", "_")] = (
-                True if value.startswith("--") else int(value) if value.isdigit() else value
-            )
-    made = {kind: KINDS[kind](**fields) for kind, fields in given.items()}
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     world = int(words[words.index("--nproc-per-node") + 1])
-    check_run(*made.values(), world_size=world)
+    merge(words[script + 1 :]).loaded().run.check(world)
 
 
 def test_python_in_the_readme_parses():

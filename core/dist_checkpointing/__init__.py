@@ -14,6 +14,7 @@ _HOME = {
     "load_plain_tensors": "loading",
     "load_tensors_metadata": "loading",
     "CheckpointManager": "manager",
+    "Root": "root",
 }
 
 

@@ -1,29 +1,49 @@
 """One step over parameters that are spread and repeated: AdamW, its schedule, the global gradient norm; the same over
-flat buffers, sharded, offloaded, with SGD and Muon."""
+flat buffers, sharded, offloaded, with SGD and Muon.
 
-from core.optimizer.adamw import AdamW, StatePart, StepStats
-from core.optimizer.build import build_optimizer
-from core.optimizer.config import OptimizerConfig
-from core.optimizer.grad_norm import squared_grad_norm
-from core.optimizer.muon import ShardedMuon
-from core.optimizer.offload import Offload
-from core.optimizer.schedule import LearningRate
-from core.optimizer.sgd import ShardedSGD
-from core.optimizer.sharded import ShardedAdamW, ShardedOptimizer
-from core.optimizer.sharded_states import sharded_state_dict
+Names are loaded at first use: a configuration is read without the code that trains.
+"""
 
-__all__ = [
-    "AdamW",
-    "LearningRate",
-    "Offload",
-    "OptimizerConfig",
-    "ShardedAdamW",
-    "ShardedMuon",
-    "ShardedOptimizer",
-    "ShardedSGD",
-    "StatePart",
-    "StepStats",
-    "build_optimizer",
-    "sharded_state_dict",
-    "squared_grad_norm",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from core.optimizer.adamw import AdamW as AdamW
+    from core.optimizer.adamw import StatePart as StatePart
+    from core.optimizer.adamw import StepStats as StepStats
+    from core.optimizer.build import build_optimizer as build_optimizer
+    from core.optimizer.config import OptimizerConfig as OptimizerConfig
+    from core.optimizer.grad_norm import squared_grad_norm as squared_grad_norm
+    from core.optimizer.muon import ShardedMuon as ShardedMuon
+    from core.optimizer.offload import Offload as Offload
+    from core.optimizer.schedule import LearningRate as LearningRate
+    from core.optimizer.sgd import ShardedSGD as ShardedSGD
+    from core.optimizer.sharded import ShardedAdamW as ShardedAdamW
+    from core.optimizer.sharded import ShardedOptimizer as ShardedOptimizer
+    from core.optimizer.sharded_states import sharded_state_dict as sharded_state_dict
+
+_HOME = {
+    "AdamW": "adamw",
+    "StatePart": "adamw",
+    "StepStats": "adamw",
+    "build_optimizer": "build",
+    "OptimizerConfig": "config",
+    "squared_grad_norm": "grad_norm",
+    "ShardedMuon": "muon",
+    "Offload": "offload",
+    "LearningRate": "schedule",
+    "ShardedSGD": "sgd",
+    "ShardedAdamW": "sharded",
+    "ShardedOptimizer": "sharded",
+    "sharded_state_dict": "sharded_states",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -14,41 +14,66 @@ OPTIMIZERS = ("adamw", "sgd", "muon")
 class OptimizerConfig:
     """The update, its learning rate and its clipping.
 
-    lr_schedule: "constant", "inverse_sqrt", "linear", "cosine" or "wsd"; the last three need `lr_decay_steps`, the
-        step at which `min_lr` is reached, and "wsd" also `lr_wsd_decay_steps`, how many steps before it the way
-        down begins. Or one of DeepSpeed's, WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest: these
-        read `lr_schedule_options`, its parameters by name, and of the fields here `lr` only, where they need one.
-    weight_decay: of parameters with at least two dims that are not biases.
-    clip_grad: largest global gradient norm; 0 does not clip.
-    optimizer: "adamw", "sgd" or "muon", as `build_optimizer` reads it. momentum: of sgd, and of muon (usually 0.95).
-    main_params: keep a float32 copy of 16-bit weights; without, updates of bfloat16 weights are rounded
-        stochastically, by a hash of `rounding_seed`, step, name and element.
-    initial_loss_scale, loss_scale_window: of float16 weights; doubled after so many good steps, halved after an
-        overflow.
-    max_skipped_steps: that many skipped steps in a row are an error; 0 never is.
-
     Raises ValueError: every value out of its range, all at once.
     """
 
     lr: float = 1e-3
+    """Largest learning rate."""
+
     min_lr: float = 0.0
+    """Learning rate at the end of the way down."""
+
     lr_schedule: str = "constant"
+    """constant, inverse_sqrt, linear, cosine, wsd; or of DeepSpeed WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle,
+    LRRangeTest, which read lr_schedule_options, and of the fields here lr only, where they need one."""
+
     lr_warmup_steps: int = 0
+    """Updates on the way up to lr."""
+
     lr_decay_steps: int | None = None
+    """Update at which linear, cosine and wsd reach min_lr; they need it. A run's default: training.train_steps."""
+
     lr_wsd_decay_steps: int | None = None
+    """Updates of wsd's way down, the last ones before lr_decay_steps; wsd needs it."""
+
     lr_schedule_options: dict[str, str | float] = field(default_factory=dict)
+    """Parameters of a schedule of DeepSpeed's, by their names there."""
+
     weight_decay: float = 0.01
+    """Decoupled decay per unit of learning rate, of parameters with at least 2 dims that are not biases."""
+
     adam_beta1: float = 0.9
+    """Decay of AdamW's first moment per update."""
+
     adam_beta2: float = 0.999
+    """Decay of AdamW's second moment per update."""
+
     adam_eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+
     clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
     optimizer: str = "adamw"
+    """adamw, sgd or muon, as `build_optimizer` reads it."""
+
     momentum: float = 0.9
+    """Of sgd, and of muon (usually 0.95)."""
+
     main_params: bool = True
+    """Keep a float32 copy of 16-bit weights; without, bfloat16 weights are updated with stochastic rounding."""
+
     rounding_seed: int = 0
+    """Seed of the stochastic rounding, a hash of it, step, name and element."""
+
     initial_loss_scale: float = 2.0**16
+    """What the loss of float16 weights is multiplied by at first; halved after an overflow."""
+
     loss_scale_window: int = 1000
+    """Good updates in a row after which the loss scale is doubled."""
+
     max_skipped_steps: int = 0
+    """That many skipped updates in a row are an error; 0 never is."""
 
     def __post_init__(self) -> None:
         raise_all("OptimizerConfig", self._rules())

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 
 AXES = ("pp", "dp", "cp", "tp")
 
 
 def divisors(n: int) -> list[int]:
     """Every divisor of `n`, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, isqrt(max(n, 0)) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def raise_all(what: str, rules: Iterable[tuple[bool, str]]) -> None:
@@ -22,23 +23,33 @@ def raise_all(what: str, rules: Iterable[tuple[bool, str]]) -> None:
 class ParallelConfig:
     """Sizes of the parallel axes and their order, outermost (slowest network) to innermost.
 
-    `data` is derived from the world size (`for_world`); give it only to have it checked. `expert` folds the
-    ranks of one pipeline stage into `edp x ep` and must divide `dp * cp * tp`. `sequence_parallel` splits the
-    sequence over the tensor ranks between the matmuls. `replicate` divides the data axis into that many copies:
-    what data parallelism shards is spread over the data / replicate ranks of one copy (hybrid sharding).
-
     Raises ValueError: a size below 1, more than one copy beside context parallelism, or an order that is not a
     permutation of pp, dp, cp, tp.
     """
 
     tensor: int = 1
+    """Ranks that share each layer's matrices."""
+
     pipeline: int = 1
+    """Ranks that share the layers, as stages."""
+
     context: int = 1
+    """Ranks that share each sequence."""
+
     data: int | None = None
+    """Ranks that share each batch; default: derived from the world size. Give it only to have it checked."""
+
     expert: int = 1
+    """Ranks that share the experts of a layer: the ranks of one stage folded into edp x ep; divides dp x cp x tp."""
+
     replicate: int = 1
+    """Copies of what the data ranks divide, which is spread over data / replicate ranks each (hybrid sharding)."""
+
     order: tuple[str, ...] = AXES
+    """The axes from the outermost (slowest network) to the innermost."""
+
     sequence_parallel: bool = False
+    """Split the sequence over the tensor ranks between the matrix products."""
 
     def __post_init__(self) -> None:
         raise_all("ParallelConfig", self._rules())

@@ -1,32 +1,46 @@
 """The loop, its configuration, metrics and report.
 
-Names are loaded at first use, so that `python -m core.training.report` does not wait for models and checkpoints.
+Names are loaded at first use: a configuration is read, and refused, without the code that trains.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "config": (
-        "CheckpointConfig",
-        "DataConfig",
-        "DataParallelConfig",
-        "ModelConfig",
-        "PipelineConfig",
-        "TrainingConfig",
-    ),
-    "evaluate": ("evaluate_bits_per_byte", "next_token_loss"),
-    "loop": ("train",),
-    "rules": ("check_run",),
+if TYPE_CHECKING:
+    from core.training.config import CheckpointConfig as CheckpointConfig
+    from core.training.config import DataConfig as DataConfig
+    from core.training.config import DataParallelConfig as DataParallelConfig
+    from core.training.config import ModelConfig as ModelConfig
+    from core.training.config import PipelineConfig as PipelineConfig
+    from core.training.config import RunConfig as RunConfig
+    from core.training.config import TrainingConfig as TrainingConfig
+    from core.training.config import load_run as load_run
+    from core.training.evaluate import evaluate_bits_per_byte as evaluate_bits_per_byte
+    from core.training.evaluate import next_token_loss as next_token_loss
+    from core.training.loop import train as train
+    from core.training.rules import check_run as check_run
+
+_HOME = {
+    "CheckpointConfig": "config",
+    "DataConfig": "config",
+    "DataParallelConfig": "config",
+    "ModelConfig": "config",
+    "PipelineConfig": "config",
+    "RunConfig": "config",
+    "TrainingConfig": "config",
+    "load_run": "config",
+    "evaluate_bits_per_byte": "evaluate",
+    "next_token_loss": "evaluate",
+    "train": "loop",
+    "check_run": "rules",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {sorted(_HOME)}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOME)
+    return sorted([*globals(), *_HOME])

@@ -61,8 +61,10 @@ def open_corpus(data: DataConfig, parallel: ParallelState) -> Corpus:
 
     Raises ValueError: a damaged or foreign file (by the file's name), a tokenizer that does not fit.
     """
-    if data.train is not None and data.valid is not None and data.tokenizer is not None:
-        return _own_corpus(data.train, data.valid, data.tokenizer)
+    if data.train:
+        if not data.valid or data.tokenizer is None:
+            raise ValueError("own text needs train, valid and tokenizer; give all 3, or none of them")
+        return _own_corpus(data.train[0], data.valid[0], data.tokenizer)
     if parallel.rank == 0:
         prepare_default_corpus(data.directory, vocab_size=data.vocab_size)
     barrier(parallel.world)

@@ -1,98 +1,133 @@
 """Rules between the parts of a run, told all at once, before any process group exists."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from core import dist_checkpointing
 from core.datasets import TokenFile
-from core.dist_checkpointing.root import Root
-from core.optimizer import OptimizerConfig
-from core.parallel_state import ParallelConfig
-from core.parallel_state.config import divisors, raise_all
-from core.training.config import (
-    CheckpointConfig,
-    DataConfig,
-    DataParallelConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainingConfig,
-)
+from core.optimizer.config import OptimizerConfig
+from core.parallel_state.config import ParallelConfig, divisors, raise_all
+from core.training.config.data import DataConfig
+from core.training.config.model import ModelConfig
+from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
 from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
 
 
-def run_rules(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    data: DataConfig,
-    training: TrainingConfig,
-    pipeline: PipelineConfig,
-) -> Rules:
-    """(holds, message) of every rule; those about the batch need the data size of `parallel`."""
+def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
+    """What the layers need, and how they are divided."""
     try:
         config = model.transformer()
     except ValueError as error:
-        yield False, str(error)
-    else:
-        yield from layout_rules(config, parallel)
-        yield (
-            model.style != "llama" or config.head_size % 2 == 0,
-            f"style=llama rotates pairs of dims, hidden_size={model.hidden_size} / num_attention_heads="
-            f"{model.num_attention_heads} is {config.head_size}; use an even number of dims per head",
-        )
-    if parallel.data is not None:
-        yield _batch_rule(training, parallel.data)
+        yield False, f"model: {str(error).removeprefix('TransformerConfig: ')}"
+        return
+    yield from layout_rules(config, parallel)
+    yield (
+        model.style != "llama" or config.head_size % 2 == 0,
+        f"style=llama rotates pairs of dims, hidden_size={model.hidden_size} / num_attention_heads="
+        f"{model.num_attention_heads} is {config.head_size}; use an even number of dims per head",
+    )
+
+
+def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
+    """The batch divides over data ranks and microbatches; asked once the number of data ranks is known."""
+    ranks = parallel.data
+    if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
+        yield False, _misfit(training, ranks)
+
+
+def _misfit(training: TrainingConfig, ranks: int) -> str:
+    batch, micro = training.global_batch_size, training.micro_batch_size
+    step = micro * ranks
+    below, above = batch // step * step, -(-batch // step) * step
+    valid = sorted(divisors(batch // ranks), key=lambda d: abs(d - micro))[:8] if batch % ranks == 0 else []
+    return (
+        f"global_batch_size={batch} is not a multiple of micro_batch_size={micro} x data({ranks}) = {step}; use "
+        f"{f'{below} or {above}' if below else above}, or a micro_batch_size of "
+        f"{', '.join(map(str, sorted(valid))) or 'none: the batch does not divide over the data axis'}"
+    )
+
+
+def batch_solved(training: TrainingConfig, parallel: ParallelConfig) -> str:
+    """`global_batch_size 256 = micro_batch_size 4 x accumulation 8 x data 8`. Needs `parallel.data`.
+
+    Raises ValueError: the batch does not divide; with the nearest values that do.
+    """
+    assert parallel.data is not None, "call for_world first"
+    raise_all("the batch", _batch_rules(training, parallel))
+    batch, micro, ranks = training.global_batch_size, training.micro_batch_size, parallel.data
+    times = batch // micro // ranks
+    return f"global_batch_size {batch} = micro_batch_size {micro} x accumulation {times} x data {ranks}"
+
+
+def _sequence_rules(data: DataConfig, parallel: ParallelConfig) -> Rules:
     s, tp = data.sequence_length, parallel.tensor
     yield (
         not parallel.sequence_parallel or s % tp == 0,
         f"sequence_length={s} does not divide over tensor={tp}, as sequence_parallel needs; use {-(-s // tp) * tp}",
-    )
-    yield from _file_rules(data)
-    stages = len(pipeline.placement(parallel.pipeline)) if parallel.pipeline > 1 else 1
-    yield (
-        stages <= max(model.num_layers, parallel.pipeline),  # fewer layers than ranks is told above
-        f"schedule={pipeline.schedule} has {stages} stages over pipeline={parallel.pipeline} ranks, num_layers="
-        f"{model.num_layers} cannot fill them; use at least {stages} layers, or a schedule with one stage per "
-        "rank, as 1f1b",
-    )
-    yield (
-        parallel.pipeline > 1 or training.recompute != "stage",
-        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has 0 of them; use recompute=layer",
-    )
-
-
-def _batch_rule(training: TrainingConfig, ranks: int) -> tuple[bool, str]:
-    batch, micro = training.global_batch_size, training.micro_batch_size
-    step = micro * ranks
-    valid = [d for d in divisors(batch) if batch % (d * ranks) == 0]
-    return (
-        batch % step == 0,
-        f"global_batch_size={batch} is not a multiple of micro_batch_size={micro} x data({ranks}) = {step}; use "
-        f"{-(-batch // step) * step}, or a micro_batch_size of "
-        f"{', '.join(map(str, valid)) or 'none: the batch does not divide over the data axis'}",
     )
 
 
 def _file_rules(data: DataConfig) -> Rules:
     """What the headers of the user's own files say; opening one costs the same at any size."""
     s = data.sequence_length
-    for name, prefix in (("train", data.train), ("valid", data.valid)):
-        if prefix is None:
-            continue
+    for name, given in (("train", data.train), ("valid", data.valid)):
         try:
-            tokens = TokenFile(prefix).num_tokens
+            for prefix in prefixes(given):
+                tokens = TokenFile(prefix).num_tokens
+                yield (
+                    s < tokens,
+                    f"sequence_length={s} needs {s + 1} tokens (one more to predict), {name}={prefix} has {tokens}; "
+                    f"use at most {tokens - 1}, or more text",
+                )
         except (ValueError, OSError) as error:
             yield False, str(error)
-        else:
-            yield (
-                s < tokens,
-                f"sequence_length={s} needs {s + 1} tokens (one more to predict), {name}={prefix} has {tokens}; use "
-                f"at most {tokens - 1}, or more text",
-            )
     if data.tokenizer is not None:
         yield Path(data.tokenizer).is_file(), f"tokenizer={data.tokenizer} is not a file; give a tokenizer.json"
+
+
+def prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The prefixes of `DataConfig.train` or `valid`, without the weights. Raises ValueError: a prefix without its."""
+    weights = [_is_number(name) for name in names]
+    if not any(weights):
+        return names
+    if len(names) % 2 or weights != [True, False] * (len(names) // 2):
+        raise ValueError(
+            f"{' '.join(names)}: {sum(weights)} weights for {len(names) - sum(weights)} prefixes; give a weight "
+            "before every prefix, or none (a prefix that reads as a number: ./5)"
+        )
+    return names[1::2]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
+    if not 1 < parallel.pipeline <= model.num_layers:  # fewer layers than ranks is told with the model
+        return
+    stages = len(pipeline.placement(parallel.pipeline))
+    yield (
+        stages <= model.num_layers,
+        f"schedule={pipeline.schedule} has {stages} stages over pipeline={parallel.pipeline} ranks, num_layers="
+        f"{model.num_layers} cannot fill them; use at least {stages} layers, or a schedule with one stage per "
+        "rank, as 1f1b",
+    )
+
+
+def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
+    yield (
+        parallel.pipeline > 1 or training.recompute != "stage",
+        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has 0 of them; use recompute=layer",
+    )
 
 
 def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
@@ -106,7 +141,7 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
         )
     directory = checkpoint.directory
     if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:
-        steps = len(Root(directory).steps())
+        steps = len(dist_checkpointing.Root(directory).steps())
         yield steps > 0, f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run"
 
 
@@ -142,6 +177,37 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# the parts of a run that each group of rules needs
+_RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
+    (("checkpoint",), _checkpoint_rules),
+    (("model", "parallel", "data_parallel", "optimizer"), _update_rules),
+    (("model", "parallel"), _model_rules),
+    (("training", "parallel"), _batch_rules),
+    (("data", "parallel"), _sequence_rules),
+    (("data",), _file_rules),
+    (("model", "parallel", "pipeline"), _stage_rules),
+    (("training", "parallel"), _recompute_rules),
+)
+
+
+def run_rules(parts: Mapping[str, Any]) -> Rules:
+    """(holds, message) of every rule whose parts are all there; those about the batch need `parallel.data`.
+
+    parts: "model", "parallel", ... -> that part.
+    """
+    for needs, rules in _RULES:
+        if parts.keys() >= set(needs):
+            yield from rules(*(parts[name] for name in needs))
+
+
+def in_world(parallel: ParallelConfig, world_size: int) -> tuple[ParallelConfig, list[tuple[bool, str]]]:
+    """The layout with its data size, and the rule that the world broke, if any."""
+    try:
+        return parallel.for_world(world_size), []
+    except ValueError as error:
+        return parallel, [(False, str(error))]
+
+
 def check_run(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -155,11 +221,16 @@ def check_run(
     world_size: int,
 ) -> ParallelConfig:
     """The layout with its data size, or one ValueError with everything that does not fit together."""
-    rules: list[tuple[bool, str]] = []
-    try:
-        parallel = parallel.for_world(world_size)
-    except ValueError as error:
-        rules.append((False, str(error)))
-    rules += [*_checkpoint_rules(checkpoint), *_update_rules(model, parallel, data_parallel, optimizer)]
-    raise_all("this run", [*rules, *run_rules(model, parallel, data, training, pipeline)])
+    parallel, wrong = in_world(parallel, world_size)
+    parts = {
+        "model": model,
+        "parallel": parallel,
+        "data": data,
+        "training": training,
+        "pipeline": pipeline,
+        "checkpoint": checkpoint,
+        "data_parallel": data_parallel,
+        "optimizer": optimizer,
+    }
+    raise_all("this run", [*wrong, *run_rules(parts)])
     return parallel

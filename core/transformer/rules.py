@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from core.parallel_state import ParallelConfig
-from core.parallel_state.config import divisors, raise_all
+from core.parallel_state.config import raise_all
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -26,7 +26,7 @@ def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterato
 
 
 def _divides(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:
-    valid = ", ".join(str(d) for d in divisors(limit) if d <= 64)
+    valid = ", ".join(str(d) for d in range(1, 65) if limit % d == 0)
     return size % tp == 0, f"{name}={size} does not divide over tensor_model_parallel_size={tp}; valid: {valid}"
 
 

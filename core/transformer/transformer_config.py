@@ -116,5 +116,6 @@ class TransformerConfig:
 
 
 def _near(hidden: int, heads: int) -> str:
+    heads = max(1, heads)  # less than one is told by another rule
     below = hidden // heads * heads
     return f"{below} or {below + heads}" if below else str(heads)

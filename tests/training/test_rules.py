@@ -59,8 +59,8 @@ WRONG = {
     "batch": (
         {"training": TrainingConfig(global_batch_size=12, micro_batch_size=4)},
         2,
-        "global_batch_size=12 is not a multiple of micro_batch_size=4 x data(2) = 8; use 16, or a micro_batch_size "
-        "of 1, 2, 3, 6",
+        "global_batch_size=12 is not a multiple of micro_batch_size=4 x data(2) = 8; use 8 or 16, or a "
+        "micro_batch_size of 1, 2, 3, 6",
     ),
     "batch of fewer rows than ranks": (
         {"training": TrainingConfig(global_batch_size=2, micro_batch_size=1)},
@@ -208,9 +208,10 @@ def test_all_parts_of_a_run_are_told_at_once():
             ],
         ),
         (
-            lambda: DataConfig(train="a", sequence_length=0, vocab_size=100),
+            lambda: DataConfig(valid="a", split="1,2", sequence_length=0, vocab_size=100),
             [
-                "1 of train, valid and tokenizer given (train); give all 3",
+                "valid is given and train has 0 prefixes: the default corpus has its own valid; give train, or leave",
+                "split='1,2' must be 3 numbers, of train, valid and test, as '969,30,1'",
                 "sequence_length=0",
                 "vocab_size=100 cannot",
             ],

@@ -1,0 +1,73 @@
+"""The command: explain a run, or write a file to start from."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.training.config.explain import explained, template
+from core.training.config.sources import merge
+
+_DESCRIPTION = "What a run is told: every field with its value, its origin and its meaning; or a file to start from."
+_EPILOG = """\
+--explain FILE.toml ... [FLAGS]   merges the files (the last one wins) and flags such as --optimizer.lr 3e-4, prints
+                                  every field, how the batch is made up of microbatches and ranks, and everything that
+                                  is wrong. Exit status 1 where something is.
+--template [FILE.toml]            prints, or writes, a file with every field, its meaning, kind and default.
+
+python -m core.training.config --template run.toml
+python -m core.training.config --explain run.toml --world-size 8 --parallel.tensor 4
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; the exit status: 0, 1 where the run has mistakes, 2 where the command has."""
+    parser = argparse.ArgumentParser(
+        prog="python -m core.training.config",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--explain", nargs="*", metavar="FILE.toml", help="tell what a run of these files and flags is")
+    what.add_argument("--template", nargs="?", const="-", metavar="FILE.toml", help="write a commented file")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks of the run; default: WORLD_SIZE, or 1", default=None
+    )
+    given, flags = parser.parse_known_args(arguments)
+    try:
+        if given.template is not None:
+            if flags:
+                parser.error(f"--template takes no flags: {' '.join(flags)}")
+            return _write_template(given.template)
+        world = int(os.environ.get("WORLD_SIZE", 1)) if given.world_size is None else given.world_size
+        if world < 1:
+            parser.error(f"--world-size {world} must be at least 1")
+        files = [word for path in given.explain for word in ("--config", path)]
+        text, mistakes = explained(merge([*files, *flags]), world)
+    except (ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 1 if mistakes else 0
+
+
+def _write_template(path: str) -> int:
+    """To stdout, or to a file that is not there yet."""
+    if path == "-":
+        print(template(), end="")
+        return 0
+    try:
+        with Path(path).open("x", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError:
+        print(f"error: {path} is there already; give another name, or remove it", file=sys.stderr)
+        return 2
+    print(f"written: {path}\nnext: python -m core.training.config --explain {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

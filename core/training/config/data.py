@@ -1,0 +1,82 @@
+"""Which tokens a run reads, in which pieces."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core.parallel_state.config import raise_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens, in which pieces. Without `train` the default corpus, the standard library's sources, is prepared.
+
+    A text or path given for `train` or `valid` is one prefix; lists become tuples of texts.
+    Raises ValueError with every rule that is broken.
+    """
+
+    directory: str = "runs/corpus"
+    """Where the default corpus is written; used only where `train` is empty."""
+
+    train: tuple[str, ...] = ()
+    """Prefix of the .bin and .idx to train on, or a blend: weight prefix weight prefix ...; empty: default corpus.
+    Several prefixes without weights are drawn in proportion to their tokens."""
+
+    valid: tuple[str, ...] = ()
+    """Prefix, or a blend, of validation files; empty: the second part of `train`, as `split` says."""
+
+    split: str = "969,30,1"
+    """Shares of `train` to train on, to validate, to test, cut between documents; unused where `valid` is given."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json; default: the one stored beside the first file of `train`, else bytes."""
+
+    vocab_size: int = 4096
+    """Entries of the tokenizer that is trained for the default corpus; 257 or more."""
+
+    sequence_length: int = 128
+    """Tokens of one row of a batch."""
+
+    reset_position_ids: bool = False
+    """Positions start again at 0 after each document of a row."""
+
+    reset_attention_mask: bool = False
+    """Attention does not cross from one document of a row into another."""
+
+    eod_mask_loss: bool = False
+    """No loss where the input is the token that ends a document: what follows cannot be known."""
+
+    seed: int = 1234
+    """Seed of the order in which rows are read; it does not depend on the layout of ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("train", "valid"):
+            given = getattr(self, name)
+            one = isinstance(given, str | os.PathLike)
+            object.__setattr__(self, name, tuple(str(item) for item in ((given,) if one else given)))
+        raise_all("DataConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name in ("valid", "tokenizer"):
+            yield (
+                bool(self.train) or not getattr(self, name),
+                f"{name} is given and train has 0 prefixes: the default corpus has its own {name}; give train, or "
+                f"leave {name} out",
+            )
+        yield from _split_rules(self.split)
+        yield self.sequence_length >= 1, f"sequence_length={self.sequence_length} must be at least 1"
+        yield self.vocab_size >= 257, f"vocab_size={self.vocab_size} cannot hold every byte; use 257 or more"
+
+
+def _split_rules(split: str) -> Iterator[tuple[bool, str]]:
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3:
+        yield False, f"split={split!r} must be 3 numbers, of train, valid and test, as '969,30,1'"
+        return
+    yield (
+        all(0 <= share < float("inf") for share in shares) and shares[0] > 0,
+        f"split={split!r} must have shares of at least 0, the first one above 0, as '969,30,1'",
+    )

@@ -1,0 +1,247 @@
+"""Every field of a run by its flat name ("optimizer.lr"): its kind, default and meaning; and values of that kind."""
+
+import ast
+import inspect
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+NONE = "None"  # the text that stands for no value, where a field may have none
+
+_TYPES = {"flag": "true | false", "texts": "list of texts", "table": "table of texts and numbers"}
+_NEEDED = {
+    "integer": "an integer",
+    "number": "a number",
+    "flag": "true or false (no quotes)",
+    "text": "a text",
+    "texts": "a list of texts",
+    "table": "a table of texts and numbers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One field of a run.
+
+    name: "optimizer.lr"; of the run itself, "device". kind: "integer", "number", "flag", "text", "texts" or "table".
+    optional: it may be None. choices: the values it may have, where these are few. owner: the class that has it.
+    """
+
+    name: str
+    kind: str
+    optional: bool
+    choices: tuple[Any, ...]
+    default: Any
+    owner: type
+
+    @property
+    def part(self) -> str:
+        """The part of the run that it is in; "" for the run itself."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def key(self) -> str:
+        """Its name within its part."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def help(self) -> str:
+        """Its docstring, in one line; read from the source at first use, so that judging values does not wait."""
+        return docs_of(self.owner).get(self.key, "")
+
+    @property
+    def type(self) -> str:
+        """Its kind in words: "integer or None", "llama | gpt2"."""
+        words = " | ".join(map(str, self.choices)) or _TYPES.get(self.kind, self.kind)
+        return f"{words} or {NONE}" if self.optional else words
+
+    def read(self, value: Any) -> Any:
+        """`value`, from Python, TOML or a command line, as the dataclass holds it.
+
+        An integer is a number too, a text a list of one; the text "None" is None where that is allowed.
+        Raises ValueError: it is of another kind; the message tells the value and what is needed.
+        """
+        if self.optional and (value is None or value == NONE):
+            return None
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        try:
+            return _READ[self.kind](value)
+        except _Wrong as wrong:
+            needed = _NEEDED[self.kind] + (f" or {NONE}" if self.optional else "") + " is needed"
+            needed += f"; use {value:.0f}" if self.kind == "integer" and _is_whole(value) else ""
+            raise ValueError(f"{self.name}={value!r} is {wrong}, {needed}") from None
+
+    def from_text(self, text: str) -> Any:
+        """The value that a TOML file would have for `text` of a command line; a text where it is none of the kind."""
+        if self.kind in ("integer", "number"):
+            return number_of(text)
+        if self.kind == "flag":
+            return {"true": True, "false": False}.get(text.lower(), text)
+        return text
+
+
+class _Wrong(Exception):
+    """What a value is instead."""
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not finite"
+    names = {int: "an integer", float: "a decimal number", str: "text", NoneType: "nothing"}
+    names |= {list: "a list", tuple: "a list", dict: "a table"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _Wrong(_what(value))
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _Wrong(_what(value))
+    try:
+        return float(value)
+    except OverflowError:
+        raise _Wrong("not finite") from None
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Wrong(_what(value))
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Wrong(_what(value))
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """Numbers in a list become texts: weights of a blend."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        raise _Wrong(_what(value))
+    items = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
+    if strange := [item for item in items if isinstance(item, bool) or not isinstance(item, str | int | float)]:
+        raise _Wrong(f"a list with {strange[0]!r}")
+    return tuple(str(item) for item in items)
+
+
+def _table(value: Any) -> dict[str, str | float]:
+    """Integers become numbers; true and false texts, as on a command line."""
+    if not isinstance(value, Mapping):
+        raise _Wrong(_what(value))
+    made: dict[str, str | float] = {}
+    for key, item in value.items():
+        if not isinstance(key, str) or not isinstance(item, str | int | float):
+            raise _Wrong(f"a table with {key!r}: {item!r}")
+        made[key] = str(item).lower() if isinstance(item, bool) else item if isinstance(item, str) else _number(item)
+    return made
+
+
+_READ = {"integer": _integer, "number": _number, "flag": _flag, "text": _text, "texts": _texts, "table": _table}
+
+
+def number_of(text: str) -> int | float | str:
+    """The number that a text reads as, or the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def pairs_of(words: tuple[str, ...]) -> dict[str, Any] | tuple[str, ...]:
+    """The table that `name value name value ...` on a command line stands for; `words` where one is left over."""
+    if len(words) % 2:
+        return words
+    return {name: number_of(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def _kind(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
+    """(kind, optional, choices) of an annotation."""
+    args = get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        (inner,) = (arg for arg in args if arg is not NoneType)
+        kind, _, choices = _kind(inner)
+        return kind, True, choices
+    if get_origin(hint) is Literal:
+        return _kind(type(args[0]))[0], False, args
+    if hint == tuple[str, ...]:
+        return "texts", False, ()
+    if get_origin(hint) is dict:
+        return "table", False, ()
+    return {int: "integer", float: "number", bool: "flag", str: "text"}[hint], False, ()
+
+
+@cache
+def docs_of(cls: type) -> dict[str, str]:
+    """field -> the docstring below it, in one line; empty without the source (a frozen program)."""
+    try:
+        (tree,) = ast.parse(inspect.getsource(cls)).body
+    except (OSError, TypeError, ValueError):
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+            text = after.value.value if isinstance(after.value, ast.Constant) else None
+            if isinstance(text, str):
+                found[node.target.id] = " ".join(text.split())
+    return found
+
+
+def _fields_in(cls: type, prefix: str = "") -> Iterator[Field]:
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        if is_dataclass(hints[field.name]):
+            yield from _fields_in(hints[field.name], f"{field.name}.")
+            continue
+        kind, optional, choices = _kind(hints[field.name])
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Field(
+            name=prefix + field.name,
+            kind=kind,
+            optional=optional,
+            choices=choices,
+            default=default,
+            owner=cls,
+        )
+
+
+def fields_of(cls: type) -> dict[str, Field]:
+    """Flat name -> field, in order, of a dataclass of dataclasses."""
+    return {field.name: field for field in _fields_in(cls)}
+
+
+def flatten(nested: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:
+    """{"optimizer": {"lr": 1}} as {"optimizer.lr": 1}; a field that holds a table stays whole."""
+    flat: dict[str, Any] = {}
+    parts = {field.part for field in known.values()}
+
+    def walk(prefix: str, value: Any) -> None:
+        inside = value or prefix == "" or prefix in parts
+        if isinstance(value, Mapping) and inside and prefix not in known:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            flat[prefix] = value
+
+    walk("", nested)
+    return flat

@@ -1,0 +1,171 @@
+"""The command line of a run: a flag per field, read by tyro as texts; nothing is judged before all is known."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from typing import Annotated, Any
+
+from core.training.config.fields import NONE, Field, number_of, pairs_of
+from core.training.config.names import unknown
+from core.training.config.run import PARTS, Problem
+from core.training.config.toml_files import literal
+
+_CONFIG = "config"
+_MANY = ("texts", "table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What a command line says. values: flat name -> raw value, of the flags that are there. files: of --config."""
+
+    values: dict[str, Any]
+    files: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def flag_of(name: str) -> str:
+    """ "optimizer.lr_schedule" as "--optimizer.lr-schedule"."""
+    return "--" + name.replace("_", "-")
+
+
+def read_flags(
+    args: Sequence[str], known: Mapping[str, Field], *, defaults: Mapping[str, Any], description: str = ""
+) -> Flags:
+    """The flags among `args`. --help prints every field with its docstring and `defaults`, and leaves (SystemExit).
+
+    Raises ImportError: tyro is missing.
+    """
+    kept, given, problems = _scan(args, known)
+    found, rest = _parsed(kept, known, defaults, description)
+    values = {}
+    for name in given:
+        spec = known[name]
+        raw = getattr(getattr(found, spec.part) if spec.part else found, spec.key)
+        if spec.kind == "table":
+            values[name] = pairs_of(raw)
+        else:
+            values[name] = spec.from_text(raw) if isinstance(raw, str) else raw
+    problems += _strays(rest, known)
+    return Flags(values=values, files=found.config, problems=tuple(problems))
+
+
+def _scan(args: Sequence[str], known: Mapping[str, Field]) -> tuple[list[str], list[str], list[Problem]]:
+    """(arguments without flags that lack a value, or have one too many; names of the flags; those mistakes)."""
+    kept, given, problems = [], [], []
+    for word, after in zip(args, [*args, "--"][1:], strict=True):
+        head, equals, _ = word.partition("=")
+        part, _, key = head.removeprefix("--").replace("-", "_").rpartition(".")
+        name = f"{part}.{key}" if part else key
+        switch = name if name in known else f"{part}.{key.removeprefix('no_')}"
+        kind = known[switch].kind if switch in known else "text" if name == _CONFIG else None
+        if not word.startswith("--") or kind is None:
+            kept.append(word)
+        elif _is_switch(known.get(switch)):
+            if equals:
+                problems.append(Problem("", f"{word}: a value is one word too many; use {_switch(switch)}"))
+            else:
+                kept.append(word)
+                given.append(switch)
+        elif switch != name and name != _CONFIG:
+            kept.append(word)  # --optimizer.no-lr: nobody's
+        elif kind not in _MANY and not equals and _is_flag(after):
+            problems.append(Problem("", f"{head} has no value; give {head} VALUE"))
+        else:
+            kept.append(word)
+            given += [name] if name in known else []
+    return kept, list(dict.fromkeys(given)), problems
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word begins with a dash and is no number."""
+    return word.startswith("-") and word != "-" and isinstance(number_of(word), str)
+
+
+def _is_switch(field: Field | None) -> bool:
+    return field is not None and field.kind == "flag" and not field.optional
+
+
+def _switch(name: str) -> str:
+    part, _, key = name.rpartition(".")
+    return f"{flag_of(name)} or {flag_of(f'{part}.no_{key}')}"
+
+
+def _strays(rest: Sequence[str], known: Mapping[str, Field]) -> list[Problem]:
+    """What tyro could not place; the values of an unknown flag go with it."""
+    problems, flag = [], ""
+    for word in rest:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            name = flag.removeprefix("--").replace("-", "_")
+            problems.append(Problem(name, unknown(name, known)))
+        elif not flag:
+            problems.append(Problem("", f"{word!r} belongs to no flag; give --NAME {word}"))
+    return problems
+
+
+def _parsed(
+    args: Sequence[str], known: Mapping[str, Field], defaults: Mapping[str, Any], description: str
+) -> tuple[Any, list[str]]:
+    try:
+        import tyro
+    except ImportError as error:
+        raise ImportError("the command line needs tyro: pip install 'paracore[train]'") from error
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                _mirror(tyro, known, defaults),
+                args=list(args),
+                description=description,
+                return_unknown_args=True,
+                console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",
+            )
+    except SystemExit as end:
+        if end.code and said.getvalue():  # what the scan did not see; without tyro's frame
+            print("error:", " ".join(re.sub(r"[^\x20-\x7e]", " ", said.getvalue()).split()), file=sys.stderr)
+        raise
+
+
+def _mirror(tyro: Any, known: Mapping[str, Field], defaults: Mapping[str, Any]) -> type:
+    """A dataclass of dataclasses with the same flags, all of them texts and without rules."""
+
+    def entries(part: str) -> list[tuple[str, Any, Any]]:
+        return [_entry(tyro, known[n], defaults[n]) for n in known if known[n].part == part]
+
+    made: list[tuple[str, Any, Any]] = [
+        (
+            _CONFIG,
+            Annotated[
+                tuple[str, ...],
+                tyro.conf.UseAppendAction,
+                tyro.conf.arg(
+                    help="Read the run from this file; a later one wins, flags win over all.", metavar="FILE.toml"
+                ),
+            ],
+            field(default=()),
+        ),
+        *entries(""),
+    ]
+    for part, kind in PARTS.items():
+        inner = make_dataclass(kind.__name__, entries(part), kw_only=True)
+        words = (kind.__doc__ or "").partition("\n")[0]
+        made.append((part, Annotated[inner, tyro.conf.arg(help=words)], field(default_factory=inner)))
+    return make_dataclass("Run", made, kw_only=True)
+
+
+def _entry(tyro: Any, spec: Field, default: Any) -> tuple[str, Any, Any]:
+    help_ = {"help": spec.help, "help_behavior_hint": f"(default: {NONE if default is None else literal(default)})"}
+    if _is_switch(spec):
+        return spec.key, Annotated[bool, tyro.conf.arg(**help_)], field(default=bool(default))
+    words = {"texts": "TEXT ...", "table": "NAME VALUE ..."}
+    help_["metavar"] = words.get(spec.kind, spec.type.replace(" or ", "|").replace(" | ", "|").upper())
+    if spec.choices:
+        help_["metavar"] = "{" + ",".join(map(str, spec.choices)) + "}"
+    if spec.kind in _MANY:
+        return spec.key, Annotated[tuple[str, ...], tyro.conf.arg(**help_)], field(default=())
+    return spec.key, Annotated[str, tyro.conf.arg(**help_)], field(default="")

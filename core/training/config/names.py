@@ -1,0 +1,79 @@
+"""What is said about a name that no field has: the nearest one, or ours for a name from elsewhere."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from core.training.config.fields import Field
+
+# names of Megatron-LM's arguments and of Hugging Face's TrainingArguments that are not ours too
+ELSEWHERE = {
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "context_parallel_size": "parallel.context",
+    "expert_model_parallel_size": "parallel.expert",
+    "num_layers_per_virtual_pipeline_stage": "pipeline.chunks",
+    "num_virtual_stages_per_pipeline_rank": "pipeline.chunks",
+    "use_distributed_optimizer": "data_parallel.zero_stage",
+    "data_parallel_sharding_strategy": "data_parallel.zero_stage",
+    "overlap_grad_reduce": "data_parallel.overlap",
+    "ddp_bucket_size": "data_parallel.bucket_size",
+    "group_query_attention": "model.num_query_groups",
+    "swiglu": "model.style",
+    "hidden_dropout": "model.dropout",
+    "attention_dropout": "model.dropout",
+    "untie_embeddings_and_output_weights": "model.tie_embeddings",
+    "seq_length": "data.sequence_length",
+    "data_path": "data.train",
+    "train_data_path": "data.train",
+    "valid_data_path": "data.valid",
+    "tokenizer_model": "data.tokenizer",
+    "train_iters": "training.train_steps",
+    "eval_iters": "training.eval_batches",
+    "recompute_granularity": "training.recompute",
+    "tensorboard_dir": "training.tensorboard",
+    "lr_decay_style": "optimizer.lr_schedule",
+    "lr_decay_iters": "optimizer.lr_decay_steps",
+    "lr_warmup_iters": "optimizer.lr_warmup_steps",
+    "lr_wsd_decay_iters": "optimizer.lr_wsd_decay_steps",
+    "save": "checkpoint.directory",
+    "save_interval": "checkpoint.every",
+    "async_save": "checkpoint.asynchronous",
+    "learning_rate": "optimizer.lr",
+    "warmup_steps": "optimizer.lr_warmup_steps",
+    "lr_scheduler_type": "optimizer.lr_schedule",
+    "max_grad_norm": "optimizer.clip_grad",
+    "adam_epsilon": "optimizer.adam_eps",
+    "optim": "optimizer.optimizer",
+    "max_steps": "training.train_steps",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "gradient_checkpointing": "training.recompute",
+    "logging_steps": "training.log_interval",
+    "eval_steps": "training.eval_interval",
+    "output_dir": "training.output",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "resume_from_checkpoint": "checkpoint.load",
+    "data_seed": "data.seed",
+}
+
+
+def unknown(name: str, known: Mapping[str, Field]) -> str:
+    """What is said about a name that no field has: the nearest one that there is."""
+    parts = sorted({field.part for field in known.values()} - {""})
+    if name in parts:
+        return f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, known)} or others"
+    key = name.rpartition(".")[2]
+    same = [field.name for field in known.values() if field.key == key]
+    same = [ELSEWHERE[key]] if key in ELSEWHERE else same
+    near = same or get_close_matches(name, known, n=1) or _by_key(key, known)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"the parts are {', '.join(parts)}"
+    return f"unknown {name}; {remedy}"
+
+
+def _first(part: str, known: Mapping[str, Field]) -> str:
+    return next(field.key for field in known.values() if field.part == part)
+
+
+def _by_key(key: str, known: Mapping[str, Field]) -> list[str]:
+    near = get_close_matches(key, [field.key for field in known.values()], n=1)
+    return [field.name for field in known.values() if field.key in near]

@@ -1,0 +1,217 @@
+"""What a run is told beside model and data, in small frozen parts none of which holds another's fact. Plain values:
+files and the command line are read into them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from core.optimizer.offload import Offload
+from core.parallel_state.config import raise_all
+from core.pipeline import schedules
+from core.training.config.model import DTYPES
+
+_MOST_CHUNKS = 1024  # a stage is a layer at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How stages take turns where there is more than one pipeline rank.
+
+    Raises ValueError: an unknown schedule, chunks that it does not have.
+    """
+
+    schedule: str = "1f1b"
+    """A schedule by name (`python -m core.pipeline.simulate --list`), or "auto": searched for the measured costs."""
+
+    chunks: int | None = None
+    """Stages per rank; default: the schedule's own (2 for "auto")."""
+
+    memory_limit: float | None = None
+    """Bytes of activations per rank that "auto" may hold; default: no limit."""
+
+    def __post_init__(self) -> None:
+        chunks = self.chunks
+        many = f"chunks={chunks} stages per rank must be at most {_MOST_CHUNKS}"
+        raise_all("PipelineConfig", [(chunks is None or chunks <= _MOST_CHUNKS, many)])
+        self.placement(1)
+
+    def placement(self, ranks: int) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return schedules.placement(self.schedule, ranks, self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """What the data ranks divide among themselves, and where optimizer states live.
+
+    Raises ValueError with every rule that is broken.
+    """
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """0: nothing is divided; 1: optimizer states; 2: gradients too, summed in every microbatch; 3: weights too."""
+
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: float32 copies and moments live in host memory, or in files that are mapped into it."""
+
+    offload_fraction: float = 1.0
+    """Share of the elements whose states are offloaded, from 0 (nothing) to 1 (all)."""
+
+    offload_directory: str | None = None
+    """Directory of the files that hold offloaded states; default: they lie in host memory."""
+
+    grad_dtype: str | None = None
+    """In which gradients are added up; default: float32 for 16-bit weights, else the weights'."""
+
+    reduce_dtype: str | None = None
+    """To which gradients are rounded to be sent; default: grad_dtype."""
+
+    bucket_size: int | None = None
+    """Elements that are sent together; default: by the device."""
+
+    shard_units: str = "layer"
+    """What stage 3 gathers at once: "layer", or a name or pattern of modules."""
+
+    overlap: bool | None = None
+    """Send while computing; default: where that pays."""
+
+    check_replicas_every: int = 0
+    """Steps between two comparisons of all replicas; 0: never."""
+
+    def __post_init__(self) -> None:
+        raise_all("DataParallelConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield self.zero_stage in (0, 1, 2, 3), f"zero_stage={self.zero_stage} is unknown; known: 0, 1, 2, 3"
+        yield self.offload in ("none", "optimizer"), f"unknown offload {self.offload!r}; known: none, optimizer"
+        yield (
+            0 <= self.offload_fraction <= 1,
+            f"offload_fraction={self.offload_fraction} must be between 0 (nothing) and 1 (all)",
+        )
+        yield (
+            self.offload_directory is None or self.offload != "none",
+            f"offload_directory={self.offload_directory} holds nothing with offload=none; use offload=optimizer",
+        )
+        for name in ("grad_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            yield value is None or value in DTYPES, f"unknown {name} {value!r}; known: {', '.join(DTYPES)}"
+        size = self.bucket_size
+        yield size is None or size >= 1, f"bucket_size={size} must be at least 1 element"
+        every = self.check_replicas_every
+        yield every >= 0, f"check_replicas_every={every} must be at least 0 (never)"
+
+    def arguments(self) -> dict[str, Any]:
+        """What `DataParallel(module, ps, ...)` is told."""
+        return {
+            "zero_stage": self.zero_stage,
+            "bucket_size": self.bucket_size,
+            "grad_dtype": DTYPES[self.grad_dtype] if self.grad_dtype is not None else None,
+            "reduce_dtype": DTYPES[self.reduce_dtype] if self.reduce_dtype is not None else None,
+            "shard_units": self.shard_units,
+            "overlap": self.overlap,
+            "check_replicas_every": self.check_replicas_every,
+        }
+
+    def placement(self) -> Offload | None:
+        """Where the optimizer's states live: what `build_optimizer(shard, config, offload=...)` is told."""
+        if self.offload == "none":
+            return None
+        kind = "cpu" if self.offload_directory is None else "disk"
+        return Offload(kind=kind, fraction=self.offload_fraction, directory=self.offload_directory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long, in which batches, and what is told on the way. Raises ValueError with every rule that is broken."""
+
+    train_steps: int = 300
+    """Updates of the whole run, those before a resume included."""
+
+    global_batch_size: int = 16
+    """Rows of one update over all ranks: micro_batch_size x accumulation x data ranks."""
+
+    micro_batch_size: int = 8
+    """Rows that one rank computes at once."""
+
+    recompute: Literal["none", "selective", "layer", "stage"] = "none"
+    """Activations that are computed again in backward instead of being kept."""
+
+    log_interval: int = 10
+    """Steps between two records of loss, gradient norm and rates."""
+
+    eval_interval: int = 0
+    """Steps between two validations; 0: only at the end."""
+
+    eval_batches: int = 0
+    """Global batches of one validation; 0: all of the validation text."""
+
+    seed: int = 1234
+    """Seed of dropout."""
+
+    output: str = "runs/pretrain"
+    """Directory of metrics, report and the resolved configuration."""
+
+    compare_with: str | None = None
+    """Another run's metrics.jsonl: tell how far this run's losses are from its."""
+
+    tensorboard: bool = False
+    """Write the records for TensorBoard too, into `output`."""
+
+    wandb_project: str | None = None
+    """Write the records to this project of Weights & Biases too; offline unless WANDB_MODE says otherwise."""
+
+    peak_tflops: float | None = None
+    """Peak of one device in TFLOP/s, for the utilisation that is told; default: known by name, or measured."""
+
+    def __post_init__(self) -> None:
+        raise_all("TrainingConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
+            yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
+        for name in ("eval_interval", "eval_batches"):
+            yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
+        known = ("none", "selective", "layer", "stage")
+        yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}"
+        peak = self.peak_tflops
+        yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run's state is saved, how much of it is kept, and what a run starts from.
+
+    Raises ValueError with every rule that is broken.
+    """
+
+    directory: str | None = None
+    """Where all checkpoints of the run lie, as step-00001000; default: nothing is saved, also not on SIGTERM."""
+
+    every: int = 0
+    """Steps between two checkpoints; 0: at the end only."""
+
+    keep_last: int = 3
+    """How many of the newest checkpoints are kept."""
+
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of this are kept for ever; 0: none."""
+
+    resume: Literal["must", "auto", "never"] = "auto"
+    """From the newest checkpoint that verifies: "auto" if there is one, "must" (or it is an error), or "never"."""
+
+    load: str | None = None
+    """One checkpoint to start from, of any layout, wherever it lies; goes before `resume`."""
+
+    asynchronous: bool = True
+    """Save beside the next steps instead of waiting."""
+
+    def __post_init__(self) -> None:
+        raise_all("CheckpointConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
+            yield getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}"
+        yield self.resume in ("must", "auto", "never"), f"unknown resume {self.resume!r}; known: must, auto, never"
+        yield (
+            self.directory is not None or (self.every == 0 and self.resume != "must"),
+            f"every={self.every} and resume={self.resume} need a directory; give one",
+        )

@@ -1,0 +1,229 @@
+"""A whole run: all its parts, read from plain values, with everything that is wrong told at once."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from core.optimizer.config import OptimizerConfig
+from core.optimizer.schedule import ENDLESS, KINDS
+from core.parallel_state.config import ParallelConfig
+from core.training.config.data import DataConfig
+from core.training.config.fields import Field, fields_of, flatten
+from core.training.config.model import ModelConfig
+from core.training.config.names import unknown
+from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
+from core.training.config.toml_files import read_toml, write_toml
+from core.training.rules import check_run, run_rules
+
+_STEPS, _DECAY = "training.train_steps", "optimizer.lr_decay_steps"
+_FOR_EVER = 1 << 62  # stands in for a number of steps that is wrong, so that nothing else seems wrong because of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run is told. `from_dict`, `from_toml` and `load_run` read one, and tell all mistakes at once.
+
+    Raises ValueError: a part that is of another class.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How many ranks share it, in which way."""
+
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How pipeline stages take turns."""
+
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    """What the data ranks divide among themselves."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Which tokens are read."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """How long, in which batches, and what is told."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The update, its learning rate and its clipping."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved, and what the run starts from."""
+
+    device: str | None = None
+    """cpu, cuda, npu, xpu, or with an index cuda:1; default: the accelerator if there is one."""
+
+    def __post_init__(self) -> None:
+        for name, kind in PARTS.items():
+            part = getattr(self, name)
+            if not isinstance(part, kind):
+                raise ValueError(
+                    f"RunConfig: {name} is a {type(part).__name__}, a {kind.__name__} is needed; "
+                    "RunConfig.from_dict reads plain values"
+                )
+
+    @classmethod
+    def from_dict(cls, nested: Mapping[str, Any]) -> "RunConfig":
+        """The run that {"optimizer": {"lr": 3e-4}, ...} describes, or {"optimizer.lr": 3e-4}; defaults elsewhere.
+
+        `optimizer.lr_decay_steps` is `training.train_steps` where the schedule needs it and nothing else is said.
+        Raises ConfigError, a ValueError: unknown names, values of another kind, broken rules; all at once.
+        """
+        return drafted(flatten(nested, known_fields())).run()
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> "RunConfig":
+        """As `from_dict`, of a TOML file. Raises ValueError: also a file that cannot be read."""
+        return drafted(read_toml(path, known_fields())[0]).run()
+
+    def flat(self) -> dict[str, Any]:
+        """{"model.style": "llama", ...}: every field."""
+        made = {}
+        for name, known in known_fields().items():
+            made[name] = getattr(getattr(self, known.part) if known.part else self, known.key)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same, part by part; `from_dict` gives the run again."""
+        nested: dict[str, Any] = {}
+        for name, value in self.flat().items():
+            part, _, key = name.rpartition(".")
+            (nested.setdefault(part, {}) if part else nested)[key] = value
+        return nested
+
+    def to_toml(self, path: str | Path | None = None) -> str:
+        """The same as TOML, also written to `path`; nothing is left to defaults, None is the text "None"."""
+        text = write_toml(known_fields().values(), self.flat())
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def check(self, world_size: int) -> "RunConfig":
+        """This run with `parallel.data` filled in, for a world of that many ranks.
+
+        Raises ValueError with everything that does not fit together.
+        """
+        return replace(self, parallel=check_run(**self.parts(), world_size=world_size))
+
+    def parts(self) -> dict[str, Any]:
+        """{"model": its ModelConfig, ...}, as `check_run` takes them."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    def digest(self) -> str:
+        """sha256 of all values, as hex digits; the same wherever they came from."""
+        return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
+
+
+PARTS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "pipeline": PipelineConfig,
+    "data_parallel": DataParallelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+}
+
+
+@cache
+def known_fields() -> dict[str, Field]:
+    """Flat name -> field, of all fields of a run."""
+    return fields_of(RunConfig)
+
+
+class Problem(NamedTuple):
+    """One mistake. name: the flat name of the field, where it is one field's; or the part, where it is one part's."""
+
+    name: str
+    text: str
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with the description of a run."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("this run: " + "; ".join(problem.text for problem in problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What was given of a run, and what could be made of it.
+
+    values: of every field, as given where it is wrong. derived: field -> the field that it follows. parts: those
+    without mistakes, and `device`. problems: all mistakes within parts.
+    """
+
+    values: dict[str, Any]
+    derived: dict[str, str]
+    parts: dict[str, Any]
+    problems: tuple[Problem, ...]
+
+    def run(self) -> RunConfig:
+        """The run. Raises ConfigError: mistakes; those between parts without one are told with them."""
+        if self.problems:
+            raise ConfigError((*self.problems, *between(self.parts)))
+        return RunConfig(**self.parts)
+
+
+def between(parts: Mapping[str, Any]) -> tuple[Problem, ...]:
+    """The broken rules between those parts of a run that are there."""
+    return tuple(Problem("", message) for holds, message in run_rules(parts) if not holds)
+
+
+def drafted(given: Mapping[str, Any]) -> Draft:
+    """Read flat names and values; nothing is raised."""
+    known = known_fields()
+    values = {name: known_field.default for name, known_field in known.items()}
+    problems, good = [], dict(values)
+    for name, value in given.items():
+        if name not in known:
+            problems.append(Problem(name, unknown(name, known)))
+            continue
+        values[name] = value
+        try:
+            values[name] = good[name] = known[name].read(value)
+        except ValueError as error:
+            problems.append(Problem(name, str(error)))
+    wrong = {problem.name for problem in problems}
+    derived = _derived(good, wrong)
+    values |= {name: good[source] for name, source in derived.items()}
+    parts: dict[str, Any] = {}
+    for part, kind in PARTS.items():
+        built, problem = _build(part, kind, good, known, derived)
+        problems += [problem] if problem else []
+        if built is not None and part not in {name.partition(".")[0] for name in wrong}:
+            parts[part] = built
+    if "device" not in wrong:
+        parts["device"] = good["device"]
+    return Draft(values=values, derived=derived, parts=parts, problems=tuple(problems))
+
+
+def _derived(good: dict[str, Any], wrong: set[str]) -> dict[str, str]:
+    """Fill in what follows from other fields; field -> the field that it follows."""
+    ends = good["optimizer.lr_schedule"] in KINDS and good["optimizer.lr_schedule"] not in ENDLESS
+    if not ends or good[_DECAY] is not None or _DECAY in wrong:
+        return {}
+    good[_DECAY] = good[_STEPS] if _STEPS not in wrong and good[_STEPS] >= 1 else _FOR_EVER
+    return {_DECAY: _STEPS}
+
+
+def _build(
+    part: str, kind: type, good: Mapping[str, Any], known: Mapping[str, Field], derived: Mapping[str, str]
+) -> tuple[Any, Problem | None]:
+    """A part from good values, or its broken rules."""
+    arguments = {field.key: good[field.name] for field in known.values() if field.part == part}
+    try:
+        return kind(**arguments), None
+    except ValueError as error:
+        text = f"{part}: {str(error).removeprefix(f'{kind.__name__}: ')}"
+        for name, source in derived.items():  # the schedule speaks of a number that nobody gave
+            if name.startswith(f"{part}.") and f"={good[source]}" in text:
+                text += f" ({name} follows {source}={good[source]})"
+        return None, Problem(part, text)

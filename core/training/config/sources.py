@@ -1,0 +1,110 @@
+"""A run from its sources: defaults, the script's own, TOML files, flags. They are merged first and judged once."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from core.training.config.flags import flag_of, read_flags
+from core.training.config.run import ConfigError, Draft, Problem, RunConfig, between, drafted, known_fields
+from core.training.config.toml_files import literal, read_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A run, and where each value is from.
+
+    origin: flat name -> "default", "script", "run.toml:12", "--optimizer.lr", or the field that it follows.
+    """
+
+    run: RunConfig
+    origin: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """`optimizer.lr = 0.0003  (run.toml:3)` of every value that is no default."""
+        return [
+            f"{name} = {literal(value)}  ({self.origin[name]})"
+            for name, value in self.run.flat().items()
+            if self.origin[name] != "default"
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """All sources in one: a draft of the run with the mistakes of sources and parts, and where each value is from."""
+
+    draft: Draft
+    origin: dict[str, str]
+    problems: tuple[Problem, ...]
+
+    def loaded(self) -> Loaded:
+        """The run. Raises ConfigError with all mistakes, those between parts too."""
+        if self.problems:
+            raise ConfigError((*self.problems, *between(self.draft.parts)))
+        return Loaded(run=self.draft.run(), origin=self.origin)
+
+    def told(self, problem: Problem) -> str:
+        """The mistake, and where the values that it speaks of are from."""
+        where = [self.origin[problem.name]] if problem.name in self.origin else []
+        for name in known_fields():
+            part, _, key = name.rpartition(".")
+            if part == problem.name and f" {key}=" in problem.text and self.origin[name] != "default":
+                where.append(f"{key}: {self.origin[name]}")
+        return f"{problem.text} ({', '.join(where)})" if where else problem.text
+
+
+def merge(args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, description: str = "") -> Merged:
+    """Dataclass defaults < `defaults` (flat names) < `--config` files, the last one first < flags. Nothing is judged
+    on the way: a value that a later source replaces is no mistake.
+
+    Raises SystemExit: after --help. ImportError: tyro is missing.
+    """
+    known = known_fields()
+    given, origin = dict(defaults or {}), dict.fromkeys(defaults or {}, "script")
+    shown = {name: given.get(name, spec.default) for name, spec in known.items()}
+    flags = read_flags(args, known, defaults=shown, description=description)
+    problems = []
+    for path in flags.files:
+        try:
+            values, lines = read_toml(path, known)
+        except ValueError as error:
+            problems.append(Problem("", str(error)))
+            continue
+        given |= values
+        origin |= {name: f"{path}:{lines[name]}" if name in lines else path for name in values}
+    given |= flags.values
+    origin |= {name: flag_of(name) for name in flags.values}
+    draft = drafted(given)
+    origin |= draft.derived
+    return Merged(
+        draft=draft,
+        origin={name: "default" for name in known} | origin,
+        problems=(*problems, *flags.problems, *draft.problems),
+    )
+
+
+def load_run(
+    args: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None, description: str = ""
+) -> Loaded:
+    """The run that a script's command line describes; see `merge`.
+
+    args: default: those of this process. defaults: the script's own, by flat name ({"optimizer.lr": 2e-3}).
+    Mistakes are printed to stderr, all at once, by one process per machine, and end the program with status 2
+    (SystemExit); so does --help with 0. Issues no collective.
+    """
+    try:
+        merged = merge(sys.argv[1:] if args is None else args, defaults=defaults, description=description)
+    except ImportError as error:
+        _leave([str(error)])
+    try:
+        return merged.loaded()
+    except ConfigError as error:
+        _leave([merged.told(problem) for problem in error.problems])
+
+
+def _leave(lines: list[str]) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        many = f"this run has {len(lines)} mistakes:\n  " if len(lines) > 1 else ""
+        print(f"error: {many}" + "\n  ".join(lines), file=sys.stderr, flush=True)
+    raise SystemExit(2)
