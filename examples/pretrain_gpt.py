@@ -2,117 +2,101 @@
 
     python examples/pretrain_gpt.py --help      # one process
     torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py --parallel.tensor 2 --parallel.pipeline 2
+    torchrun --standalone --nproc-per-node 8 examples/pretrain_gpt.py --config run.toml --optimizer.lr 3e-4
 
 Without data of your own it reads the interpreter's standard library.
 """
 
 import os
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from core import parallel_state
-from core.optimizer import OptimizerConfig
-from core.parallel_state import ParallelConfig, ParallelState
-from core.training import (
-    CheckpointConfig,
-    DataConfig,
-    DataParallelConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainingConfig,
-    check_run,
-    train,
-)
+from core.parallel_state import ParallelState
+from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
 from core.training.build import build_executor, build_sharded, build_stages
 from core.training.checkpoint import Checkpoints
 from core.training.compare import comparisons
-from core.training.console import Console
+from core.training.console import Console, told_to_user
 from core.training.data import moved_to, open_corpus
 from core.training.evaluate import evaluate_bits_per_byte
 from core.training.generate import generate
 from core.training.memory import MemoryReport
-from core.training.metrics import MetricsLog, flops_per_token
-from core.training.summary import describe, last_step, tell
+from core.training.metrics import MetricsLog, flops_per_token, total_peak_flops
+from core.training.sinks import open_sinks
+from core.training.summary import configuration, describe, last_step, tell
 
-STEPS = 200
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything a run is told."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(train_steps=STEPS))
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(
-            lr=2e-3, min_lr=2e-4, lr_schedule="cosine", lr_warmup_steps=20, lr_decay_steps=STEPS, weight_decay=0.1
-        )
-    )
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    device: str | None = None  # cpu, cuda, npu, xpu; default: the accelerator if there is one
+DEFAULTS = {  # of this script; a file or a flag goes before them
+    "training.train_steps": 200,
+    "optimizer.lr": 2e-3,
+    "optimizer.min_lr": 2e-4,
+    "optimizer.lr_schedule": "cosine",
+    "optimizer.lr_warmup_steps": 20,
+    "optimizer.weight_decay": 0.1,
+}
 
 
-def pretrain(run: Run, ps: ParallelState) -> None:
+def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
-    console = Console(ps.rank, run.training.train_steps)
-    corpus = open_corpus(run.data, ps)
-    batches, valid = corpus.batches(run.data, run.training), corpus.validation(run.data, run.training)
-    vocab, s, rank, size = corpus.tokenizer.vocab_size, run.data.sequence_length, ps.index("dp"), ps.size("dp")
+    s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
+    console = Console(ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s)
+    configuration(loaded, console.say)
+    corpus = open_corpus(run.data, run.training, ps)
+    vocab = corpus.tokenizer.vocab_size
     stages = build_stages(run.model, run.pipeline, vocab, s, ps)
     describe(stages, ps, corpus, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     memory.watch(executor)
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, console.say)
-    start, output, here = checkpoints.resume(), Path(run.training.output), moved_to(ps.device)
-    log = MetricsLog(output if ps.rank == 0 else None, start)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order)
+    start = console.start = checkpoints.resume()
+    output, here, asked = Path(run.training.output), moved_to(ps.device), run.training
+    sinks = open_sinks(
+        output,
+        tensorboard=asked.tensorboard,
+        wandb_project=asked.wandb_project,
+        config=run.flat(),
+        start=start,
+        rank=ps.rank,
+    )
+    peak = total_peak_flops(ps, run.model.dtype, asked.peak_tflops)
+    if ps.rank == 0:
+        loaded.run.to_toml(output / "run.toml")
 
     def validate() -> float:
-        rows = valid.sequential(run.training.global_batch_size, rank, size)
-        return evaluate_bits_per_byte(executor, map(here, rows), corpus.valid_bytes)
+        return evaluate_bits_per_byte(executor, map(here, corpus.validation(rank, size)), len(corpus.valid_text))
 
-    with console, checkpoints:
+    with console, checkpoints, MetricsLog(output if ps.rank == 0 else None, start, sinks) as log:
         first = train(
             executor,
             optimizer,
-            lambda step: here(batches.batch(step, rank, size)),
+            lambda step: here(corpus.train.batch(step, rank, size)),
             run.training,
             flops_per_token=flops_per_token(run.model.transformer(), vocab, s),
+            peak_flops=peak,
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=validate,
+            validate=validate if corpus.valid is not None else None,
             checkpoints=checkpoints,
             start=start,
         )
     if checkpoints.stopped:
         return
-    steps, bits = last_step(executor), validate()
-    prompt = corpus.tokenizer.encode("def main():\n")[: s // 2 or 1]
-    tokens = generate(stages[min(stages)], prompt, new_tokens=100, temperature=0.7, executor=executor)
-    if ps.rank != 0:
-        return
-    tell(output, log.records, corpus, bits, steps, corpus.tokenizer.decode(tokens), console.say)
-    for line in comparisons(
-        first if start == 0 else None, log.records, run.model, run.data, run.training, batches, vocab
-    ):
-        console.say(line)
+    steps, bits = last_step(executor), validate() if corpus.valid is not None else None
+    written = generate(
+        stages[min(stages)], corpus.prompt(s // 2 or 1), new_tokens=100, temperature=0.7, executor=executor
+    )
+    if ps.rank == 0:
+        tell(loaded, log.records, corpus, bits, steps, corpus.tokenizer.decode(written), ps, console.say)
+        for line in comparisons(first, start, log.records, run, corpus):
+            console.say(line)
 
 
 if __name__ == "__main__":
-    run = tyro.cli(Run, description=__doc__)
-    try:
-        parts = run.model, run.parallel, run.data, run.training, run.pipeline, run.checkpoint
-        layout = check_run(*parts, run.data_parallel, run.optimizer, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    loaded = load_run(defaults=DEFAULTS, description=__doc__)
+    with told_to_user():
+        run = loaded.run.check(int(os.environ.get("WORLD_SIZE", 1)))
         with parallel_state.launch(run.device) as device:
-            pretrain(run, ParallelState.build(layout, device=device))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+            same_on_all_ranks(run)
+            pretrain(loaded, run, ParallelState.build(run.parallel, device=device))

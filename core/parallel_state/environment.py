@@ -46,21 +46,28 @@ def expect_world(world_size: int) -> None:
         )
 
 
+def join_world(
+    device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S
+) -> torch.device:
+    """Join torchrun's world (WORLD_SIZE and RANK set) if nobody did; a single process has none. This rank's device.
+
+    The backend is gloo for CPU tensors and the accelerator's own beside it.
+    Raises ValueError: a device that is not there.
+    """
+    place = local_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not pg.is_initialized():
+        pg.init_world(backend or ("gloo" if place.type == "cpu" else None), timeout_s)
+    return place
+
+
 @contextmanager
 def launch(
     device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S
 ) -> Iterator[torch.device]:
-    """Join torchrun's world (WORLD_SIZE and RANK set) or run as one process; leave it at the end, error or not.
-
-    Yields `local_device(device)`. The backend is gloo for CPU tensors and the accelerator's own beside it.
-    Raises ValueError: a device that is not there.
-    """
-    place = local_device(device)
-    distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if distributed:
-        pg.init_world(backend or ("gloo" if place.type == "cpu" else None), timeout_s)
+    """`join_world`, and leave it at the end, error or not. Yields this rank's device."""
+    here = not pg.is_initialized()
     try:
-        yield place
+        yield join_world(device, backend=backend, timeout_s=timeout_s)
     finally:
-        if distributed:
+        if here:
             pg.destroy_world()

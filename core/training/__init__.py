@@ -10,13 +10,17 @@ if TYPE_CHECKING:
     from core.training.config import CheckpointConfig as CheckpointConfig
     from core.training.config import DataConfig as DataConfig
     from core.training.config import DataParallelConfig as DataParallelConfig
+    from core.training.config import Loaded as Loaded
     from core.training.config import ModelConfig as ModelConfig
     from core.training.config import PipelineConfig as PipelineConfig
     from core.training.config import RunConfig as RunConfig
     from core.training.config import TrainingConfig as TrainingConfig
     from core.training.config import load_run as load_run
+    from core.training.config import same_on_all_ranks as same_on_all_ranks
     from core.training.evaluate import evaluate_bits_per_byte as evaluate_bits_per_byte
     from core.training.evaluate import next_token_loss as next_token_loss
+    from core.training.facade import Initialized as Initialized
+    from core.training.facade import initialize as initialize
     from core.training.loop import train as train
     from core.training.rules import check_run as check_run
 
@@ -24,13 +28,17 @@ _HOME = {
     "CheckpointConfig": "config",
     "DataConfig": "config",
     "DataParallelConfig": "config",
+    "Loaded": "config",
     "ModelConfig": "config",
     "PipelineConfig": "config",
     "RunConfig": "config",
     "TrainingConfig": "config",
     "load_run": "config",
+    "same_on_all_ranks": "config",
     "evaluate_bits_per_byte": "evaluate",
     "next_token_loss": "evaluate",
+    "Initialized": "facade",
+    "initialize": "facade",
     "train": "loop",
     "check_run": "rules",
 }

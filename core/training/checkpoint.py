@@ -24,6 +24,7 @@ class Checkpoints(AbstractContextManager):
 
     `resume()` before the loop, `after_step` as its hook, the context around it: SIGTERM then ends the run after the
     step under way, with a checkpoint, on all ranks at the same step; `stopped` tells that.
+    order: what else the order of the data and its vocabulary depend on; a checkpoint that tells another is refused.
     """
 
     def __init__(
@@ -34,14 +35,15 @@ class Checkpoints(AbstractContextManager):
         data: DataConfig,
         training: TrainingConfig,
         say: Callable[[str], None] = print,
+        order: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
-        self._order = {
+        self._order: dict[str, Any] = {
             "global_batch_size": training.global_batch_size,
             "sequence_length": data.sequence_length,
             "data_seed": data.seed,
             "seed": training.seed,
-        }
+        } | dict(order or {})
         self._terminated, self.stopped = False, False
         self._saved: int | None = None
         self._before: Any = None
@@ -66,8 +68,7 @@ class Checkpoints(AbstractContextManager):
         data, or a directory with later steps of another run.
         """
         if self.config.load is not None:
-            state = load(self.state(0), self.config.load, ps=self.ps)
-            return self._beyond_others(self._loaded(self.config.load, state))
+            return self._beyond_others(self.restore(self.config.load))
         if self.manager is None or self.config.resume == "never":
             return self._beyond_others(0)
         try:
@@ -78,6 +79,10 @@ class Checkpoints(AbstractContextManager):
             return 0
         self._saved = step
         return self._loaded(self.manager.url(step), state)
+
+    def restore(self, url: str) -> int:
+        """Load one checkpoint, of any layout; the number of updates already made. Raises ValueError: as `resume`."""
+        return self._loaded(url, load(self.state(0), url, ps=self.ps))
 
     def _beyond_others(self, start: int) -> int:
         """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""

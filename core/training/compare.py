@@ -4,19 +4,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from core.data_parallel import PerParameterGradSync
-from core.datasets import GPTBatches
 from core.models.gpt import GPTModel
 from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
-from core.training.config import DataConfig, ModelConfig, TrainingConfig
+from core.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from core.training.data import BatchSource, Corpus
 from core.training.evaluate import next_token_loss
 from core.training.loop import FirstStep
 from core.training.metrics import StepRecord, read_metrics
 
 
 def first_step_alone(
-    model: ModelConfig, data: DataConfig, training: TrainingConfig, batches: GPTBatches, vocab_size: int
+    model: ModelConfig, data: DataConfig, training: TrainingConfig, batches: BatchSource, vocab_size: int
 ) -> FirstStep:
     """Loss and gradient norm of step 0 of this run, computed by this process by itself. No collectives."""
     alone = ParallelState.single("cpu")
@@ -44,22 +44,16 @@ def first_step_alone(
 
 
 def comparisons(
-    first: FirstStep | None,
-    records: Sequence[StepRecord],
-    model: ModelConfig,
-    data: DataConfig,
-    training: TrainingConfig,
-    batches: GPTBatches,
-    vocab_size: int,
+    first: FirstStep, start: int, records: Sequence[StepRecord], run: RunConfig, corpus: Corpus
 ) -> Iterator[str]:
-    """A line for step 0 against one process (`first`: what it saw; None: resumed), one against `compare_with`.
-
-    Raises ValueError: as `against_run`.
+    """A line for step 0 against one process (`first`: what it saw, of a run that did not resume at `start`), and one
+    against `compare_with` for the steps that this run made. Raises ValueError: as `against_run`.
     """
-    if first is not None:
-        yield first.against(first_step_alone(model, data, training, batches, vocab_size))
+    training, vocab = run.training, corpus.tokenizer.vocab_size
+    if start == 0:
+        yield first.against(first_step_alone(run.model, run.data, training, corpus.train, vocab))
     if training.compare_with is not None:
-        yield against_run(records, training.compare_with)
+        yield against_run([record for record in records if record.step > start], training.compare_with)
 
 
 def against_run(records: Sequence[StepRecord], path: str | Path) -> str:

@@ -1,7 +1,30 @@
 """What a person sees: plain lines, and under them a progress bar when the output is a terminal."""
 
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+
+_HEAD_START_S = 2.0
+
+
+@contextmanager
+def told_to_user() -> Iterator[None]:
+    """A script's outermost block: mistakes of the user end it with `error: ...` and status 1, not a traceback.
+
+    What all ranks have to say is said once: torchrun ends the others when rank 0 has left, and they give it the time.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        rank = int(os.environ.get("RANK", 0))
+        if rank:
+            time.sleep(_HEAD_START_S)
+        print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 class Console:

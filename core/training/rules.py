@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from core import dist_checkpointing
-from core.datasets import TokenFile
+from core.datasets import TokenFile, open_blend
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.training.config.data import DataConfig
@@ -77,10 +77,10 @@ def _file_rules(data: DataConfig) -> Rules:
     s = data.sequence_length
     for name, given in (("train", data.train), ("valid", data.valid)):
         try:
-            for prefix in prefixes(given):
+            for _, prefix in open_blend(given) if given else ():
                 tokens = TokenFile(prefix).num_tokens
                 yield (
-                    s < tokens,
+                    s < tokens or name == "valid",
                     f"sequence_length={s} needs {s + 1} tokens (one more to predict), {name}={prefix} has {tokens}; "
                     f"use at most {tokens - 1}, or more text",
                 )
@@ -88,27 +88,6 @@ def _file_rules(data: DataConfig) -> Rules:
             yield False, str(error)
     if data.tokenizer is not None:
         yield Path(data.tokenizer).is_file(), f"tokenizer={data.tokenizer} is not a file; give a tokenizer.json"
-
-
-def prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The prefixes of `DataConfig.train` or `valid`, without the weights. Raises ValueError: a prefix without its."""
-    weights = [_is_number(name) for name in names]
-    if not any(weights):
-        return names
-    if len(names) % 2 or weights != [True, False] * (len(names) // 2):
-        raise ValueError(
-            f"{' '.join(names)}: {sum(weights)} weights for {len(names) - sum(weights)} prefixes; give a weight "
-            "before every prefix, or none (a prefix that reads as a number: ./5)"
-        )
-    return names[1::2]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:

@@ -9,8 +9,11 @@ from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
 from core.pipeline.draw import MEANING, draw_text, shade
 from core.training.build import count_parameters
+from core.training.config import Loaded
 from core.training.data import Corpus
 from core.training.metrics import StepRecord
+from core.training.page import write_page
+from core.training.report.environment import environment
 
 
 def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
@@ -26,32 +29,60 @@ def headline(title: str, timeline: Timeline) -> str:
     return f"{title}: {1e3 * timeline.makespan:.0f} ms, bubble {timeline.bubble:.0%}"
 
 
+def configuration(loaded: Loaded, say: Callable[[str], None]) -> None:
+    """What this run was told, once: every value that is no default, and where all of them are."""
+    lines = loaded.lines()
+    say(f"{len(lines)} values are not the defaults; all of them: {Path(loaded.run.training.output) / 'run.toml'}")
+    for line in lines:
+        say(f"  {line}")
+
+
 def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:
     """Who holds what, before a run. All-gather over pp."""
     say(f"{ps.config.world_size} ranks on {ps.device.type}, sequence parallel: {ps.config.sequence_parallel}")
     say(ps.grid.table())
     total, here = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {here:,} on rank 0 (with padding)")
-    say(f"text: {corpus.train.num_tokens:,} tokens to train on, {corpus.valid.num_tokens:,} to validate")
+    train, valid = corpus.num_tokens
+    say(f"text: {train:,} tokens to train on, {valid:,} to validate")
 
 
 def tell(
-    output: Path,
+    loaded: Loaded,
     records: Sequence[StepRecord],
     corpus: Corpus,
-    validation: float,
+    validation: float | None,
     timelines: Mapping[str, Timeline],
     sample: str,
+    ps: ParallelState,
     say: Callable[[str], None],
 ) -> None:
-    """After a run: `report.png`, the last step drawn, a sample, `validation` bits per byte beside the baselines."""
-    baselines = {"unigram": corpus.unigram, "gzip -9": corpus.gzip, "validation": validation}
+    """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the `validation`
+    text (None: there is none) beside the baselines."""
+    output = Path(loaded.run.training.output)
+    baselines = corpus.baselines | ({"validation": validation} if validation is not None else {})
     write_report(output / "report.png", records, corpus.bytes_per_token, baselines=baselines, timelines=timelines)
+    write_page(
+        output / "report.html",
+        records,
+        run=loaded.run.flat(),
+        origin=loaded.origin,
+        environment=environment(ps.device),
+        baselines=baselines,
+        timelines=timelines,
+        sample=sample,
+        bytes_per_token=corpus.bytes_per_token,
+        title=str(output),
+    )
     for title, timeline in timelines.items():
         say(f"{headline(title, timeline)}\n{draw_text(timeline)}\n")
     say(f"--- a sample ---\n{sample}\n----------------")
-    say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
-    say(f"written: {output / 'metrics.jsonl'}, {output / 'report.png'}")
+    if baselines:
+        say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
+    say(
+        "written: "
+        + ", ".join(str(output / name) for name in ("run.toml", "metrics.jsonl", "report.html", "report.png"))
+    )
 
 
 def write_report(

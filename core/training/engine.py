@@ -1,0 +1,172 @@
+"""What `initialize` returns: a model that can train itself, the schedule as an object, batches as an iterator."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.dist_checkpointing import load, save
+from core.optimizer import ShardedOptimizer
+from core.parallel_state import ParallelState
+from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
+from core.training.checkpoint import Checkpoints
+from core.training.data import BatchSource, moved_to
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """What one `train_step` saw; tensors of shape [], equal on all ranks, which `float(...)` waits for.
+
+    loss: mean of the valid tokens of the global batch. grad_norm: global, before clipping. skipped: nothing was updated.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    grad_norm: Tensor
+    learning_rate: float
+    skipped: Tensor
+
+
+class TrainingModel(nn.Module):
+    """A model, or this rank's pipeline stages, with what one optimizer step over it needs.
+
+    Called, it is the module itself, for a loop of your own: `model(tokens, labels=labels).mean().backward();
+    optimizer.step(); optimizer.zero_grad()`. `train_step(batch)` does the same for every layout, microbatch by
+    microbatch. module: what it wraps (a ModuleDict of stages by number where this rank has several).
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        optimizer: ShardedOptimizer,
+        executor: SingleStage | Pipeline,
+        checkpoints: Checkpoints,
+        loss_fn: LossFn,
+    ) -> None:
+        super().__init__()
+        whole = isinstance(executor, SingleStage)
+        self.module: nn.Module = (
+            next(iter(stages.values())) if whole else nn.ModuleDict({str(i): stage for i, stage in stages.items()})
+        )
+        self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
+        self._move = moved_to(self.parallel.device)
+
+    @property
+    def parallel(self) -> ParallelState:
+        """The layout of ranks and this rank's place in it."""
+        return self.optimizer.ps
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far, also by earlier runs that this one goes on from."""
+        return self.optimizer.step_count
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the wrapped module gives. Raises ValueError: this rank holds stages of a pipeline, not a model."""
+        if isinstance(self.executor, Pipeline):
+            raise ValueError(
+                f"this rank holds {len(list(self.module.children()))} stages of a pipeline over "
+                f"{self.parallel.size('pp')} ranks, which cannot be called alone; use train_step(batch) and "
+                "evaluate(batch), or pipeline=1"
+            )
+        return self.module(*inputs, **named)
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> TrainStep:
+        """Forward, backward and update on this data rank's rows `[b/dp, ...]` of the global batch.
+
+        The loss is summed over all valid tokens of all ranks and divided once (DESIGN: one rule for the loss).
+        Collectives: those of the executor and of `optimizer.step`.
+        Raises ValueError: rows that do not divide into the microbatches, a batch without what `loss_fn` needs.
+        """
+        self.optimizer.zero_grad()
+        self.executor.step_index = self.step  # what dropout draws depends on it, also after a resume
+        rate = self.optimizer.learning_rate
+        result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
+        self.checkpoints.before_update()
+        stats = self.optimizer.step(num_tokens=result.num_tokens)
+        self.optimizer.zero_grad()  # a loop of the user's own may go on from here
+        return TrainStep(result.loss, result.num_tokens, stats.grad_norm, rate, stats.skipped)
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Global loss sum and number of tokens of a batch, without gradients, in eval mode. Collective."""
+        return self.executor.evaluate(self._move(batch), self.loss_fn)
+
+    def save_checkpoint(self, path: str) -> None:
+        """Write model, optimizer and step to the new directory (or URL) `path`: it opens under any layout. Collective."""
+        save(self.checkpoints.state(self.step), path, ps=self.parallel)
+
+    def load_checkpoint(self, path: str) -> int:
+        """Go on from `path`, saved under any layout; the steps already made, for `loader.step`. Collective.
+
+        Raises ValueError: another model, or another order of the data.
+        """
+        return self.checkpoints.restore(path)
+
+
+class Scheduler:
+    """The learning rate of an optimizer that counts its own steps: read it here, or hand it to torch's optimizers.
+
+    `step()` moves nothing and is here for loops that call it: the rate follows `optimizer.step_count`.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+        self._rates = optimizer.config.learning_rate
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made."""
+        return self._rates.at(step)
+
+    def step(self) -> None:
+        """Nothing: see the class."""
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of the last update (of the first one, before it), as torch's schedulers give it."""
+        return [self.at(max(0, self.optimizer.step_count - 1))]
+
+    def for_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """The same schedule for one of torch's optimizers, whose `step()` does count: a LambdaLR."""
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = 1.0
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the optimizer's count is all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take."""
+
+
+class Loader:
+    """This data rank's rows of global batch `step`, `step + 1`, ... up to `train_steps`, on its device.
+
+    The order is a function of (seed, step): `step`, the number of the next batch, is all that resuming needs.
+    """
+
+    def __init__(self, batches: BatchSource, ps: ParallelState, train_steps: int, step: int = 0) -> None:
+        self.batches, self.train_steps, self.step = batches, train_steps, step
+        self._rank, self._size, self._move = ps.index("dp"), ps.size("dp"), moved_to(ps.device)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.step < self.train_steps:
+            self.step += 1  # before it is given: a loop that stops in the middle has used it
+            yield self.batch(self.step - 1)
+
+    def __len__(self) -> int:
+        """Batches that are left."""
+        return max(0, self.train_steps - self.step)
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """This rank's rows of global batch number `step`; does not move `self.step`."""
+        return self._move(self.batches.batch(step, self._rank, self._size))
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of the next batch."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there."""
+        self.step = int(state["step"])

@@ -1,0 +1,121 @@
+"""One call from a configuration to what a training loop needs, as `deepspeed.initialize` gives it."""
+
+import atexit
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from core.models.gpt import GPTModel
+from core.optimizer import ShardedOptimizer
+from core.parallel_state import ParallelState, current_state, model_parallel_is_initialized
+from core.parallel_state.collectives.groups import destroy_world, is_initialized, world
+from core.parallel_state.environment import join_world
+from core.pipeline import LossFn
+from core.training.build import build_executor, build_sharded, build_stages
+from core.training.checkpoint import Checkpoints
+from core.training.config import RunConfig, same_on_all_ranks
+from core.training.data import BatchSource, Corpus, open_corpus
+from core.training.engine import Loader, Scheduler, TrainingModel
+from core.training.evaluate import next_token_loss
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns; unpack it. loader is None for a model that is no GPT, without `batches`."""
+
+    model: TrainingModel
+    optimizer: ShardedOptimizer
+    scheduler: Scheduler
+    loader: Loader | None
+
+
+def initialize(
+    model: nn.Module | Mapping[int, nn.Module] | None = None,
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    batches: BatchSource | None = None,
+    loss_fn: LossFn = next_token_loss,
+) -> Initialized:
+    """Model, optimizer, scheduler and data loader of a run, each usable alone, on one process or under torchrun.
+
+    model: any module, or stage -> module of this rank; default: the GPT that `config.model` describes. A module of
+        your own is copied from the first data rank to the others, and stays the object that you hold.
+    config: a `RunConfig`, nested dicts of its fields, or the path of a TOML file.
+    batches: what the loader reads; default: the text that `config.data` names, for a GPT.
+    loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`.
+
+    A run that `config.checkpoint` tells to go on has gone on: `loader.step` and `optimizer.step_count` say from where.
+    Joins torchrun's world if nobody did, and leaves it at exit. Collective: every rank calls it.
+    Raises ValueError: everything in the configuration that does not fit together, before a process group exists; a
+    field that another rank has otherwise; a model built for another layout or vocabulary.
+    """
+    joined = not is_initialized()
+    run = _run_config(config).check(int(os.environ.get("WORLD_SIZE", 1)) if joined else world()[1])
+    device = join_world(run.device)
+    if joined and is_initialized():
+        atexit.register(destroy_world)
+    same_on_all_ranks(run)
+    ps = _state(run, model, device)
+    corpus = open_corpus(run.data, run.training, ps) if batches is None and _is_gpt(model) else None
+    stages = _stages(run, model, corpus, ps)
+    shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps)
+    executor = build_executor(stages, run.pipeline, run.training, ps, shard)
+    order = corpus.order if corpus is not None else None
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, _say(ps), order)
+    source = batches if corpus is None else corpus.train
+    start = checkpoints.resume()
+    loader = Loader(source, ps, run.training.train_steps, start) if source is not None else None
+    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn)
+    return Initialized(trained, optimizer, Scheduler(optimizer), loader)
+
+
+def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, str | Path):
+        return RunConfig.from_toml(config)
+    return RunConfig.from_dict(config or {})
+
+
+def _is_gpt(model: nn.Module | Mapping[int, nn.Module] | None) -> bool:
+    parts = model.values() if isinstance(model, Mapping) else [model]
+    return model is None or all(isinstance(part, GPTModel) for part in parts)
+
+
+def _state(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, device: Any) -> ParallelState:
+    """The layout that the model was built for, or the current one, or a new one; it is the one that `run` says."""
+    parts = list(model.values()) if isinstance(model, Mapping) else [model]
+    built = next((part.parallel for part in parts if isinstance(part, GPTModel)), None)
+    if built is None and model_parallel_is_initialized():
+        built = current_state()
+    if built is None:
+        return ParallelState.build(run.parallel, device=device)
+    if built.config != run.parallel:
+        raise ValueError(
+            f"the model is laid out as {built.config}, the configuration says {run.parallel}; give both the same "
+            "sizes, or let initialize build the model"
+        )
+    return built
+
+
+def _stages(
+    run: RunConfig,
+    model: nn.Module | Mapping[int, nn.Module] | None,
+    corpus: Corpus | None,
+    ps: ParallelState,
+) -> Mapping[int, nn.Module]:
+    if model is None:
+        vocab = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
+        return build_stages(run.model, run.pipeline, vocab, run.data.sequence_length, ps)
+    stages = model if isinstance(model, Mapping) else {0: model}
+    for part in stages.values():
+        if corpus is not None and isinstance(part, GPTModel):
+            corpus.check_model(part.vocab_size, part.max_sequence_length, run.data.sequence_length)
+    return {i: part if isinstance(part, GPTModel) else part.to(ps.device) for i, part in stages.items()}
+
+
+def _say(ps: ParallelState) -> Callable[[str], None]:
+    """Print on rank 0 only."""
+    return print if ps.rank == 0 else lambda text: None

@@ -1,0 +1,73 @@
+"""A job file for Slurm or Kubernetes from a run's configuration; torchrun is the engine of both.
+
+    python examples/launch/render.py slurm --nodes 4 --processes 8 --config run.toml > job.sbatch && sbatch job.sbatch
+    python examples/launch/render.py kubernetes --nodes 4 --processes 8 --config runs/run.toml | kubectl apply -f -
+
+The configuration is checked against nodes x processes ranks first, so that nothing waits in a queue to fail.
+"""
+
+import re
+import string
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from core.training import RunConfig
+from core.training.console import told_to_user
+
+FILES = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
+
+
+class _Template(string.Template):
+    delimiter = "@"  # `$` and `%` belong to the shell and to Slurm
+    idpattern = r"[a-z]+"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a job file is told. nodes: machines or pods. processes: ranks on each of them, one per accelerator."""
+
+    nodes: int = 1
+    processes: int = 8
+    config: str = "run.toml"
+    name: str = "pretrain"
+    script: str = "examples/pretrain_gpt.py"
+    python: str = "python"
+    cpus: int = 64
+    threads: int = 4
+    hours: int = 24
+    port: int = 29500
+    grace: int = 120  # seconds between SIGTERM and the end
+    image: str = "pytorch/pytorch:latest"  # kubernetes: with this project installed
+    claim: str = "training"  # kubernetes: the volume claim that becomes runs/
+
+
+def render(system: Literal["slurm", "kubernetes"], job: Job) -> str:
+    """The text of the job file. Raises ValueError: values that no job file can hold, all of them."""
+    wrong = [f"{name}={n} must be at least 1" for name, n in asdict(job).items() if isinstance(n, int) and n < 1]
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", job.name):
+        wrong.append(f"name={job.name!r} must be small letters, digits and hyphens, at most 52, as for a host")
+    for field in ("config", "script", "python", "image", "claim"):
+        if not re.fullmatch(r"[\w./:@+-]+", getattr(job, field)):
+            wrong.append(f"{field}={getattr(job, field)!r} holds other characters than letters, digits and ./:@+-_")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    text = (Path(__file__).parent / FILES[system]).read_text(encoding="utf-8")
+    return _Template(text).substitute({name: str(value) for name, value in asdict(job).items()})
+
+
+def main(system: tyro.conf.Positional[Literal["slurm", "kubernetes"]], job: tyro.conf.OmitArgPrefixes[Job]) -> None:
+    """Print the job file."""
+    if Path(job.config).is_file():
+        RunConfig.from_toml(job.config).check(job.nodes * job.processes)
+    else:
+        print(f"note: {job.config} is not here, so its layout is not checked", file=sys.stderr)
+    print(render(system, job), end="")
+
+
+if __name__ == "__main__":
+    with told_to_user():
+        tyro.cli(main, description=__doc__)

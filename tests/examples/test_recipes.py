@@ -1,0 +1,109 @@
+"""The recipes as a user runs them: in one process here, under torchrun in the full suite."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def torchrun(script, *flags, cwd):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / script), *flags], env=env, cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def alone(script, *flags):
+    """Run it in this process, which spares it the imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *map(str, flags)])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
+def losses(text):
+    return [float(number) for number in re.findall(r"^step +\d+\S*  loss (\d+\.\d+)", text, re.M)]
+
+
+def test_quickstart(capsys):
+    alone("quickstart.py")
+    found = losses(capsys.readouterr().out)
+    assert len(found) == 4 and found[-1] < found[0] - 0.5
+
+
+@pytest.mark.full
+def test_quickstart_over_two_tensor_ranks(capsys, tmp_path):
+    alone("quickstart.py")
+    assert losses(torchrun("quickstart.py", cwd=tmp_path)) == pytest.approx(losses(capsys.readouterr().out), abs=1e-3)
+
+
+def swapped(text):
+    found = re.findall(r"^(gated SiLU|squared ReLU) +loss (\d+\.\d+) -> (\d+\.\d+)$", text, re.M)
+    return {name: (float(first), float(last)) for name, first, last in found}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A directory whose runs/corpus is small: the default corpus takes seconds to prepare."""
+    directory = tmp_path_factory.mktemp("texts")
+    sources = directory / "sources"
+    for i in range(30):
+        (sources / f"part{i % 3}").mkdir(parents=True, exist_ok=True)
+        lines = [f"def f{i}_{j}(x):\n    return x * {i * j % 7} + {j}\n\n" for j in range(8)]
+        (sources / f"part{i % 3}" / f"{i}.py").write_text("".join(lines))
+    (sources / "broken.txt").write_bytes(b"\xff\xfe\x00")
+    return sources
+
+
+def test_bring_your_own_text(corpus, tmp_path, capsys):
+    flags = ["--vocab-size", "300", "--steps", "40", "--sequence-length", "32", "--output", tmp_path / "own"]
+    alone("bring_your_own_text.py", corpus, *flags)
+    text = capsys.readouterr().out
+    found = losses(text)
+    assert len(found) == 3 and found[-1] < found[0] - 1
+    assert "skipped: 1" in text and "--- a sample ---" in text
+
+
+@pytest.mark.full
+def test_bring_your_own_text_over_two_ranks(corpus, tmp_path):
+    text = torchrun(
+        "bring_your_own_text.py",
+        str(corpus),
+        "--vocab-size",
+        "300",
+        "--steps",
+        "20",
+        "--sequence-length",
+        "32",
+        cwd=tmp_path,
+    )
+    assert len(losses(text)) == 2 and text.count("--- a sample ---") == 1
+
+
+def test_a_folder_without_text_is_told(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        alone("bring_your_own_text.py", tmp_path, "--output", tmp_path / "own")
+    assert stopped.value.code and "error: " in capsys.readouterr().err
+    assert not list(tmp_path.glob("own/*.idx"))
+
+
+@pytest.mark.full
+def test_a_custom_part(tmp_path):
+    """Two tensor ranks and one: both parts learn, and the layout changes nothing. Uses the default corpus."""
+    both = swapped(torchrun("custom_layer_spec.py", cwd=tmp_path))
+    assert both.keys() == {"gated SiLU", "squared ReLU"}
+    assert all(last < first for first, last in both.values())
+    command = [sys.executable, str(EXAMPLES / "custom_layer_spec.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    one = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    for name, numbers in swapped(one.stdout).items():
+        assert numbers == pytest.approx(both[name], abs=1e-3)
