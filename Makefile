@@ -42,12 +42,13 @@ pretrain: $(STAMP)
 	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.log-interval 5 \
 		--checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
 	$(TORCHRUN) examples/pretrain_gpt.py --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
-		--training.log-interval 5 --training.train-steps 100 --training.output runs/resumed \
+		--training.log-interval 5 --training.train-steps 100 --optimizer.lr-decay-steps 200 \
+		--training.output runs/resumed \
 		--checkpoint.load runs/pretrain/checkpoints/step-00000090 \
 		--training.compare-with runs/pretrain/metrics.jsonl
 
 pretrain-long: $(STAMP)
-	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.train-steps 1200 --optimizer.lr-decay-steps 1200
+	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.train-steps 1200
 
 benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.dense_step

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.data [--quick] [--json FILE]
 
-`prepare` takes a directory of the standard library's sources to a pair of files; its peer encodes the same texts, already
-in memory, in one call of `encode_batch_fast` with as many threads as there are cores, and writes nothing. First batches
-and imports are timed in processes of their own.
+`prepare` takes a directory of the standard library's sources to a pair of files; its peer encodes the same texts,
+already in memory, in one call of `encode_batch_fast` with as many threads as there are cores, and writes nothing.
+First batches and imports are timed in processes of their own.
 """
 
 import os

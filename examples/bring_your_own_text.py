@@ -8,7 +8,6 @@ The same in two commands, for every layout: `python -m core.datasets.prepare`, t
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -19,7 +18,6 @@ from core.datasets import load_tokenizer
 from core.datasets.prepare import main as prepare
 from core.training import initialize
 from core.training.console import told_to_user
-from core.training.generate import generate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ def main(told: Arguments) -> list[float]:
             "data": {"train": prefix, "sequence_length": told.sequence_length},
             "model": {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 384},
             "training": {"train_steps": told.steps, "global_batch_size": 8, "micro_batch_size": 4},
-            "optimizer": {"lr": 3e-3, "lr_schedule": "cosine", "lr_warmup_steps": told.steps // 20},
+            "optimizer": {"lr": 3e-3, "lr_schedule": "cosine", "lr_warmup_fraction": 0.05},
         }
     )
     assert loader is not None
@@ -65,7 +63,7 @@ def main(told: Arguments) -> list[float]:
             print(f"step {model.step:4d}/{told.steps}  loss {losses[-1]:.3f}  lr {scheduler.get_last_lr()[0]:.2e}")
     tokenizer = load_tokenizer(f"{prefix}.tokenizer.json")
     start = loader.batches.batch(0)["tokens"][0, :16].tolist()
-    written = generate(model.module, start, new_tokens=60, temperature=0.7, executor=model.executor)
+    written = model.generate(start, 60, temperature=0.7)
     if model.parallel.rank == 0:
         print(f"--- a sample ---\n{tokenizer.decode(written)}")
     return losses

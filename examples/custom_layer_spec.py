@@ -1,4 +1,4 @@
-"""Swap one part of every layer with `dataclasses.replace`: here the MLP, for one with squared ReLU (arXiv 2109.08668).
+"""Swap one part of every layer with `dataclasses.replace`: the MLP, for one with squared ReLU (arXiv 2109.08668).
 
     python examples/custom_layer_spec.py
     torchrun --standalone --nproc-per-node 2 examples/custom_layer_spec.py      # over two tensor-parallel ranks

@@ -30,7 +30,7 @@ DEFAULTS = {  # of this script; a file or a flag goes before them
     "optimizer.lr": 2e-3,
     "optimizer.min_lr": 2e-4,
     "optimizer.lr_schedule": "cosine",
-    "optimizer.lr_warmup_steps": 20,
+    "optimizer.lr_warmup_fraction": 0.1,
     "optimizer.weight_decay": 0.1,
 }
 

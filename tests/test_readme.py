@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from core.datasets import TokenFileWriter
+from core.training import RunConfig
 from core.training.config.sources import merge
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +23,14 @@ def commands():
 
 
 @pytest.mark.parametrize("command", list(commands()))
-def test_a_torchrun_command_describes_a_run_that_fits_together(command):
+def test_a_torchrun_command_describes_a_run_that_fits_together(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RunConfig.from_dict({"training.global_batch_size": 64}).to_toml(
+        "run.toml"
+    )  # what commands name as the reader's own
+    with TokenFileWriter(tmp_path / "corpus", vocab_size=9) as writer:
+        writer.add_document([1] * 2000)
+    command = command.replace("data/corpus", "corpus")
     words = shlex.split(command)
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     world = int(words[words.index("--nproc-per-node") + 1])

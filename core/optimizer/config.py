@@ -30,6 +30,9 @@ class OptimizerConfig:
     lr_warmup_steps: int = 0
     """Updates on the way up to lr."""
 
+    lr_warmup_fraction: float = 0.0
+    """Share of lr_decay_steps on the way up, where lr_warmup_steps is 0; DeepSpeed's schedules do not read it."""
+
     lr_decay_steps: int | None = None
     """Update at which linear, cosine and wsd reach min_lr; they need it. A run's default: training.train_steps."""
 
@@ -87,6 +90,12 @@ class OptimizerConfig:
                 f"lr_schedule={self.lr_schedule} has its own fields and takes 0 lr_schedule_options, "
                 f"{len(self.lr_schedule_options)} given ({', '.join(self.lr_schedule_options)}); leave them out",
             )
+        share, decay = self.lr_warmup_fraction, self.lr_decay_steps
+        yield 0 <= share < 1, f"lr_warmup_fraction={share} must be at least 0 and below 1"
+        yield (
+            not share or decay is not None or bool(self.lr_warmup_steps) or self.lr_schedule not in KINDS,
+            f"lr_warmup_fraction={share} is a share of lr_decay_steps, which is None; give it, or lr_warmup_steps",
+        )
         try:
             _ = self.learning_rate if self.lr_schedule in known else None
         except ValueError as error:
@@ -110,7 +119,7 @@ class OptimizerConfig:
         return LearningRate(
             peak=self.lr,
             minimum=self.min_lr,
-            warmup_steps=self.lr_warmup_steps,
+            warmup_steps=self.lr_warmup_steps or int(self.lr_warmup_fraction * (self.lr_decay_steps or 0)),
             total_steps=self.lr_decay_steps,
             kind=self.lr_schedule,
             decay_steps=self.lr_wsd_decay_steps,

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from core.autograd import GradSync, apply_recompute
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages
@@ -32,7 +34,7 @@ def build_stages(
 
 
 def build_sharded(
-    stages: Mapping[int, GPTModel],
+    stages: Mapping[int, nn.Module],
     data_parallel: DataParallelConfig,
     optimizer: OptimizerConfig,
     ps: ParallelState,
@@ -51,7 +53,7 @@ def build_sharded(
 
 
 def build_executor(
-    stages: Mapping[int, GPTModel],
+    stages: Mapping[int, nn.Module],
     pipeline: PipelineConfig,
     training: TrainingConfig,
     ps: ParallelState,
@@ -61,7 +63,7 @@ def build_executor(
     count = training.global_batch_size // ps.size("dp") // training.micro_batch_size
     if ps.size("pp") == 1:
         (model,) = stages.values()
-        apply_recompute(model, training.recompute, stage=model.stage)
+        apply_recompute(model, training.recompute, stage=getattr(model, "stage", None))
         return SingleStage(model, ps=ps, num_microbatches=count, grad_sync=grad_sync, seed=training.seed)
     return Pipeline(
         stages,

@@ -41,9 +41,13 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Open tokens of a run and their tokenizer. `valid_parts` is empty where the split leaves nothing to validate."""
+    """Open tokens of a run and their tokenizer. `valid_parts` is empty where the split leaves nothing to validate.
+
+    closes: the token that ends each document, None where none does.
+    """
 
     tokenizer: AnyTokenizer
+    closes: int | None
     train_parts: tuple[Part, ...]
     valid_parts: tuple[Part, ...]
     data: DataConfig
@@ -62,10 +66,8 @@ class Corpus:
     @property
     def num_tokens(self) -> tuple[int, int]:
         """Tokens to train on, tokens to validate on (before `eval_batches` limits these)."""
-        train, valid = (
-            sum(source.num_tokens for _, source in parts) for parts in (self.train_parts, self.valid_parts)
-        )
-        return train, valid
+        train, valid = self.train_parts, self.valid_parts
+        return sum(source.num_tokens for _, source in train), sum(source.num_tokens for _, source in valid)
 
     @property
     def order(self) -> dict[str, Any]:
@@ -117,12 +119,13 @@ class Corpus:
         """Raise ValueError for a model that cannot read this text."""
         if vocab_size < self.tokenizer.vocab_size:
             raise ValueError(
-                f"the model has a vocabulary of {vocab_size}, the text's tokenizer {self.tokenizer.vocab_size} tokens; "
+                f"the model has a vocabulary of {vocab_size}, the text's tokenizer of {self.tokenizer.vocab_size}; "
                 f"build the model with vocab_size={self.tokenizer.vocab_size}"
             )
         if positions < sequence_length:
             raise ValueError(
-                f"the model has {positions} positions, data.sequence_length={sequence_length}; use at most {positions}"
+                f"the model has {positions} positions, fewer than data.sequence_length={sequence_length}; use "
+                f"at most {positions}, or a model with more"
             )
 
     def _batches(self, parts: tuple[Part, ...], *, short: bool) -> GPTBatches | BlendedBatches:
@@ -135,7 +138,7 @@ class Corpus:
                     sequence_length=data.sequence_length,
                     global_batch_size=rows,
                     seed=data.seed,
-                    end_of_text=self.tokenizer.end_of_text,
+                    end_of_text=self.closes,
                     reset_position_ids=data.reset_position_ids,
                     reset_attention_mask=data.reset_attention_mask,
                     eod_mask_loss=data.eod_mask_loss,
@@ -157,8 +160,8 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     if data.train:
         train, valid = _opened(data.train), _opened(data.valid)
         first = train[0][1]
-        closes = first.card.end_of_text if first.card is not None else None
-        tokenizer = tokenizer_of(first) if data.tokenizer is None else load_tokenizer(data.tokenizer, closes)
+        told = first.card.end_of_text if first.card is not None else None
+        tokenizer = tokenizer_of(first) if data.tokenizer is None else load_tokenizer(data.tokenizer, told)
     else:
         if parallel.rank == 0:
             prepare_default_corpus(data.directory, vocab_size=data.vocab_size)
@@ -172,8 +175,14 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     for _, file in (*train, *valid):
         check_tokenizer(file, tokenizer)
     parts, rest = (train, valid) if valid else _split(train, data.split)
+    card = train[0][1].card
     return Corpus(
-        tokenizer=tokenizer, train_parts=tuple(parts), valid_parts=tuple(rest), data=data, training=training
+        tokenizer=tokenizer,
+        closes=tokenizer.end_of_text if card is None else card.end_of_text,
+        train_parts=tuple(parts),
+        valid_parts=tuple(rest),
+        data=data,
+        training=training,
     )
 
 

@@ -7,19 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.dist_checkpointing import load, save
+from core.dist_checkpointing import save
+from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
+from core.pipeline.step import call_stage, told_by
 from core.training.checkpoint import Checkpoints
 from core.training.data import BatchSource, moved_to
+from core.training.generate import generate
 
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
     """What one `train_step` saw; tensors of shape [], equal on all ranks, which `float(...)` waits for.
 
-    loss: mean of the valid tokens of the global batch. grad_norm: global, before clipping. skipped: nothing was updated.
+    loss: mean over the valid tokens of the global batch. grad_norm: global, before clipping. skipped: no update.
     """
 
     loss: Tensor
@@ -32,8 +35,8 @@ class TrainStep:
 class TrainingModel(nn.Module):
     """A model, or this rank's pipeline stages, with what one optimizer step over it needs.
 
-    Called, it is the module itself, for a loop of your own: `model(tokens, labels=labels).mean().backward();
-    optimizer.step(); optimizer.zero_grad()`. `train_step(batch)` does the same for every layout, microbatch by
+    Called, it is the module itself, for a loop of your own: `model.loss(batch).backward(); optimizer.step();
+    optimizer.zero_grad()`. `train_step(batch)` does the same for every layout, microbatch by
     microbatch. module: what it wraps (a ModuleDict of stages by number where this rank has several).
     """
 
@@ -50,6 +53,7 @@ class TrainingModel(nn.Module):
         self.module: nn.Module = (
             next(iter(stages.values())) if whole else nn.ModuleDict({str(i): stage for i, stage in stages.items()})
         )
+        self.stages = dict(stages)
         self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
         self._move = moved_to(self.parallel.device)
 
@@ -65,13 +69,27 @@ class TrainingModel(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the wrapped module gives. Raises ValueError: this rank holds stages of a pipeline, not a model."""
+        self._refuse_stages()
+        return self.module(*inputs, **named)
+
+    def _refuse_stages(self) -> None:
         if isinstance(self.executor, Pipeline):
             raise ValueError(
                 f"this rank holds {len(list(self.module.children()))} stages of a pipeline over "
                 f"{self.parallel.size('pp')} ranks, which cannot be called alone; use train_step(batch) and "
                 "evaluate(batch), or pipeline=1"
             )
-        return self.module(*inputs, **named)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean loss of this rank's valid tokens, for a loop of your own: `model.loss(batch).backward()`.
+
+        Labels of -100 count for nothing (an epoch's last sample is filled up with them), also not in the divisor.
+        Raises ValueError: as calling it; a batch without what `loss_fn` needs.
+        """
+        self._refuse_stages()
+        batch = self._move(batch)
+        total, count = told_by(self.loss_fn, call_stage(self.module, batch), batch)
+        return total / torch.as_tensor(count, device=total.device).clamp(min=1)
 
     def train_step(self, batch: Mapping[str, Tensor]) -> TrainStep:
         """Forward, backward and update on this data rank's rows `[b/dp, ...]` of the global batch.
@@ -93,8 +111,19 @@ class TrainingModel(nn.Module):
         """Global loss sum and number of tokens of a batch, without gradients, in eval mode. Collective."""
         return self.executor.evaluate(self._move(batch), self.loss_fn)
 
+    def generate(self, prompt: list[int], new_tokens: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
+        """`prompt` and up to `new_tokens` more, the same on every rank; see `core.training.generate`. Collective.
+
+        Raises ValueError: a model that is no GPT, a prompt that is empty or too long.
+        """
+        first = self.stages[min(self.stages)]
+        if not isinstance(first, GPTModel):
+            raise ValueError(f"generate needs a GPTModel, this is a {type(first).__name__}; use model(...)")
+        told = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
+        return generate(first, prompt, **told, executor=self.executor)  # type: ignore[arg-type]
+
     def save_checkpoint(self, path: str) -> None:
-        """Write model, optimizer and step to the new directory (or URL) `path`: it opens under any layout. Collective."""
+        """Write model, optimizer and step to the directory or URL `path`; it opens under any layout. Collective."""
         save(self.checkpoints.state(self.step), path, ps=self.parallel)
 
     def load_checkpoint(self, path: str) -> int:

@@ -46,7 +46,7 @@ def initialize(
     batches: what the loader reads; default: the text that `config.data` names, for a GPT.
     loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`.
 
-    A run that `config.checkpoint` tells to go on has gone on: `loader.step` and `optimizer.step_count` say from where.
+    A run that `config.checkpoint` says goes on has done so: `loader.step` and `optimizer.step_count` say from where.
     Joins torchrun's world if nobody did, and leaves it at exit. Collective: every rank calls it.
     Raises ValueError: everything in the configuration that does not fit together, before a process group exists; a
     field that another rank has otherwise; a model built for another layout or vocabulary.

@@ -50,9 +50,11 @@ def render(system: Literal["slurm", "kubernetes"], job: Job) -> str:
     wrong = [f"{name}={n} must be at least 1" for name, n in asdict(job).items() if isinstance(n, int) and n < 1]
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", job.name):
         wrong.append(f"name={job.name!r} must be small letters, digits and hyphens, at most 52, as for a host")
-    for field in ("config", "script", "python", "image", "claim"):
-        if not re.fullmatch(r"[\w./:@+-]+", getattr(job, field)):
-            wrong.append(f"{field}={getattr(job, field)!r} holds other characters than letters, digits and ./:@+-_")
+    wrong += [
+        f"{field}={value!r} holds other characters than letters, digits and ./:@+-_"
+        for field, value in asdict(job).items()
+        if isinstance(value, str) and field != "name" and not re.fullmatch(r"[\w./:@+-]+", value)
+    ]
     if wrong:
         raise ValueError("; ".join(wrong))
     text = (Path(__file__).parent / FILES[system]).read_text(encoding="utf-8")

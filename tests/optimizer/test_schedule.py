@@ -91,3 +91,16 @@ def test_a_config_describes_its_schedule():
         lr=2.0, min_lr=1.0, lr_schedule="wsd", lr_warmup_steps=2, lr_decay_steps=10, lr_wsd_decay_steps=4
     )
     assert [config.learning_rate.at(s) for s in (0, 1, 6, 8, 10)] == [1.0, 2.0, 2.0, 1.5, 1.0]
+
+
+def test_a_warm_up_as_a_share_of_the_whole():
+    told = {"lr": 2.0, "lr_schedule": "cosine", "lr_decay_steps": 50}
+    share = OptimizerConfig(**told, lr_warmup_fraction=0.1).learning_rate
+    steps = OptimizerConfig(**told, lr_warmup_steps=5).learning_rate
+    assert [share.at(n) for n in range(60)] == [steps.at(n) for n in range(60)]
+    both = OptimizerConfig(**told, lr_warmup_steps=5, lr_warmup_fraction=0.5)
+    assert both.learning_rate == steps, "the number of steps goes before"
+    with pytest.raises(ValueError, match=r"lr_warmup_fraction=0\.1 is a share of lr_decay_steps, which is None"):
+        OptimizerConfig(lr_warmup_fraction=0.1)
+    with pytest.raises(ValueError, match=r"lr_warmup_fraction=1\.0 must be at least 0 and below 1"):
+        OptimizerConfig(**told, lr_warmup_fraction=1.0)

@@ -1,15 +1,16 @@
-"""A corpus of one's own gives the figures of the prepared one; what does not belong together is refused."""
+"""A corpus of one's own gives the figures of the prepared one; parts, blends, limits; misfits are refused."""
 
 import shutil
+from itertools import islice
 
 import pytest
 
-from core.datasets import SourceFiles, TokenFileWriter, prepare_default_corpus, train_tokenizer
+from core.datasets import BlendedBatches, SourceFiles, TokenFileWriter, prepare_default_corpus, train_tokenizer
 from core.parallel_state import ParallelState
 from core.training import DataConfig
 from core.training.data import open_corpus
 from tests.states import state
-from tests.training.tiny import S, data_config, prepared, training_config
+from tests.training.tiny import VOCAB, S, data_config, prepared, training_config
 
 
 @pytest.fixture(scope="module")
@@ -22,39 +23,85 @@ def single():
     return ParallelState.single("cpu")
 
 
+def labels_of(rows):
+    return [int(t) for row in rows for t in row["labels"].flatten() if t != -100]
+
+
 def test_files_of_ones_own(made, single):
-    corpus = open_corpus(data_config(made), single)
-    assert (corpus.train.num_tokens, corpus.valid.num_tokens) == (made.train_tokens, made.valid_tokens)
+    corpus = open_corpus(data_config(made), training_config(), single)
+    assert corpus.num_tokens == (made.train_tokens, made.valid_tokens)
     assert corpus.tokenizer.vocab_size == made.vocab_size
-    assert (corpus.valid_bytes, corpus.unigram, corpus.gzip) == (
-        made.valid_bytes,
-        made.unigram_bits_per_byte,
-        made.gzip_bits_per_byte,
-    ), "the same text, whoever opens it: end-of-text tokens are no text"
+    told = {"unigram": made.unigram_bits_per_byte, "gzip -9": made.gzip_bits_per_byte}
+    assert (len(corpus.valid_text), corpus.baselines) == (made.valid_bytes, told), "end-of-text tokens are no text"
     assert corpus.bytes_per_token == made.valid_bytes / made.valid_tokens
 
 
 def test_batches_and_validation_come_from_their_own_files(made, single):
-    data, training = data_config(made), training_config()
-    corpus = open_corpus(data, single)
-    batch = corpus.batches(data, training).batch(0)
+    training = training_config()
+    corpus = open_corpus(data_config(made), training, single)
+    batch = corpus.train.batch(0)
     assert batch["tokens"].shape == batch["labels"].shape == (training.global_batch_size, S)
-    rows = list(corpus.validation(data, training).sequential(training.global_batch_size))
-    labels = [int(t) for row in rows for t in row["labels"].flatten() if t != -100]
-    assert labels == corpus.valid.tokens(1, corpus.valid.num_tokens).tolist(), "all of it, once, in order"
+    (_, valid), *_ = corpus.valid_parts
+    assert labels_of(corpus.validation(0, 1)) == valid.tokens(1, valid.num_tokens).tolist(), "all, once, in order"
+    long = open_corpus(data_config(made, sequence_length=10**6), training, single)
     with pytest.raises(ValueError, match=rf"sequence_length={10**6} needs .* the file has {made.train_tokens}; use"):
-        corpus.batches(data_config(made, sequence_length=10**6), training)
+        _ = long.train
+    assert long.valid is not None, "a short text can still be validated on"
+
+
+def test_eval_batches_limit_text_and_batches_alike(made, single):
+    training = training_config(eval_batches=2)
+    corpus = open_corpus(data_config(made), training, single)
+    rows = 2 * training.global_batch_size * S
+    labels = labels_of(corpus.validation(0, 1))
+    assert len(labels) == rows
+    whole = open_corpus(data_config(made), training_config(), single).valid_text
+    assert whole.startswith(corpus.valid_text) and 0 < len(corpus.valid_text) < len(whole)
+
+
+def test_a_part_of_the_training_files_validates(made, single):
+    """The tokenizer is the one that lies beside the file."""
+    data = DataConfig(train=str(made.train), split="3,1,1", sequence_length=S)
+    corpus = open_corpus(data, training_config(), single)
+    train, valid = corpus.num_tokens
+    assert train == pytest.approx(3 / 5 * made.train_tokens, rel=0.1)
+    assert valid == pytest.approx(1 / 5 * made.train_tokens, rel=0.2)
+    assert corpus.tokenizer.vocab_size == VOCAB and corpus.valid_text.decode().startswith("def f")
+    none = open_corpus(DataConfig(train=str(made.train), split="1,0,0"), training_config(), single)
+    assert none.valid is None and list(none.validation(0, 1)) == [] and none.baselines == {}
+    assert none.prompt(4) == none.train_parts[0][1].tokens(0, 4).tolist()
+
+
+def test_a_blend(made, single):
+    blend = ("3", str(made.train), "1", str(made.valid))
+    corpus = open_corpus(DataConfig(train=blend, sequence_length=S), training_config(eval_batches=1), single)
+    assert isinstance(corpus.train, BlendedBatches)
+    assert corpus.order["blend"] == [3.0, 1.0] and len(corpus.order["train_tokens"]) == 2
+    again = open_corpus(DataConfig(train=blend, sequence_length=S), training_config(), single)
+    ranks = [again.train.batch(7, rank, 2)["tokens"] for rank in range(2)]
+    assert (corpus.train.batch(7)["tokens"] == ranks[0].new_tensor([*ranks[0].tolist(), *ranks[1].tolist()])).all()
+    assert len(list(islice(again.validation(0, 1), 99))) >= 2, "one part after the other"
+
+
+def test_documents_are_kept_apart_if_asked(made, single):
+    asked = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    corpus = open_corpus(data_config(made, **asked), training_config(), single)
+    batch = corpus.train.batch(0)
+    assert batch.keys() == {"tokens", "labels", "position_ids", "attention_mask"}
+    ends = batch["tokens"] == corpus.tokenizer.end_of_text
+    assert ends.any() and (batch["labels"][ends] == -100).all()
+    assert (batch["position_ids"][:, 1:][ends[:, :-1]] == 0).all()
 
 
 def test_a_tokenizer_that_did_not_make_the_files_is_refused(made, single, tmp_path):
     train_tokenizer(["abc"], 257).save(tmp_path / "other.json")
     config = data_config(made, tokenizer=str(tmp_path / "other.json"))
-    with pytest.raises(ValueError, match=r"train\.bin holds token \d+, .*other\.json has 257 tokens; give"):
-        open_corpus(config, single)
+    with pytest.raises(ValueError, match=rf"train\.bin was made by tokenizer \w+ of {VOCAB} .* \w+ of 257"):
+        open_corpus(config, training_config(), single)
     with TokenFileWriter(tmp_path / "valid", vocab_size=60_000) as writer:
         writer.add_document([1, 59_999])
     with pytest.raises(ValueError, match=rf"valid\.bin holds token 59999, .* has {made.vocab_size} tokens"):
-        open_corpus(data_config(made, valid=str(tmp_path / "valid")), single)
+        open_corpus(data_config(made, valid=str(tmp_path / "valid")), training_config(), single)
 
 
 def test_damaged_files_are_named(made, single, tmp_path):
@@ -62,10 +109,10 @@ def test_damaged_files_are_named(made, single, tmp_path):
         shutil.copy(f"{made.train}.{kind}", tmp_path / f"train.{kind}")
     (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"train\.bin has \d+ bytes, train\.idx says \d+"):
-        open_corpus(data_config(made, train=str(tmp_path / "train")), single)
+        open_corpus(data_config(made, train=str(tmp_path / "train")), training_config(), single)
     (tmp_path / "t.json").write_text("no")
     with pytest.raises(ValueError, match=r"t\.json \(2 characters\) is no tokenizer"):
-        open_corpus(data_config(made, tokenizer=str(tmp_path / "t.json")), single)
+        open_corpus(data_config(made, tokenizer=str(tmp_path / "t.json")), training_config(), single)
 
 
 def default_corpus(directory, sources):
@@ -78,8 +125,8 @@ def default_corpus(directory, sources):
             return prepare_default_corpus(where, vocab_size=vocab_size, valid_fraction=0.2, sources=sources)
 
         patch.setattr("core.training.data.prepare_default_corpus", prepare)
-        corpus = open_corpus(DataConfig(directory=directory, vocab_size=280), state(tp=2))
-        return prepared_by, corpus.train.num_tokens, corpus.valid_bytes, corpus.unigram, corpus.gzip
+        corpus = open_corpus(DataConfig(directory=directory, vocab_size=280), training_config(), state(tp=2))
+        return prepared_by, corpus.num_tokens, corpus.valid_text, corpus.baselines
 
 
 def test_the_default_corpus_is_written_once_while_the_others_wait(ranks, made, tmp_path):
@@ -88,4 +135,4 @@ def test_the_default_corpus_is_written_once_while_the_others_wait(ranks, made, t
     first, second = ranks(default_corpus, tmp_path, sources)
     assert first[0] == [False, True] and second[0] == [True]
     assert first[1:] == second[1:]
-    assert first[1:3] == (made.train_tokens, made.valid_bytes)
+    assert first[1][0] == made.train_tokens and len(first[2]) == made.valid_bytes

@@ -29,7 +29,7 @@ class Job:
 
     def __init__(self, ps, made, lr=1e-2, **training):
         self.ps, self.data, self.training = ps, data_config(made), training_config(**training)
-        self.corpus = open_corpus(self.data, ps)
+        self.corpus = open_corpus(self.data, self.training, ps)
         vocab, self.config = self.corpus.tokenizer.vocab_size, MODEL.transformer()
         self.model = GPTModel(
             self.config, MODEL.spec(), vocab, S, parallel=ps, share_embeddings_and_output_weights=True
@@ -38,7 +38,7 @@ class Job:
         self.optimizer = AdamW(self.model, ps, OptimizerConfig(lr=lr), grad_sync=sync)
         rows = self.training.global_batch_size // ps.size("dp") // self.training.micro_batch_size
         self.executor = SingleStage(self.model, ps=ps, num_microbatches=rows, grad_sync=sync, seed=1234)
-        self.batches = self.corpus.batches(self.data, self.training)
+        self.batches = self.corpus.train
         self.log, self.said = MetricsLog(None), []
 
     def batch(self, step):
@@ -51,11 +51,8 @@ class Job:
         return train(self.executor, self.optimizer, facts.pop("batch_of", self.batch), self.training, **facts)
 
     def bits(self):
-        rows = self.corpus.validation(self.data, self.training)
-        size = self.training.global_batch_size
-        return evaluate_bits_per_byte(
-            self.executor, rows.sequential(size, self.ps.index("dp"), self.ps.size("dp")), self.corpus.valid_bytes
-        )
+        rows = self.corpus.validation(self.ps.index("dp"), self.ps.size("dp"))
+        return evaluate_bits_per_byte(self.executor, rows, len(self.corpus.valid_text))
 
 
 def alone(made, **more):

@@ -293,7 +293,7 @@ def test_files_that_are_none(tmp_path):
 
 def test_weights_of_a_blend_stand_before_every_prefix():
     for train, message in (
-        (["0.7", "a", "b"], "0.7 a b: 1 weights for 2 prefixes; give a weight before every prefix, or none"),
+        (["0.7", "a", "b"], "0.7 a b names 1 weights and 2 files; write prefixes alone, or weight prefix"),
         (["0.7", "nowhere/a", "0.3", "nowhere/b"], "nowhere/a.bin does not exist"),
         (["nowhere/a", "nowhere/b"], "nowhere/a.bin does not exist"),
     ):

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "lr_decay_style": "optimizer.lr_schedule",
     "lr_decay_iters": "optimizer.lr_decay_steps",
     "lr_warmup_iters": "optimizer.lr_warmup_steps",
+    "warmup_ratio": "optimizer.lr_warmup_fraction",
     "lr_wsd_decay_iters": "optimizer.lr_wsd_decay_steps",
     "save": "checkpoint.directory",
     "save_interval": "checkpoint.every",

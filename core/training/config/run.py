@@ -207,7 +207,8 @@ def drafted(given: Mapping[str, Any]) -> Draft:
 
 def _derived(good: dict[str, Any], wrong: set[str]) -> dict[str, str]:
     """Fill in what follows from other fields; field -> the field that it follows."""
-    ends = good["optimizer.lr_schedule"] in KINDS and good["optimizer.lr_schedule"] not in ENDLESS
+    own = good["optimizer.lr_schedule"] in KINDS
+    ends = own and (good["optimizer.lr_schedule"] not in ENDLESS or good["optimizer.lr_warmup_fraction"] > 0)
     if not ends or good[_DECAY] is not None or _DECAY in wrong:
         return {}
     good[_DECAY] = good[_STEPS] if _STEPS not in wrong and good[_STEPS] >= 1 else _FOR_EVER
