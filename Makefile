@@ -56,3 +56,4 @@ benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.pipeline
 	$(RUN) -m benchmarks.checkpoint
 	$(RUN) -m benchmarks.data_parallel
+	$(RUN) -m benchmarks.data

@@ -124,9 +124,16 @@ import time
 begin = time.perf_counter()
 import torch
 middle = time.perf_counter()
-import {name}
+{statement}
 print(time.perf_counter() - middle)
 """
+
+IMPORTS = {  # names are loaded at first use, so what is used is named
+    "core": "import core",
+    "model": "from core.models.gpt import GPTModel, llama_spec; from core.parallel_state import ParallelState",
+    "configuration": "from core.training import RunConfig",
+    "training": "from core.training import initialize",
+}
 
 
 def alone(code, *words):
