@@ -21,6 +21,8 @@ COLLECTIVES = ROOT / "core" / "parallel_state" / "collectives"
 # pure packages and modules: importable, and usable, on a machine without torch
 WITHOUT_TORCH = [
     "core",
+    "core.datasets.inspect",
+    "core.datasets.prepare",  # and with it all that it does for bytes
     "core.dist_checkpointing.plan",  # and with it arrays, grid
     "core.parallel_state",
     "core.parallel_state.config",
