@@ -73,9 +73,12 @@ def test_the_command_checks_the_layout_first(tmp_path):
     (tmp_path / "run.toml").write_text("[parallel]\ntensor = 3\n")
     done = run_script(tmp_path, "slurm", "--nodes", "4")
     assert done.returncode == 1 and "world size 32 is not a multiple of tensor(3)" in done.stderr
-    (tmp_path / "run.toml").write_text("[parallel]\ntensor = 4\n")
+    (tmp_path / "run.toml").write_text("[parallel]\ntensor = 16\n[model]\nnum_attention_heads = 16\n")
     done = run_script(tmp_path, "slurm", "--nodes", "4")
     assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash"), done.stderr
+    (tmp_path / "run.toml").write_text("[data]\ntrain = 'on/the/cluster'\n[training]\nglobal_batch_size = 256\n")
+    assert "cluster.bin does not exist" in run_script(tmp_path, "slurm", "--nodes", "4").stderr
+    assert run_script(tmp_path, "slurm", "--nodes", "4", "--no-check").returncode == 0
 
 
 STAND_INS = {
