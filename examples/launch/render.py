@@ -3,8 +3,8 @@
     python examples/launch/render.py slurm --nodes 4 --processes 8 --config run.toml > job.sbatch && sbatch job.sbatch
     python examples/launch/render.py kubernetes --nodes 4 --processes 8 --config runs/run.toml | kubectl apply -f -
 
-The configuration is checked against nodes x processes ranks first, so that nothing waits in a queue to fail; `--no-check`
-where the data lies elsewhere.
+The configuration is checked against nodes x processes ranks first, so that nothing waits in a queue to fail;
+`--no-check` where the data lies elsewhere.
 """
 
 import re
