@@ -71,5 +71,8 @@ def main(told: Arguments) -> list[float]:
 
 if __name__ == "__main__":
     told = tyro.cli(Arguments, description=__doc__)
-    with told_to_user(), parallel_state.launch():
-        main(told)
+    with told_to_user():
+        if not told.inputs:
+            raise ValueError("0 folders or files given, at least 1 is needed: bring_your_own_text.py FOLDER")
+        with parallel_state.launch(), told_to_user():
+            main(told)

@@ -17,6 +17,7 @@ from core.models.gpt import GPTModel, llama_spec
 from core.parallel_state import Init
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.training import RunConfig, initialize
+from core.training.console import told_to_user
 from core.transformer.spec import Build
 
 STEPS = 8
@@ -47,7 +48,7 @@ def losses_of(run: RunConfig, ps: parallel_state.ParallelState, *, swapped: bool
 
 def main(run: RunConfig) -> None:
     """Both models, side by side."""
-    with parallel_state.launch(run.device) as device:
+    with told_to_user(), parallel_state.launch(run.device) as device:
         run = run.check(int(os.environ.get("WORLD_SIZE", 1)))
         ps = parallel_state.ParallelState.build(run.parallel, device=device)
         for name, swapped in (("gated SiLU", False), ("squared ReLU", True)):

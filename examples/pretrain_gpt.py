@@ -25,6 +25,7 @@ from core.training.metrics import MetricsLog, flops_per_token, total_peak_flops
 from core.training.sinks import open_sinks
 from core.training.summary import configuration, describe, last_step, tell
 
+TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
 DEFAULTS = {  # of this script; a file or a flag goes before them
     "training.train_steps": 200,
     "optimizer.lr": 2e-3,
@@ -39,6 +40,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
     console = Console(ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s)
+    output, here, asked = Path(run.training.output), moved_to(ps.device), run.training
+    if ps.rank == 0:
+        loaded.to_toml(output / "run.toml")
     configuration(loaded, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     vocab = corpus.tokenizer.vocab_size
@@ -50,7 +54,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     memory.watch(executor)
     checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order)
     start = console.start = checkpoints.resume()
-    output, here, asked = Path(run.training.output), moved_to(ps.device), run.training
+    if start >= run.training.train_steps:
+        console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
+        return
     sinks = open_sinks(
         output,
         tensorboard=asked.tensorboard,
@@ -60,8 +66,6 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         rank=ps.rank,
     )
     peak = total_peak_flops(ps, run.model.dtype, asked.peak_tflops)
-    if ps.rank == 0:
-        loaded.run.to_toml(output / "run.toml")
 
     def validate() -> float:
         return evaluate_bits_per_byte(executor, map(here, corpus.validation(rank, size)), len(corpus.valid_text))
@@ -81,8 +85,10 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             checkpoints=checkpoints,
             start=start,
         )
+    if skipped := optimizer.skipped_steps:
+        console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
     if checkpoints.stopped:
-        return
+        raise SystemExit(TRY_AGAIN)
     steps, bits = last_step(executor), validate() if corpus.valid is not None else None
     written = generate(
         stages[min(stages)], corpus.prompt(s // 2 or 1), new_tokens=100, temperature=0.7, executor=executor
@@ -97,6 +103,6 @@ if __name__ == "__main__":
     loaded = load_run(defaults=DEFAULTS, description=__doc__)
     with told_to_user():
         run = loaded.run.check(int(os.environ.get("WORLD_SIZE", 1)))
-        with parallel_state.launch(run.device) as device:
+        with parallel_state.launch(run.device) as device, told_to_user():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))

@@ -1,6 +1,7 @@
 """Saving and resuming a training run: what its state is, when it is saved, and what SIGTERM does."""
 
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
@@ -18,12 +19,14 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
 
 class Checkpoints(AbstractContextManager):
     """The checkpoints of one run; every method is collective.
 
-    `resume()` before the loop, `after_step` as its hook, the context around it: SIGTERM then ends the run after the
-    step under way, with a checkpoint, on all ranks at the same step; `stopped` tells that.
+    `resume()` before the loop, `after_step` as its hook, the context around it. SIGTERM and Ctrl-C then end the run
+    after the step under way, with a checkpoint, on all ranks at the same step; `stopped` tells that.
     order: what else the order of the data and its vocabulary depend on; a checkpoint that tells another is refused.
     """
 
@@ -46,7 +49,7 @@ class Checkpoints(AbstractContextManager):
         } | dict(order or {})
         self._terminated, self.stopped = False, False
         self._saved: int | None = None
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
@@ -97,10 +100,10 @@ class Checkpoints(AbstractContextManager):
     def _loaded(self, url: str, state: Mapping[str, Any]) -> int:
         told = state["training"]
         if changed := {name: value for name, value in told["order"].items() if self._order.get(name) != value}:
-            now = {name: self._order.get(name) for name in changed}
+            differs = ", ".join(f"{name}={value} (here {self._order.get(name)})" for name, value in changed.items())
             raise ValueError(
-                f"{url} was trained with {changed}, this run has {now}: its next batch would not be the one "
-                "that comes next; use the same, or start afresh with checkpoint.resume=never"
+                f"{url} was trained with {differs}: its next batch would not be the one that comes next; use the "
+                "same, or start afresh with checkpoint.resume=never"
             )
         self.optimizer.load_state_dict(state["optimizer"])
         optimizer = self.optimizer
@@ -120,15 +123,24 @@ class Checkpoints(AbstractContextManager):
             except BaseException:
                 self.manager.close()  # gives the lock back
                 raise
-            self._before = signal.signal(signal.SIGTERM, self._terminate)
+            if threading.current_thread() is threading.main_thread():  # others cannot have handlers
+                self._before = {number: signal.signal(number, self._terminate) for number in _ENDING}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for saves under way, give the directory and the signals back. A second call does nothing."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
         if self.manager is not None:
-            signal.signal(signal.SIGTERM, self._before)
             self.manager.close()
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._terminated:
+            raise KeyboardInterrupt  # asked for twice: at once, then
         self._terminated = True
 
     def before_update(self) -> None:

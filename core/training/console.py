@@ -16,11 +16,21 @@ def told_to_user() -> Iterator[None]:
     """A script's outermost block: mistakes of the user end it with `error: ...` and status 1, not a traceback.
 
     What all ranks have to say is said once: torchrun ends the others when rank 0 has left, and they give it the time.
+    Put it inside `launch` too: a rank that leaves the world before it has spoken makes the others speak of that.
     """
+    rank = int(os.environ.get("RANK") or 0)
     try:
         yield
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+    except RuntimeError as error:
+        if not (rank and "onnection" in str(error)):  # another rank has left, and tells why
+            raise
+        print(f"error: rank {rank} lost the others: {str(error).splitlines()[0][:100]}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     except (ValueError, OSError, ImportError) as error:
-        rank = int(os.environ.get("RANK", 0))
         if rank:
             time.sleep(_HEAD_START_S)
         print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from core.datasets import (
     BlendedBatches,
     GPTBatches,
     TokenFile,
+    TokenRange,
     TokenSource,
     check_tokenizer,
     gzip_bits_per_byte,
@@ -24,9 +25,13 @@ from core.datasets import (
     tokenizer_of,
     unigram_bits_per_byte,
 )
+from core.datasets.card import sampled_hash
+from core.datasets.token_file import Array
 from core.parallel_state import ParallelState
-from core.parallel_state.collectives import barrier
+from core.parallel_state.collectives import all_gather_objects
 from core.training.config import DataConfig, TrainingConfig
+
+_LOOKED_AT = 1 << 18  # tokens of a text of which its bytes per token are taken
 
 Part = tuple[float | None, TokenSource]  # weight in the blend (None: its number of tokens), text
 
@@ -56,12 +61,12 @@ class Corpus:
     @cached_property
     def train(self) -> GPTBatches | BlendedBatches:
         """Training batches. Raises ValueError: a sequence longer than the text."""
-        return self._batches(self.train_parts, short=False)
+        return self._batches(self.train_parts, self.data.eod_mask_loss, short=False)
 
     @cached_property
     def valid(self) -> GPTBatches | BlendedBatches | None:
-        """Validation batches, to be read in order."""
-        return self._batches(self.valid_parts, short=True) if self.valid_parts else None
+        """Validation batches, to be read in order; every label counts: bits per byte are of the whole text."""
+        return self._batches(self.valid_parts, False, short=True) if self.valid_parts else None
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -73,8 +78,15 @@ class Corpus:
     def order(self) -> dict[str, Any]:
         """What the order of the samples, and the meaning of a token, depend on beside `DataConfig`'s numbers."""
         weights = [weight for weight, _ in self.train_parts]
-        sizes = [source.num_tokens for _, source in self.train_parts]
-        return {"tokenizer": self.tokenizer.identity, "train_tokens": sizes, "blend": weights}
+        whole = sum(weight or 0.0 for weight in weights)
+        options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        return {
+            "tokenizer": self.tokenizer.identity,
+            "blend": [weight if weight is None else weight / whole for weight in weights],
+            "train_tokens": [source.num_tokens for _, source in self.train_parts],
+            "train_hash": [_hash_of(source) for _, source in self.train_parts],
+            "documents": [name for name in options if getattr(self.data, name)],
+        }
 
     def validation(self, rank: int, size: int) -> Iterator[Mapping[str, Tensor]]:
         """The validation text in order, `eval_batches` of it (0: all): this data rank's rows."""
@@ -83,26 +95,31 @@ class Corpus:
         rows = self.valid.sequential(self.training.global_batch_size, rank, size)
         return islice(rows, self.training.eval_batches or None)
 
+    def _validated(self) -> Iterator[Array]:
+        """The tokens that `validation` reads, a text after the other."""
+        rows = self.data.sequence_length * self.training.global_batch_size
+        left = self.training.eval_batches or 1 << 62
+        for _, source in self.valid_parts:
+            batches = min(left, -(-(source.num_tokens - 1) // rows))
+            yield source.tokens(0, min(source.num_tokens, batches * rows))
+            left -= batches
+
     @cached_property
     def valid_text(self) -> bytes:
-        """The text behind the labels of `validation`, without what closes a document."""
-        s, rows = self.data.sequence_length, self.training.global_batch_size
-        left, texts = self.training.eval_batches or 1 << 62, []
-        for _, source in self.valid_parts:
-            batches = min(left, -(-(source.num_tokens - 1) // (s * rows)))
-            ids = source.tokens(0, min(source.num_tokens, batches * s * rows))
-            texts.append(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()).encode())
-            left -= batches
-        return b"".join(texts)
+        """The text that `validation` reads, as the tokenizer decodes it, without what closes a document."""
+        end = self.tokenizer.end_of_text
+        return b"".join(self.tokenizer.decode(ids[ids != end].tolist()).encode() for ids in self._validated())
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> float:
-        """Of the validation text; of English in a byte-level vocabulary of 4096 where there is none."""
-        if not self.valid_text:
-            return 3.0
-        rows = self.training.eval_batches * self.training.global_batch_size * self.data.sequence_length
-        tokens = self.num_tokens[1] if not rows else min(rows, self.num_tokens[1])
-        return len(self.valid_text) / tokens
+        """Of the training text, by its first tokens: nats per token of a training loss become bits per byte with it.
+        Of a blend, weighted by how often a text is drawn."""
+        found = []
+        for weight, source in self.train_parts:
+            ids = source.tokens(0, min(source.num_tokens, _LOOKED_AT))
+            size = len(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()).encode())
+            found.append((source.num_tokens if weight is None else weight, size / len(ids)))
+        return sum(weight * ratio for weight, ratio in found) / sum(weight for weight, _ in found)
 
     def prompt(self, longest: int = 16) -> list[int]:
         """How the validation text begins, or else the training text: what a sample goes on from."""
@@ -128,7 +145,7 @@ class Corpus:
                 f"at most {positions}, or a model with more"
             )
 
-    def _batches(self, parts: tuple[Part, ...], *, short: bool) -> GPTBatches | BlendedBatches:
+    def _batches(self, parts: tuple[Part, ...], eod_mask_loss: bool, *, short: bool) -> GPTBatches | BlendedBatches:
         data, rows = self.data, self.training.global_batch_size
         made = [
             (
@@ -141,7 +158,7 @@ class Corpus:
                     end_of_text=self.closes,
                     reset_position_ids=data.reset_position_ids,
                     reset_attention_mask=data.reset_attention_mask,
-                    eod_mask_loss=data.eod_mask_loss,
+                    eod_mask_loss=eod_mask_loss,
                     allow_short=short,
                 ),
             )
@@ -155,7 +172,8 @@ class Corpus:
 def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelState) -> Corpus:
     """The files that `data` names, or the default corpus, written by rank 0 while the others wait.
 
-    Raises ValueError: a damaged or foreign file (by the file's name), a tokenizer that does not fit.
+    Raises ValueError: a damaged or foreign file (by its name), a tokenizer that does not fit, files that differ from
+    rank to rank. All-gather of objects over the world.
     """
     if data.train:
         train, valid = _opened(data.train), _opened(data.valid)
@@ -163,27 +181,58 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         told = first.card.end_of_text if first.card is not None else None
         tokenizer = tokenizer_of(first) if data.tokenizer is None else load_tokenizer(data.tokenizer, told)
     else:
-        if parallel.rank == 0:
-            prepare_default_corpus(data.directory, vocab_size=data.vocab_size)
-        barrier(parallel.world)
-        made = prepare_default_corpus(data.directory, vocab_size=data.vocab_size)  # the others find it ready
-        train, valid, tokenizer = (
-            _opened([str(made.train)]),
-            _opened([str(made.valid)]),
-            load_tokenizer(made.tokenizer),
-        )
-    for _, file in (*train, *valid):
-        check_tokenizer(file, tokenizer)
+        # made by rank 0 alone: what it depends on (times of files, say) may differ from machine to machine
+        mine = prepare_default_corpus(data.directory, vocab_size=data.vocab_size) if parallel.rank == 0 else None
+        made = all_gather_objects(mine, parallel.world)[0]
+        assert made is not None
+        train, valid = _opened([str(made.train)]), _opened([str(made.valid)])
+        tokenizer = load_tokenizer(made.tokenizer)
     parts, rest = (train, valid) if valid else _split(train, data.split)
-    card = train[0][1].card
-    return Corpus(
+    corpus = Corpus(
         tokenizer=tokenizer,
-        closes=tokenizer.end_of_text if card is None else card.end_of_text,
+        closes=_closing([file for _, file in (*train, *valid)], tokenizer),
         train_parts=tuple(parts),
         valid_parts=tuple(rest),
         data=data,
         training=training,
     )
+    _same_text(corpus, parallel)
+    return corpus
+
+
+def _closing(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | None:
+    """The token that ends documents, one for all files. Raises ValueError: another tokenizer made one of them, or
+    documents end with a token in some files only."""
+    for file in files:
+        check_tokenizer(file, tokenizer)
+    ends = {file.prefix: file.card.end_of_text if file.card else tokenizer.end_of_text for file in files}
+    if len(set(ends.values())) > 1:
+        told = ", ".join(f"{prefix} with {'none' if end is None else end}" for prefix, end in ends.items())
+        raise ValueError(
+            f"documents end with {len(set(ends.values()))} different tokens: {told}; prepare all files alike, with "
+            "--append-eod or without"
+        )
+    return next(iter(ends.values()))
+
+
+def _same_text(corpus: Corpus, parallel: ParallelState) -> None:
+    """Raise ValueError, on every rank, where a name is another text on another machine. All-gather over the world."""
+    mine = corpus.order | {"valid_hash": [_hash_of(source) for _, source in corpus.valid_parts]}
+    first, *others = all_gather_objects(mine, parallel.world)
+    for rank, theirs in enumerate(others, 1):
+        if wrong := [name for name in first if first[name] != theirs[name]]:
+            raise ValueError(
+                f"rank {rank} reads another text than rank 0: "
+                f"{', '.join(f'{name} {theirs[name]} != {first[name]}' for name in wrong)}; give all machines "
+                "the same files"
+            )
+
+
+def _hash_of(source: TokenSource) -> str:
+    """Of the file behind a text: a copy has the same, another text of the same length has not."""
+    file = source.file if isinstance(source, TokenRange) else source
+    assert isinstance(file, TokenFile)
+    return file.card.bin_hash if file.card is not None else sampled_hash(f"{file.prefix}.bin")
 
 
 def _opened(names: Sequence[str]) -> list[tuple[float | None, TokenFile]]:

@@ -1,6 +1,6 @@
 """What `initialize` returns: a model that can train itself, the schedule as an object, batches as an iterator."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class TrainingModel(nn.Module):
         executor: SingleStage | Pipeline,
         checkpoints: Checkpoints,
         loss_fn: LossFn,
+        train_steps: int,
     ) -> None:
         super().__init__()
         whole = isinstance(executor, SingleStage)
@@ -55,6 +56,8 @@ class TrainingModel(nn.Module):
         )
         self.stages = dict(stages)
         self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
+        self.train_steps, self._saves = train_steps, False
+        self.loader: Loader | None = None
         self._move = moved_to(self.parallel.device)
 
     @property
@@ -83,21 +86,30 @@ class TrainingModel(nn.Module):
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Mean loss of this rank's valid tokens, for a loop of your own: `model.loss(batch).backward()`.
 
-        Labels of -100 count for nothing (an epoch's last sample is filled up with them), also not in the divisor.
+        Labels of -100 count for nothing (an epoch's last sample is filled up with them), also not in the divisor. The
+        gradient of float16 weights carries `optimizer.loss_scale`, which `optimizer.step` takes out again.
         Raises ValueError: as calling it; a batch without what `loss_fn` needs.
         """
         self._refuse_stages()
         batch = self._move(batch)
         total, count = told_by(self.loss_fn, call_stage(self.module, batch), batch)
-        return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+        loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
+        scale = self.optimizer.loss_scale
+        if isinstance(scale, Tensor) and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * scale.to(gradient.dtype))  # the loss itself stays true
+        return loss
 
     def train_step(self, batch: Mapping[str, Tensor]) -> TrainStep:
         """Forward, backward and update on this data rank's rows `[b/dp, ...]` of the global batch.
 
-        The loss is summed over all valid tokens of all ranks and divided once (DESIGN: one rule for the loss).
+        The loss is summed over all valid tokens of all ranks and divided once. Afterwards it saves if the run's
+        `checkpoint` says that it is time; after SIGTERM or Ctrl-C at once, and the loader ends.
         Collectives: those of the executor and of `optimizer.step`.
         Raises ValueError: rows that do not divide into the microbatches, a batch without what `loss_fn` needs.
         """
+        if not self._saves:  # signals are this loop's from its first step on
+            self._saves = True
+            self.checkpoints.__enter__()
         self.optimizer.zero_grad()
         self.executor.step_index = self.step  # what dropout draws depends on it, also after a resume
         rate = self.optimizer.learning_rate
@@ -105,6 +117,7 @@ class TrainingModel(nn.Module):
         self.checkpoints.before_update()
         stats = self.optimizer.step(num_tokens=result.num_tokens)
         self.optimizer.zero_grad()  # a loop of the user's own may go on from here
+        self.checkpoints.after_step(self.step, last=self.step == self.train_steps)
         return TrainStep(result.loss, result.num_tokens, stats.grad_norm, rate, stats.skipped)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
@@ -127,11 +140,18 @@ class TrainingModel(nn.Module):
         save(self.checkpoints.state(self.step), path, ps=self.parallel)
 
     def load_checkpoint(self, path: str) -> int:
-        """Go on from `path`, saved under any layout; the steps already made, for `loader.step`. Collective.
+        """Go on from `path`, saved under any layout, with its next batch; the steps already made. Collective.
 
         Raises ValueError: another model, or another order of the data.
         """
-        return self.checkpoints.restore(path)
+        step = self.checkpoints.restore(path)
+        if self.loader is not None:
+            self.loader.step = step
+        return step
+
+    def close(self) -> None:
+        """Wait for saves under way and give the checkpoint directory back to other runs; done at exit too."""
+        self.checkpoints.close()
 
 
 class Scheduler:
@@ -172,15 +192,23 @@ class Scheduler:
 class Loader:
     """This data rank's rows of global batch `step`, `step + 1`, ... up to `train_steps`, on its device.
 
-    The order is a function of (seed, step): `step`, the number of the next batch, is all that resuming needs.
+    The order is a function of (seed, step): `step`, the number of the next batch, is all that resuming needs. It ends
+    early where `stopped()` says so.
     """
 
-    def __init__(self, batches: BatchSource, ps: ParallelState, train_steps: int, step: int = 0) -> None:
-        self.batches, self.train_steps, self.step = batches, train_steps, step
+    def __init__(
+        self,
+        batches: BatchSource,
+        ps: ParallelState,
+        train_steps: int,
+        step: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.batches, self.train_steps, self.step, self.stopped = batches, train_steps, step, stopped
         self._rank, self._size, self._move = ps.index("dp"), ps.size("dp"), moved_to(ps.device)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        while self.step < self.train_steps:
+        while self.step < self.train_steps and not self.stopped():
             self.step += 1  # before it is given: a loop that stops in the middle has used it
             yield self.batch(self.step - 1)
 

@@ -46,11 +46,13 @@ def initialize(
     batches: what the loader reads; default: the text that `config.data` names, for a GPT.
     loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`.
 
-    A run that `config.checkpoint` says goes on has done so: `loader.step` and `optimizer.step_count` say from where.
+    A run that `config.checkpoint` says goes on has done so: `loader.step` and `optimizer.step_count` say from where;
+    `train_step` saves as it says. What `config.training` says of logs, validation and output is for your loop.
     Joins torchrun's world if nobody did, and leaves it at exit. Collective: every rank calls it.
     Raises ValueError: everything in the configuration that does not fit together, before a process group exists; a
     field that another rank has otherwise; a model built for another layout or vocabulary.
     """
+    _refuse_mixed_up(model, batches)
     joined = not is_initialized()
     run = _run_config(config).check(int(os.environ.get("WORLD_SIZE", 1)) if joined else world()[1])
     device = join_world(run.device)
@@ -66,9 +68,24 @@ def initialize(
     checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, _say(ps), order)
     source = batches if corpus is None else corpus.train
     start = checkpoints.resume()
-    loader = Loader(source, ps, run.training.train_steps, start) if source is not None else None
-    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn)
-    return Initialized(trained, optimizer, Scheduler(optimizer), loader)
+    steps = run.training.train_steps
+    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, steps)
+    if source is not None:
+        trained.loader = Loader(source, ps, steps, start, lambda: checkpoints.stopped)
+    atexit.register(checkpoints.close)  # before the world is left: what is registered last runs first
+    return Initialized(trained, optimizer, Scheduler(optimizer), trained.loader)
+
+
+def _refuse_mixed_up(model: Any, batches: Any) -> None:
+    """Raise ValueError for what is easily given in the wrong place."""
+    if model is not None and not isinstance(model, nn.Module | Mapping):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
+        raise ValueError(f"model is {kind}, 1 nn.Module is needed; write initialize(MyModel(), config=...)")
+    if batches is not None and not hasattr(batches, "batch"):
+        raise ValueError(
+            f"batches is a {type(batches).__name__} with 0 of the 1 method needed: batch(step, rank=0, size=1) "
+            "gives {name: tensor [rows, ...]}, this rank's rows of global batch number `step`"
+        )
 
 
 def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -63,7 +64,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float | N
         return given_tflops * 1e12
     if device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
         name = device_name(device)
-        known = [peak for part, peak in PEAKS.items() if part in name]
+        # whole words: an A1000 is no A100; and a slice of a device (MIG) is not the device
+        known = [
+            peak for part, peak in PEAKS.items() if re.search(rf"\b{re.escape(part)}\b", name) and "MIG" not in name
+        ]
         if known:
             return known[0]
     return _measured(device, dtype)
@@ -209,7 +213,7 @@ def _line(record: StepRecord) -> str:
 def read_metrics(path: str | Path) -> list[StepRecord]:
     """The records of a `metrics.jsonl`, also of a run that was killed while it wrote a line."""
     found = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text(errors="replace").splitlines():
         try:
             found.append(StepRecord.from_json(json.loads(line)))
         except (ValueError, TypeError, AttributeError):  # a line that was never finished

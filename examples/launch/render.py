@@ -42,13 +42,14 @@ class Job:
     hours: int = 24
     port: int = 29500
     grace: int = 120  # seconds between SIGTERM and the end
-    image: str = "pytorch/pytorch:latest"  # kubernetes: with this project installed
-    claim: str = "training"  # kubernetes: the volume claim that becomes runs/
+    image: str = "pytorch/pytorch:latest"  # kubernetes: with this project and its train extra installed
+    claim: str = "training"  # kubernetes: the volume claim that becomes /workspace: the project, its data and runs
 
 
 def render(system: Literal["slurm", "kubernetes"], job: Job) -> str:
     """The text of the job file. Raises ValueError: values that no job file can hold, all of them."""
     wrong = [f"{name}={n} must be at least 1" for name, n in asdict(job).items() if isinstance(n, int) and n < 1]
+    wrong += [f"port={job.port} must be at most 65535"] if job.port > 65535 else []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", job.name):
         wrong.append(f"name={job.name!r} must be small letters, digits and hyphens, at most 52, as for a host")
     wrong += [
@@ -59,7 +60,8 @@ def render(system: Literal["slurm", "kubernetes"], job: Job) -> str:
     if wrong:
         raise ValueError("; ".join(wrong))
     text = (Path(__file__).parent / FILES[system]).read_text(encoding="utf-8")
-    return _Template(text).substitute({name: str(value) for name, value in asdict(job).items()})
+    values = asdict(job) | {"restarts": 10 * job.nodes}
+    return _Template(text).substitute({name: str(value) for name, value in values.items()})
 
 
 def main(
@@ -68,11 +70,14 @@ def main(
     check: bool = True,
 ) -> None:
     """Print the job file."""
-    if check and Path(job.config).is_file():
-        RunConfig.from_toml(job.config).check(job.nodes * job.processes)
-    elif check:
-        print(f"note: {job.config} is not here, so its layout is not checked", file=sys.stderr)
-    print(render(system, job), end="")
+    text = render(system, job)
+    if check:
+        if not Path(job.config).is_file():
+            raise ValueError(f"config={job.config} is not here to be checked; give a file, or --no-check")
+        run = RunConfig.from_toml(job.config).check(job.nodes * job.processes)
+        if run.checkpoint.directory is None:
+            print("note: without checkpoint.directory a job that is started again begins at step 0", file=sys.stderr)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_files_of_ones_own(made, single):
     assert corpus.tokenizer.vocab_size == made.vocab_size
     told = {"unigram": made.unigram_bits_per_byte, "gzip -9": made.gzip_bits_per_byte}
     assert (len(corpus.valid_text), corpus.baselines) == (made.valid_bytes, told), "end-of-text tokens are no text"
-    assert corpus.bytes_per_token == made.valid_bytes / made.valid_tokens
+    assert corpus.bytes_per_token == made.train_bytes / made.train_tokens
 
 
 def test_batches_and_validation_come_from_their_own_files(made, single):
@@ -76,11 +76,57 @@ def test_a_blend(made, single):
     blend = ("3", str(made.train), "1", str(made.valid))
     corpus = open_corpus(DataConfig(train=blend, sequence_length=S), training_config(eval_batches=1), single)
     assert isinstance(corpus.train, BlendedBatches)
-    assert corpus.order["blend"] == [3.0, 1.0] and len(corpus.order["train_tokens"]) == 2
+    assert corpus.order["blend"] == [0.75, 0.25] and len(corpus.order["train_tokens"]) == 2
     again = open_corpus(DataConfig(train=blend, sequence_length=S), training_config(), single)
     ranks = [again.train.batch(7, rank, 2)["tokens"] for rank in range(2)]
     assert (corpus.train.batch(7)["tokens"] == ranks[0].new_tensor([*ranks[0].tolist(), *ranks[1].tolist()])).all()
     assert len(list(islice(again.validation(0, 1), 99))) >= 2, "one part after the other"
+
+
+def test_validation_counts_every_label(made, single):
+    """Else the bits of the labels left out would be missing, and their bytes not."""
+    masked = open_corpus(data_config(made, eod_mask_loss=True), training_config(), single)
+    whole = open_corpus(data_config(made), training_config(), single)
+    assert labels_of(masked.validation(0, 1)) == labels_of(whole.validation(0, 1))
+    assert masked.valid_text == whole.valid_text and masked.order != whole.order
+
+
+def test_another_text_of_the_same_length_is_another_order(made, single, tmp_path):
+    file, orders = open_corpus(data_config(made), training_config(), single).train_parts[0][1], []
+    for name, shift in (("same", 0), ("other", 1)):
+        with TokenFileWriter(tmp_path / name, vocab_size=VOCAB) as writer:
+            writer.add_document([(int(t) + shift) % VOCAB for t in file.tokens(0, file.num_tokens)])
+        data = data_config(made, train=str(tmp_path / name))
+        orders.append(open_corpus(data, training_config(), single).order)
+    assert orders[0]["train_tokens"] == orders[1]["train_tokens"] and orders[0] != orders[1]
+
+
+def another_text_on_rank_1(directory, made):
+    ps = state(tp=2)
+    data = data_config(made, train=str(directory / f"rank{ps.rank}" / "text"))
+    try:
+        open_corpus(data, training_config(), ps)
+    except ValueError as error:
+        return str(error)
+
+
+def test_all_ranks_read_the_same_text(ranks, made, tmp_path):
+    """A stale copy on one machine: the name is the same there, here it is not."""
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").mkdir()
+        with TokenFileWriter(tmp_path / f"rank{rank}" / "text", vocab_size=VOCAB) as writer:
+            writer.add_document([rank, 1, 2, 3] * 50)
+    told = ranks(another_text_on_rank_1, world=2, directory=tmp_path, made=made)
+    assert told[0] == told[1] and "rank 1 reads another text than rank 0: train_hash" in told[0]
+
+
+def test_documents_end_alike_in_all_files(made, single, tmp_path):
+    tokenizer = open_corpus(data_config(made), training_config(), single).tokenizer
+    with TokenFileWriter(tmp_path / "open", vocab_size=VOCAB, tokenizer=tokenizer, end_of_text=None) as writer:
+        writer.add_document([5] * 100)
+    data = DataConfig(train=(str(made.train), str(tmp_path / "open")), valid=str(made.valid))
+    with pytest.raises(ValueError, match=r"documents end with 2 different tokens: .*train with 0, .*open with none"):
+        open_corpus(data, training_config(), single)
 
 
 def test_documents_are_kept_apart_if_asked(made, single):
@@ -133,6 +179,6 @@ def test_the_default_corpus_is_written_once_while_the_others_wait(ranks, made, t
     root = made.train.parent / "sources"
     sources = SourceFiles(root, tuple(sorted(p.name for p in root.iterdir())))
     first, second = ranks(default_corpus, tmp_path, sources)
-    assert first[0] == [False, True] and second[0] == [True]
+    assert first[0] == [False] and second[0] == [], "rank 0 alone"
     assert first[1:] == second[1:]
     assert first[1][0] == made.train_tokens and len(first[2]) == made.valid_bytes

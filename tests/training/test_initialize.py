@@ -1,6 +1,7 @@
 """The facade: what it returns, each part by itself, the raw loop beside `train_step`, and mistakes."""
 
 import itertools
+import signal
 
 import pytest
 import torch
@@ -58,6 +59,13 @@ def test_the_raw_loop_and_train_step_give_the_same_losses(corpus):
     """Also in the step that holds the last sample of the epoch, which is filled up."""
     mine, theirs = by_hand(settings(corpus)), by_train_step(settings(corpus))
     assert mine == pytest.approx(theirs, rel=1e-6) and theirs[-1] < theirs[0] - 0.1
+
+
+def test_the_raw_loop_of_float16_weights(corpus):
+    """Its gradients carry the loss scale, the loss does not."""
+    config = settings(corpus, model__fp16=True, optimizer__initial_loss_scale=2.0**10)
+    mine, theirs = by_hand(config), by_train_step(config)
+    assert mine == pytest.approx(theirs, rel=2e-3) and theirs[-1] < theirs[0] - 0.1
 
 
 def test_calling_the_model_gives_losses_per_token(corpus):
@@ -131,12 +139,40 @@ def test_a_checkpoint_of_the_facade_goes_on_bit_for_bit(corpus, tmp_path):
     for batch in itertools.islice(loader, 2):
         model.train_step(batch)
     model.save_checkpoint(tmp_path / "saved")
+    model.close()
     for goes_on in (settings(corpus, model__dropout=0.1, checkpoint__load=str(tmp_path / "saved")), config):
         model, _, _, loader = initialize(config=goes_on)
         if goes_on is config:
-            loader.step = model.load_checkpoint(tmp_path / "saved")
+            assert model.load_checkpoint(tmp_path / "saved") == 2
         assert loader.step == model.step == 2
         assert [float(model.train_step(batch).loss) for batch in loader] == unbroken[2:]
+
+
+def test_train_step_saves_as_the_configuration_says(corpus, tmp_path):
+    config = settings(corpus, checkpoint__directory=str(tmp_path / "kept"), checkpoint__every=3)
+    model, _, _, loader = initialize(config=config)
+    losses = [float(model.train_step(batch).loss) for batch in itertools.islice(loader, 3)]
+    model.close()
+    assert [p.name for p in tmp_path.glob("kept/step-*")] == ["step-00000003"]
+    model, _, _, loader = initialize(config=config)
+    assert model.step == loader.step == 3
+    losses += [float(model.train_step(batch).loss) for batch in loader]
+    model.close()
+    assert losses == by_train_step(settings(corpus))
+    assert sorted(p.name for p in tmp_path.glob("kept/step-*")) == ["step-00000003", "step-00000004"]
+
+
+def test_a_signal_ends_the_loader_after_a_save(corpus, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    model, _, _, loader = initialize(config=settings(corpus, checkpoint__directory=str(tmp_path / "kept")))
+    for batch in loader:
+        if model.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        model.train_step(batch)
+    assert model.step == 2 and len(loader) == STEPS - 2
+    assert [p.name for p in tmp_path.glob("kept/step-*")] == ["step-00000002"]
+    model.close()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 class Squares:
@@ -199,6 +235,20 @@ def test_mistakes_are_told_before_anything_is_built(corpus, more, message, monke
     monkeypatch.setattr("core.training.facade.join_world", lambda *args: pytest.fail("joined a world"))
     with pytest.raises(ValueError, match=message):
         initialize(config=settings(corpus, **more))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run.toml",), "model is 'run.toml', 1 nn.Module is needed; write initialize"),
+        ((nn.Linear,), "model is the class Linear"),
+    ],
+)
+def test_what_is_given_in_the_wrong_place(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        initialize(*arguments)
+    with pytest.raises(ValueError, match="batches is a list with 0 of the 1 method needed"):
+        initialize(nn.Linear(4, 1), batches=[])
 
 
 def test_a_path_and_a_config_do_the_same(corpus, tmp_path):
