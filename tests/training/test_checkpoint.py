@@ -168,9 +168,7 @@ def starts(directory):
     with pytest.raises(ValueError, match=f"used has step {N}, this run begins at 2"):
         Run({"directory": used, "load": f"{used}/step-00000002"}, tp=2).checkpoints.resume()
     assert Run({"directory": empty, "load": f"{used}/step-00000002"}, tp=2).checkpoints.resume() == 2
-    with pytest.raises(
-        ValueError, match=rr"trained with global_batch_size=8 \(here 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"trained with global_batch_size=8 \(here 4\)"):
         Run({"directory": used}, tp=2, batch=4).checkpoints.resume()
     with pytest.raises(ValueError, match=r"does not fit this model:\n.*decoder.layers"):
         Run({"directory": used}, tp=2, num_layers=3).checkpoints.resume()

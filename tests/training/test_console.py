@@ -1,0 +1,78 @@
+"""A user's mistake ends a script with one line, said once, whichever rank makes it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.training.console import Console, told_to_user
+
+ROOT = Path(__file__).parents[2]
+
+
+def ended(error, monkeypatch, rank=None):
+    """Status of a script that raises this."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as stopped, told_to_user():
+        raise error
+    return stopped.value.code
+
+
+@pytest.mark.parametrize("error", [ValueError("2 is not 3"), OSError("no disk"), ImportError("needs an extra")])
+def test_mistakes(error, monkeypatch, capsys):
+    assert ended(error, monkeypatch) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert ended(error, monkeypatch, rank=3) == 1
+    assert capsys.readouterr().err == f"error: rank 3: {error}\n"
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    assert ended(KeyboardInterrupt(), monkeypatch) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    for error in (RuntimeError("Connection closed"), TypeError("x")):
+        monkeypatch.delenv("RANK", raising=False)
+        with pytest.raises(type(error)), told_to_user():
+            raise error
+    assert ended(RuntimeError("Connection closed by peer"), monkeypatch, rank=1) == 1
+
+
+def test_ranks_other_than_0_say_nothing(capsys):
+    Console(1, 10).say("twice")
+    Console(0, 10).say("once")
+    assert capsys.readouterr().out == "once\n"
+
+
+SCRIPT = """
+import sys
+from core import parallel_state
+from core.parallel_state.collectives import barrier
+from core.training.console import told_to_user
+with told_to_user(), parallel_state.launch("cpu"), told_to_user():
+    ps = parallel_state.ParallelState.build(device="cpu")
+    if sys.argv[1] in ("both", str(ps.rank)):
+        raise ValueError("the cause")
+    barrier(ps.world)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("who", ["0", "1", "both"])
+def test_the_cause_is_said_once_under_torchrun(who, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py"), who], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("the cause") == 1, done.stderr
+    assert f"error: {'rank 1: ' if who == '1' else ''}the cause" in done.stderr.splitlines()
