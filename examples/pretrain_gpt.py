@@ -8,7 +8,6 @@ Without data of your own it reads the interpreter's standard library.
 """
 
 import os
-from pathlib import Path
 
 from core import parallel_state
 from core.parallel_state import ParallelState
@@ -21,9 +20,8 @@ from core.training.data import moved_to, open_corpus
 from core.training.evaluate import evaluate_bits_per_byte
 from core.training.generate import generate
 from core.training.memory import MemoryReport
-from core.training.metrics import MetricsLog, flops_per_token, total_peak_flops
-from core.training.sinks import open_sinks
-from core.training.summary import configuration, describe, last_step, tell
+from core.training.metrics import flops_per_token, total_peak_flops
+from core.training.summary import configuration, describe, last_step, open_log, tell
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
 DEFAULTS = {  # of this script; a file or a flag goes before them
@@ -40,10 +38,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
     console = Console(ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s)
-    output, here, asked = Path(run.training.output), moved_to(ps.device), run.training
-    if ps.rank == 0:
-        loaded.to_toml(output / "run.toml")
-    configuration(loaded, console.say)
+    here = moved_to(ps.device)
+    configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     vocab = corpus.tokenizer.vocab_size
     stages = build_stages(run.model, run.pipeline, vocab, s, ps)
@@ -57,20 +53,12 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if start >= run.training.train_steps:
         console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
         return
-    sinks = open_sinks(
-        output,
-        tensorboard=asked.tensorboard,
-        wandb_project=asked.wandb_project,
-        config=run.flat(),
-        start=start,
-        rank=ps.rank,
-    )
-    peak = total_peak_flops(ps, run.model.dtype, asked.peak_tflops)
+    peak = total_peak_flops(ps, run.model.dtype, run.training.peak_tflops)
 
     def validate() -> float:
         return evaluate_bits_per_byte(executor, map(here, corpus.validation(rank, size)), len(corpus.valid_text))
 
-    with console, checkpoints, MetricsLog(output if ps.rank == 0 else None, start, sinks) as log:
+    with console, checkpoints, open_log(run, start, ps) as log:
         first = train(
             executor,
             optimizer,

@@ -9,11 +9,12 @@ from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
 from core.pipeline.draw import MEANING, draw_text, shade
 from core.training.build import count_parameters
-from core.training.config import Loaded
+from core.training.config import Loaded, RunConfig
 from core.training.data import Corpus
-from core.training.metrics import StepRecord
+from core.training.metrics import MetricsLog, StepRecord
 from core.training.page import write_page
 from core.training.report.environment import environment
+from core.training.sinks import open_sinks
 
 
 def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
@@ -29,12 +30,32 @@ def headline(title: str, timeline: Timeline) -> str:
     return f"{title}: {1e3 * timeline.makespan:.0f} ms, bubble {timeline.bubble:.0%}"
 
 
-def configuration(loaded: Loaded, say: Callable[[str], None]) -> None:
-    """What this run was told, once: every value that is no default, and where all of them are."""
+def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None]) -> None:
+    """What this run was told, once: every value that is no default; all of them in `run.toml` of its output."""
+    path = Path(loaded.run.training.output) / "run.toml"
+    if ps.rank == 0:
+        loaded.to_toml(path)
     lines = loaded.lines()
-    say(f"{len(lines)} values are not the defaults; all of them: {Path(loaded.run.training.output) / 'run.toml'}")
+    say(f"{len(lines)} values are not the defaults; all of them: {path}")
     for line in lines:
         say(f"  {line}")
+
+
+def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
+    """Where records go: metrics.jsonl, and what the run asks for beside it; written by rank 0.
+
+    start: steps that a resumed run does not make again. Raises ImportError, on every rank: a missing extra.
+    """
+    output, asked = Path(run.training.output), run.training
+    sinks = open_sinks(
+        output,
+        tensorboard=asked.tensorboard,
+        wandb_project=asked.wandb_project,
+        config=run.flat(),
+        start=start,
+        rank=ps.rank,
+    )
+    return MetricsLog(output if ps.rank == 0 else None, start, sinks)
 
 
 def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:
