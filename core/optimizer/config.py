@@ -8,6 +8,7 @@ from core.optimizer.schedule import KINDS, LearningRate
 from core.parallel_state.config import raise_all
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
+MOST_STEPS = 1 << 62  # a number of updates is multiplied by shares of it, in floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +97,12 @@ class OptimizerConfig:
             not share or decay is not None or bool(self.lr_warmup_steps) or self.lr_schedule not in KINDS,
             f"lr_warmup_fraction={share} is a share of lr_decay_steps, which is None; give it, or lr_warmup_steps",
         )
+        steps = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
+        large = [name for name in steps if (getattr(self, name) or 0) > MOST_STEPS]
+        for name in large:
+            yield False, f"{name}={getattr(self, name)} must be at most 2**62"
         try:
-            _ = self.learning_rate if self.lr_schedule in known else None
+            _ = self.learning_rate if self.lr_schedule in known and not large else None
         except ValueError as error:
             yield False, str(error)
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"

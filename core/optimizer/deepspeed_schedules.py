@@ -238,7 +238,7 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
         if key in known:
             try:
                 _value(str(known[key].type), value)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, OverflowError):  # int("inf") among them
                 yield False, f"{key}={value!r} is not of the kind {_kind(str(known[key].type))}"
         elif key in MOMENTUM and kind is OneCycle:
             yield False, f"{key}={value} is not supported, the momentum has 1 value for the whole run; leave it out"

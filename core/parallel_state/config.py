@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from math import isqrt, prod
 
 AXES = ("pp", "dp", "cp", "tp")
+_TRIED = 65536  # divisors are for messages: a number with a typing error in it must not take minutes
 
 
 def divisors(n: int) -> list[int]:
-    """Every divisor of `n`, ascending."""
-    small = [d for d in range(1, isqrt(max(n, 0)) + 1) if n % d == 0]
+    """Every divisor of `n`, ascending; above 2**32 only those that are at most 65536, or `n` over one of these."""
+    small = [d for d in range(1, min(isqrt(max(n, 0)), _TRIED) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 

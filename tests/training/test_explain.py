@@ -1,6 +1,8 @@
 """The command that explains a run, and the file to start from."""
 
+import os
 import re
+import sys
 import tomllib
 
 import pytest
@@ -118,6 +120,7 @@ def test_the_template_is_a_run_of_defaults_in_which_every_field_is_explained(fil
         (["--help"], 0, "--template [FILE.toml]            prints, or writes, a file with every field"),
         ([], 2, "one of the arguments --explain --template is required"),
         (["--explain", "--world-size", "0"], 2, "--world-size 0 must be at least 1"),
+        (["--explain", "--world-size", "x"], 2, "argument --world-size: invalid int value: 'x'"),
         (["--template", "--optimizer.lr", "3"], 2, "--template takes no flags: --optimizer.lr"),
         (["--template", "no/such/directory/run.toml"], 2, "error: [Errno 2] No such file or directory"),
     ],
@@ -134,3 +137,41 @@ def test_the_commands_own_mistakes(arguments, status, said, capsys):
 def test_an_explained_file_that_is_not_there(capsys):
     status, text = told(capsys, "--explain", "none.toml", "--world-size", 1)
     assert status == 1 and "1 mistake:\n  none.toml does not exist" in text
+
+
+def test_every_file_that_is_named_is_read_and_the_last_one_wins(file, tmp_path, capsys):
+    (tmp_path / "more.toml").write_text("optimizer.lr = 0.5\n")
+    files = ["--explain", file, "--optimizer.min-lr", "0.25", "--explain", tmp_path / "more.toml"]
+    status, text = told(capsys, *files, "--world-size", 2)
+    assert status == 0 and re.search(r"^  lr_schedule +.cosine. .*run\.toml:3 ", text, re.M)
+    assert re.search(r"^  lr +0\.5 .*more\.toml:1 ", text, re.M) and re.search(r"^  min_lr +0\.25 +--opt", text, re.M)
+
+
+def test_a_world_size_of_nothing_is_one_rank_and_a_word_is_a_mistake(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "")
+    status, text = told(capsys, "--explain")
+    assert status == 0 and "\n1 rank: global_batch_size" in text
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--explain"])
+    assert (
+        "error: WORLD_SIZE='many' is no number of ranks; unset it, or give --world-size N" in capsys.readouterr().err
+    )
+    assert told(capsys, "--explain", "--world-size", 1)[0] == 0
+
+
+def test_a_number_that_nobody_can_read_is_shown_by_its_size(capsys):
+    status, text = told(capsys, "--explain", "--world-size", 1, "--optimizer.lr", "9" * 400)
+    assert status == 1 and "optimizer.lr=10**400 is not finite, a number is needed (--optimizer.lr)" in text
+    assert re.search(r"^  lr +10\*\*400 ", text, re.M)
+
+
+@pytest.mark.parametrize("command", [["--template"], ["--explain", "--world-size", "1"]])
+def test_a_reader_that_leaves_early_is_no_mistake(command, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(command) == 0
+        out.write("what is flushed at exit")
+    assert not capsys.readouterr().err

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from core.optimizer import OptimizerConfig
+from core.parallel_state.config import divisors
 from core.training import DataConfig, RunConfig, TrainingConfig
 from core.training.config import ConfigError
 from core.training.config.names import ELSEWHERE
 from core.training.config.run import known_fields
+from core.training.config.sources import merge
 
 ROOT = pathlib.Path(__file__).parents[2]
 COSINE = {"optimizer.lr_schedule": "cosine"}
@@ -203,9 +205,88 @@ def test_numbers_that_are_far_too_large_are_refused_as_quickly():
         {"parallel.pipeline": 10**12},
         {"model.ffn_hidden_size": 10**15 + 1, "parallel.tensor": 2},
         {"training.global_batch_size": 10**9 + 7},
+        {"training.train_steps": 10**400, "optimizer.lr": 10**400} | COSINE,
+        {"training.train_steps": 2**62 + 1, "optimizer.lr_decay_steps": 2**63} | COSINE,
     ):
         calls, error = calls_of(lambda given=given: RunConfig.from_dict(given).check(2))
         assert calls < 20_000 and str(error).startswith("this run: ")
+
+
+def test_only_small_divisors_of_a_large_number_are_looked_for():
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36] and divisors(1) == [1] and divisors(65521) == [1, 65521]
+    assert divisors(65537 * 65539) == [1, 65537 * 65539], "a loop to the root of 10**17 takes minutes"
+    assert divisors(2 * 65537**2) == [1, 2, 65537**2, 2 * 65537**2]
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"optimizer.lr": 10**400}, "optimizer.lr=10**400 is not finite, a number is needed"),
+        ({"training.train_steps": -(10**400)}, "train_steps=-10**400 is beyond 64 bits, an integer is needed"),
+        ({"training.train_steps": 2**63} | COSINE, f"training: train_steps={2**63} must be at most 2**62"),
+        ({"optimizer.lr_warmup_steps": 2**63}, f"optimizer: lr_warmup_steps={2**63} must be at most 2**62"),
+        (
+            {"optimizer.lr_schedule": "WarmupLR", "optimizer.lr_schedule_options": {"warmup_num_steps": "inf"}},
+            "optimizer: WarmupLR: warmup_num_steps='inf' is not of the kind int",
+        ),
+    ],
+)
+def test_numbers_beyond_floats_are_mistakes_and_no_overflow(given, said):
+    with pytest.raises(ConfigError) as error:
+        RunConfig.from_dict(given)
+    (problem,) = error.value.problems
+    assert said in problem.text
+
+
+def test_steps_beyond_floats_are_refused_by_the_part_itself():
+    with pytest.raises(ValueError, match=r"lr_decay_steps=10+ must be at most"):
+        OptimizerConfig(lr_schedule="cosine", lr_decay_steps=10**400)
+    with pytest.raises(ValueError, match=r"train_steps=10+ must be at most"):
+        TrainingConfig(train_steps=10**400)
+
+
+@pytest.mark.parametrize("device", ["cpu:x", "cuda:", "cuda:01", "cuda:128", "cuda:-1", "CPU", "", "cuda 1"])
+def test_a_device_that_cannot_be_one_is_told_with_the_rest(device):
+    with pytest.raises(ConfigError) as error:
+        RunConfig.from_dict({"device": device, "model.style": "bert"})
+    style, place = error.value.problems
+    assert "bert" in style.text and place.name == "device"
+    assert place.text.startswith(f"device={device!r} must be a kind, as cpu or cuda, or kind:index with an index")
+    with pytest.raises(ValueError, match="RunConfig: device="):
+        RunConfig(device=device)
+
+
+def test_devices_of_every_maker():
+    for device in ("cpu", "cuda:127", "npu:0", "xpu", "privateuse1:3"):
+        assert RunConfig(device=device) == RunConfig.from_dict({"device": device})
+
+
+def test_a_field_that_is_given_twice_is_told_with_both_values(tmp_path):
+    said = 'optimizer.lr is given twice, as "optimizer.lr" = 0.25 and as optimizer.lr = 0.5; leave one out'
+    with pytest.raises(ConfigError) as error:
+        RunConfig.from_dict({"optimizer.lr": 0.25, "optimizer": {"lr": 0.5}, "model.style": "bert"})
+    assert [problem.text[:40] for problem in error.value.problems] == [
+        said[:40],
+        "model: unknown style 'bert'; known: llam",
+    ]
+    assert error.value.problems[0].text == said
+    path = tmp_path / "twice.toml"
+    path.write_text('"optimizer.lr" = 0.25\n[optimizer]\nlr = 0.5\n')
+    for read in (RunConfig.from_toml, lambda path: merge(["--config", str(path)]).loaded()):
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: {said}")):
+            read(path)
+
+
+def test_what_is_no_mapping():
+    for nothing, kind in (([], "list"), ("optimizer.lr=1", "str"), (None, "NoneType")):
+        with pytest.raises(ConfigError, match=f"from_dict was given a {kind}, a mapping is needed"):
+            RunConfig.from_dict(nothing)
+    for given, said in (
+        ({"": 3}, "unknown ''; the parts are"),
+        ({"": {"model": {"seed": 1}}}, "unknown .model.seed;"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            RunConfig.from_dict(given)
 
 
 def test_a_wrong_number_of_steps_makes_nothing_else_wrong():
@@ -287,6 +368,9 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"binary\.toml cannot be read as TOML: 'utf-8'"):
         RunConfig.from_toml(tmp_path / "binary.toml")
+    (tmp_path / "deep.toml").write_text("lr = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(ValueError, match=r"deep\.toml cannot be read as TOML: it is nested too deeply"):
+        RunConfig.from_toml(tmp_path / "deep.toml")
     with pytest.raises(ValueError, match=r"cannot be read as TOML: Is a directory"):
         RunConfig.from_toml(tmp_path)
 

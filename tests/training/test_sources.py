@@ -169,6 +169,46 @@ def test_a_table_with_a_word_left_over():
         merge(["--optimizer.lr-schedule-options", "a", "1", "b"]).loaded()
 
 
+@pytest.mark.parametrize("name, empty", [("data.train", ()), ("optimizer.lr_schedule_options", {})])
+def test_a_list_or_table_without_words_is_a_mistake_and_an_empty_one_is_said(name, empty):
+    flag = flag_of(name)
+    for flags in ([flag], [flag, "--training.seed", "5"]):
+        with pytest.raises(
+            ConfigError, match=f"{flag} has no value; give {flag} VALUE ..., or {flag} None for an em"
+        ):
+            merge(flags).loaded()
+    before = {"data.train": ["nowhere"], "optimizer.lr_schedule_options": {"a": 1}}
+    assert merge([flag, "None"], defaults={name: before[name]}).loaded().run.flat()[name] == empty
+    assert RunConfig.from_dict({name: empty}).flat()[name] == empty
+
+
+def test_a_flag_is_told_as_it_was_typed():
+    origin = merge(["--model.no-bf16", "--training.train_steps", "5", "--optimizer.lr=1"]).loaded().origin
+    told = {origin[name] for name in ("model.bf16", "training.train_steps", "optimizer.lr")}
+    assert told == {"--model.no-bf16", "--training.train_steps", "--optimizer.lr"}
+
+
+def test_a_stray_dash_dash_is_told_and_the_flags_after_it_are_read():
+    merged = merge(["--", "--optimizer.lr", "0.5"])
+    with pytest.raises(ConfigError) as error:
+        merged.loaded()
+    assert [problem.text for problem in error.value.problems] == [
+        "'--' is a stray word among the flags; leave it out"
+    ]
+    assert merged.draft.values["optimizer.lr"] == 0.5
+
+
+def test_what_follows_a_field_still_follows_it_in_a_saved_file(tmp_path):
+    loaded = load_run(["--optimizer.lr-schedule", "cosine", "--training.train-steps", "70", "--model.seed", "3"])
+    text = loaded.to_toml(tmp_path / "new" / "run.toml")
+    again = load_run(["--config", str(tmp_path / "new" / "run.toml")])
+    assert again.run == loaded.run and again.to_toml() == text
+    longer = load_run(["--config", str(tmp_path / "new" / "run.toml"), "--training.train-steps", "90"]).run
+    assert longer.optimizer.lr_decay_steps == 90
+    said = load_run(["--optimizer.lr-schedule", "cosine", "--optimizer.lr-decay-steps", "80"]).to_toml()
+    assert "lr_decay_steps = 80" in said, "what somebody said stays"
+
+
 def test_help_tells_every_field_with_its_docstring_and_the_scripts_default(capsys):
     with pytest.raises(SystemExit) as end:
         load_run(["--help"], defaults={"optimizer.lr": 0.125}, description="What this script does.")
@@ -251,9 +291,9 @@ def as_flags(flat):
             part, _, key = name.rpartition(".")
             yield flag_of(name if value else f"{part}.no_{key}")
         elif isinstance(value, dict):
-            yield from (flag_of(name), *(str(word) for pair in value.items() for word in pair))
+            yield from (flag_of(name), *([str(word) for pair in value.items() for word in pair] or ["None"]))
         elif isinstance(value, list | tuple):
-            yield from (flag_of(name), *value)
+            yield from (flag_of(name), *(value or ["None"]))
         else:
             yield from (flag_of(name), str(value))
 

@@ -31,7 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--explain", nargs="*", metavar="FILE.toml", help="tell what a run of these files and flags is")
+    what.add_argument(
+        "--explain",
+        nargs="*",
+        action="extend",
+        metavar="FILE.toml",
+        help="tell what a run of these files and flags is",
+    )
     what.add_argument("--template", nargs="?", const="-", metavar="FILE.toml", help="write a commented file")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks of the run; default: WORLD_SIZE, or 1", default=None
@@ -42,22 +48,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if flags:
                 parser.error(f"--template takes no flags: {' '.join(flags)}")
             return _write_template(given.template)
-        world = int(os.environ.get("WORLD_SIZE", 1)) if given.world_size is None else given.world_size
+        world = _world(parser) if given.world_size is None else given.world_size
         if world < 1:
             parser.error(f"--world-size {world} must be at least 1")
         files = [word for path in given.explain for word in ("--config", path)]
         text, mistakes = explained(merge([*files, *flags]), world)
+        _tell(f"{text}\n")
     except (ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(text)
     return 1 if mistakes else 0
+
+
+def _world(parser: argparse.ArgumentParser) -> int:
+    """What WORLD_SIZE says; 1 where it is not set, or set to nothing. Raises SystemExit: it is no number."""
+    text = os.environ.get("WORLD_SIZE") or "1"
+    try:
+        return int(text)
+    except ValueError:
+        parser.error(f"WORLD_SIZE={text!r} is no number of ranks; unset it, or give --world-size N")
+
+
+def _tell(text: str) -> None:
+    """To stdout, as long as somebody reads it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _write_template(path: str) -> int:
     """To stdout, or to a file that is not there yet."""
     if path == "-":
-        print(template(), end="")
+        _tell(template())
         return 0
     try:
         with Path(path).open("x", encoding="utf-8") as file:

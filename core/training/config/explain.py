@@ -4,7 +4,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from core.training.config.fields import NONE, Field
+from core.training.config.fields import NONE, Field, brief
 from core.training.config.run import PARTS, Problem, between, known_fields
 from core.training.config.sources import Merged
 from core.training.config.toml_files import literal
@@ -54,10 +54,10 @@ def _table(merged: Merged) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    return NONE if value is None else literal(value) if isinstance(value, _WRITABLE) else repr(value)
+    return NONE if value is None else literal(value) if isinstance(value, _WRITABLE) else brief(value)
 
 
-_WRITABLE = (str, int, float, list, tuple, dict)
+_WRITABLE = (str, bool, float, list, tuple, dict)
 
 
 def _batch(parts: dict, world_size: int) -> str:

@@ -12,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 NONE = "None"  # the text that stands for no value, where a field may have none
 
+_LARGEST = 1 << 64  # what no field's integer reaches, seeds included
+
 _TYPES = {"flag": "true | false", "texts": "list of texts", "table": "table of texts and numbers"}
 _NEEDED = {
     "integer": "an integer",
@@ -62,7 +64,8 @@ class Field:
     def read(self, value: Any) -> Any:
         """`value`, from Python, TOML or a command line, as the dataclass holds it.
 
-        An integer is a number too, a text a list of one; the text "None" is None where that is allowed.
+        An integer is a number too, a text a list of one; the text "None" is None where that is allowed, and a list or
+        table of nothing.
         Raises ValueError: it is of another kind; the message tells the value and what is needed.
         """
         if self.optional and (value is None or value == NONE):
@@ -74,7 +77,7 @@ class Field:
         except _Wrong as wrong:
             needed = _NEEDED[self.kind] + (f" or {NONE}" if self.optional else "") + " is needed"
             needed += f"; use {value:.0f}" if self.kind == "integer" and _is_whole(value) else ""
-            raise ValueError(f"{self.name}={value!r} is {wrong}, {needed}") from None
+            raise ValueError(f"{self.name}={brief(value)} is {wrong}, {needed}") from None
 
     def from_text(self, text: str) -> Any:
         """The value that a TOML file would have for `text` of a command line; a text where it is none of the kind."""
@@ -83,6 +86,13 @@ class Field:
         if self.kind == "flag":
             return {"true": True, "false": False}.get(text.lower(), text)
         return text
+
+
+def brief(value: Any) -> str:
+    """`value` as Python writes it; an integer with more digits than anybody reads as its power of ten."""
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        return f"{'-' if value < 0 else ''}10**{math.log10(abs(value)):.0f}"
+    return repr(value)
 
 
 class _Wrong(Exception):
@@ -106,16 +116,21 @@ def _is_whole(value: Any) -> bool:
 def _integer(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _Wrong(_what(value))
+    if abs(value) >= _LARGEST:
+        raise _Wrong("beyond 64 bits")
     return value
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise _Wrong(_what(value))
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
         raise _Wrong("not finite") from None
+    if not math.isfinite(number):
+        raise _Wrong("not finite")
+    return number
 
 
 def _flag(value: Any) -> bool:
@@ -133,7 +148,7 @@ def _text(value: Any) -> str:
 def _texts(value: Any) -> tuple[str, ...]:
     """Numbers in a list become texts: weights of a blend."""
     if isinstance(value, str):
-        return (value,)
+        return () if value == NONE else (value,)
     if not isinstance(value, list | tuple):
         raise _Wrong(_what(value))
     items = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
@@ -144,6 +159,8 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 def _table(value: Any) -> dict[str, str | float]:
     """Integers become numbers; true and false texts, as on a command line."""
+    if isinstance(value, str) and value == NONE:
+        return {}
     if not isinstance(value, Mapping):
         raise _Wrong(_what(value))
     made: dict[str, str | float] = {}
@@ -230,18 +247,31 @@ def fields_of(cls: type) -> dict[str, Field]:
     return {field.name: field for field in _fields_in(cls)}
 
 
-def flatten(nested: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:
-    """{"optimizer": {"lr": 1}} as {"optimizer.lr": 1}; a field that holds a table stays whole."""
+def flatten(nested: Mapping[str, Any], known: Mapping[str, Field]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """({"optimizer": {"lr": 1}} as {"optimizer.lr": 1}, what is said about names that are there twice).
+
+    A field that holds a table stays whole. The first one of two values of a name is kept.
+    """
     flat: dict[str, Any] = {}
-    parts = {field.part for field in known.values()}
+    written: dict[str, str] = {}
+    twice = []
+    parts = {field.part for field in known.values()} - {""}
 
-    def walk(prefix: str, value: Any) -> None:
-        inside = value or prefix == "" or prefix in parts
-        if isinstance(value, Mapping) and inside and prefix not in known:
+    def walk(keys: tuple[str, ...], value: Any) -> None:
+        name = ".".join(keys)
+        if isinstance(value, Mapping) and name not in known and (value or not keys or name in parts):
             for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+                walk((*keys, str(key)), inner)
+            return
+        here = f"{'.'.join(_quoted(key) for key in keys)} = {brief(value)}"
+        if name in flat:
+            twice.append(f"{name} is given twice, as {written[name]} and as {here}; leave one out")
         else:
-            flat[prefix] = value
+            flat[name], written[name] = value, here
 
-    walk("", nested)
-    return flat
+    walk((), nested)
+    return flat, tuple(twice)
+
+
+def _quoted(key: str) -> str:
+    return f'"{key}"' if "." in key else key

@@ -20,9 +20,14 @@ _MANY = ("texts", "table")
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What a command line says. values: flat name -> raw value, of the flags that are there. files: of --config."""
+    """What a command line says.
+
+    values: flat name -> raw value, of the flags that are there. typed: flat name -> the flag as it was typed.
+    files: of --config.
+    """
 
     values: dict[str, Any]
+    typed: dict[str, str]
     files: tuple[str, ...]
     problems: tuple[Problem, ...]
 
@@ -39,23 +44,28 @@ def read_flags(
 
     Raises ImportError: tyro is missing.
     """
-    kept, given, problems = _scan(args, known)
+    kept, typed, problems = _scan(args, known)
     found, rest = _parsed(kept, known, defaults, description)
-    values = {}
-    for name in given:
+    values: dict[str, Any] = {}
+    for name in typed:
         spec = known[name]
         raw = getattr(getattr(found, spec.part) if spec.part else found, spec.key)
-        if spec.kind == "table":
+        if spec.kind in _MANY and raw == (NONE,):
+            values[name] = NONE
+        elif spec.kind == "table":
             values[name] = pairs_of(raw)
         else:
             values[name] = spec.from_text(raw) if isinstance(raw, str) else raw
     problems += _strays(rest, known)
-    return Flags(values=values, files=found.config, problems=tuple(problems))
+    return Flags(values=values, typed=typed, files=found.config, problems=tuple(problems))
 
 
-def _scan(args: Sequence[str], known: Mapping[str, Field]) -> tuple[list[str], list[str], list[Problem]]:
-    """(arguments without flags that lack a value, or have one too many; names of the flags; those mistakes)."""
-    kept, given, problems = [], [], []
+def _scan(args: Sequence[str], known: Mapping[str, Field]) -> tuple[list[str], dict[str, str], list[Problem]]:
+    """(arguments without flags that lack a value, or have one too many; name -> flag as typed; those mistakes)."""
+    kept: list[str] = []
+    typed: dict[str, str] = {}
+    problems = [Problem("", "'--' is a stray word among the flags; leave it out")] if "--" in args else []
+    args = [word for word in args if word != "--"]
     for word, after in zip(args, [*args, "--"][1:], strict=True):
         head, equals, _ = word.partition("=")
         part, _, key = head.removeprefix("--").replace("-", "_").rpartition(".")
@@ -69,15 +79,16 @@ def _scan(args: Sequence[str], known: Mapping[str, Field]) -> tuple[list[str], l
                 problems.append(Problem("", f"{word}: a value is one word too many; use {_switch(switch)}"))
             else:
                 kept.append(word)
-                given.append(switch)
+                typed[switch] = head
         elif switch != name and name != _CONFIG:
             kept.append(word)  # --optimizer.no-lr: nobody's
-        elif kind not in _MANY and not equals and _is_flag(after):
-            problems.append(Problem("", f"{head} has no value; give {head} VALUE"))
+        elif not equals and _is_flag(after):
+            more = f" ..., or {head} {NONE} for an empty one" if kind in _MANY else ""
+            problems.append(Problem("", f"{head} has no value; give {head} VALUE{more}"))
         else:
             kept.append(word)
-            given += [name] if name in known else []
-    return kept, list(dict.fromkeys(given)), problems
+            typed |= {name: head} if name in known else {}
+    return kept, typed, problems
 
 
 def _is_flag(word: str) -> bool:

@@ -68,7 +68,7 @@ def unknown(name: str, known: Mapping[str, Field]) -> str:
     same = [ELSEWHERE[key]] if key in ELSEWHERE else same
     near = same or get_close_matches(name, known, n=1) or _by_key(key, known)
     remedy = f"did you mean {' or '.join(near)}?" if near else f"the parts are {', '.join(parts)}"
-    return f"unknown {name}; {remedy}"
+    return f"unknown {name or repr(name)}; {remedy}"
 
 
 def _first(part: str, known: Mapping[str, Field]) -> str:

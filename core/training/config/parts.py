@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from core.optimizer.config import MOST_STEPS
 from core.optimizer.offload import Offload
 from core.parallel_state.config import raise_all
 from core.pipeline import schedules
@@ -168,6 +169,7 @@ class TrainingConfig:
     def _rules(self) -> Iterator[tuple[bool, str]]:
         for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
+        yield self.train_steps <= MOST_STEPS, f"train_steps={self.train_steps} must be at most 2**62"
         for name in ("eval_interval", "eval_batches"):
             yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
         known = ("none", "selective", "layer", "stage")

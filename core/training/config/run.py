@@ -2,15 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core.optimizer.config import OptimizerConfig
+from core.optimizer.config import MOST_STEPS, OptimizerConfig
 from core.optimizer.schedule import ENDLESS, KINDS
-from core.parallel_state.config import ParallelConfig
+from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten
 from core.training.config.model import ModelConfig
@@ -20,14 +21,14 @@ from core.training.config.toml_files import read_toml, write_toml
 from core.training.rules import check_run, run_rules
 
 _STEPS, _DECAY = "training.train_steps", "optimizer.lr_decay_steps"
-_FOR_EVER = 1 << 62  # stands in for a number of steps that is wrong, so that nothing else seems wrong because of it
+_DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(0|[1-9][0-9]{0,2}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything a run is told. `from_dict`, `from_toml` and `load_run` read one, and tell all mistakes at once.
 
-    Raises ValueError: a part that is of another class.
+    Raises ValueError: a part that is of another class, a device that cannot be one.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -65,6 +66,7 @@ class RunConfig:
                     f"RunConfig: {name} is a {type(part).__name__}, a {kind.__name__} is needed; "
                     "RunConfig.from_dict reads plain values"
                 )
+        raise_all("RunConfig", _device_rules(self.device))
 
     @classmethod
     def from_dict(cls, nested: Mapping[str, Any]) -> "RunConfig":
@@ -73,12 +75,17 @@ class RunConfig:
         `optimizer.lr_decay_steps` is `training.train_steps` where the schedule needs it and nothing else is said.
         Raises ConfigError, a ValueError: unknown names, values of another kind, broken rules; all at once.
         """
-        return drafted(flatten(nested, known_fields())).run()
+        if not isinstance(nested, Mapping):
+            given = type(nested).__name__
+            needed = "a mapping is needed, as {'optimizer': {'lr': 3e-4}}"
+            raise ConfigError((Problem("", f"from_dict was given a {given}, {needed}"),))
+        return drafted(*flatten(nested, known_fields())).run()
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "RunConfig":
         """As `from_dict`, of a TOML file. Raises ValueError: also a file that cannot be read."""
-        return drafted(read_toml(path, known_fields())[0]).run()
+        read = read_toml(path, known_fields())
+        return drafted(read.values, read.twice).run()
 
     def flat(self) -> dict[str, Any]:
         """{"model.style": "llama", ...}: every field."""
@@ -97,11 +104,7 @@ class RunConfig:
 
     def to_toml(self, path: str | Path | None = None) -> str:
         """The same as TOML, also written to `path`; nothing is left to defaults, None is the text "None"."""
-        text = write_toml(known_fields().values(), self.flat())
-        if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return write_toml(known_fields().values(), self.flat(), path)
 
     def check(self, world_size: int) -> "RunConfig":
         """This run with `parallel.data` filled in, for a world of that many ranks.
@@ -117,6 +120,15 @@ class RunConfig:
     def digest(self) -> str:
         """sha256 of all values, as hex digits; the same wherever they came from."""
         return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
+
+
+def _device_rules(device: object) -> Iterator[tuple[bool, str]]:
+    """Whether it can be a device at all; whether this machine has it is asked where it is used."""
+    found = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    yield (
+        device is None or (found is not None and int(found[1] or 0) <= 127),  # torch counts in 8 bits
+        f"device={device!r} must be a kind, as cpu or cuda, or kind:index with an index from 0 to 127, as cuda:1",
+    )
 
 
 PARTS: dict[str, type] = {
@@ -177,11 +189,11 @@ def between(parts: Mapping[str, Any]) -> tuple[Problem, ...]:
     return tuple(Problem("", message) for holds, message in run_rules(parts) if not holds)
 
 
-def drafted(given: Mapping[str, Any]) -> Draft:
-    """Read flat names and values; nothing is raised."""
+def drafted(given: Mapping[str, Any], said: Sequence[str] = ()) -> Draft:
+    """Read flat names and values; `said` are mistakes that were found before. Nothing is raised."""
     known = known_fields()
     values = {name: known_field.default for name, known_field in known.items()}
-    problems, good = [], dict(values)
+    problems, good = [Problem("", text) for text in said], dict(values)
     for name, value in given.items():
         if name not in known:
             problems.append(Problem(name, unknown(name, known)))
@@ -201,6 +213,7 @@ def drafted(given: Mapping[str, Any]) -> Draft:
         if built is not None and part not in {name.partition(".")[0] for name in wrong}:
             parts[part] = built
     if "device" not in wrong:
+        problems += [Problem("device", text) for holds, text in _device_rules(good["device"]) if not holds]
         parts["device"] = good["device"]
     return Draft(values=values, derived=derived, parts=parts, problems=tuple(problems))
 
@@ -211,7 +224,8 @@ def _derived(good: dict[str, Any], wrong: set[str]) -> dict[str, str]:
     ends = own and (good["optimizer.lr_schedule"] not in ENDLESS or good["optimizer.lr_warmup_fraction"] > 0)
     if not ends or good[_DECAY] is not None or _DECAY in wrong:
         return {}
-    good[_DECAY] = good[_STEPS] if _STEPS not in wrong and good[_STEPS] >= 1 else _FOR_EVER
+    right = _STEPS not in wrong and 1 <= good[_STEPS] <= MOST_STEPS
+    good[_DECAY] = good[_STEPS] if right else MOST_STEPS  # so that nothing else seems wrong because of it
     return {_DECAY: _STEPS}
 
 

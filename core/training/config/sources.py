@@ -4,11 +4,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from core.training.config.flags import flag_of, read_flags
+from core.training.config.flags import read_flags
 from core.training.config.run import ConfigError, Draft, Problem, RunConfig, between, drafted, known_fields
-from core.training.config.toml_files import literal, read_toml
+from core.training.config.toml_files import literal, read_toml, write_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,15 @@ class Loaded:
             for name, value in self.run.flat().items()
             if self.origin[name] != "default"
         ]
+
+    def to_toml(self, path: str | Path | None = None) -> str:
+        """As `RunConfig.to_toml`, but a field that follows another one is left undecided ("None").
+
+        It follows again where the file is read, also beside another value of that other field.
+        """
+        known = known_fields()
+        values = {n: None if self.origin[n] in known else value for n, value in self.run.flat().items()}
+        return write_toml(known.values(), values, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +77,15 @@ def merge(args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, des
     problems = []
     for path in flags.files:
         try:
-            values, lines = read_toml(path, known)
+            values, lines, twice = read_toml(path, known)
         except ValueError as error:
             problems.append(Problem("", str(error)))
             continue
+        problems += [Problem("", said) for said in twice]
         given |= values
         origin |= {name: f"{path}:{lines[name]}" if name in lines else path for name in values}
     given |= flags.values
-    origin |= {name: flag_of(name) for name in flags.values}
+    origin |= flags.typed
     draft = drafted(given)
     origin |= draft.derived
     return Merged(

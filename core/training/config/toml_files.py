@@ -5,64 +5,76 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.training.config.fields import NONE, Field, flatten
 
-_HEADER = re.compile(r"\s*\[\[?\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
-_KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
-_QUOTES = re.compile(r"\"\"\"|'''")
+_CLOSES = re.compile(r"[]}]|\"\"\"|'''")
+_TRIES = 200  # lines that might end a setting of several lines, and do not
 
 
-def read_toml(path: str | Path, known: Mapping[str, Field]) -> tuple[dict[str, Any], dict[str, int]]:
-    """(flat name -> value, flat name -> line) of a file. Raises ValueError: it cannot be read, or is no TOML."""
+class Read(NamedTuple):
+    """A file: flat name -> value, flat name -> line, and what is said about names that are there twice."""
+
+    values: dict[str, Any]
+    lines: dict[str, int]
+    twice: tuple[str, ...]
+
+
+def read_toml(path: str | Path, known: Mapping[str, Field]) -> Read:
+    """What a file says. Raises ValueError: it cannot be read, or is no TOML."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        values = flatten(tomllib.loads(text), known)
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        values, twice = flatten(tomllib.loads(text), known)
+        lines = lines_of(text, values)
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist; `python -m core.training.config --template {path}` writes one"
         ) from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read as TOML: it is nested too deeply") from None
     except (OSError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError among them
         raise ValueError(f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}") from None
-    return values, lines_of(text, values)
+    return Read(values, lines, tuple(f"{path}: {said}" for said in twice))
 
 
 def lines_of(text: str, names: Iterable[str]) -> dict[str, int]:
-    """flat name -> line, counted from 1; of the table that holds it, where it has no line of its own."""
+    """flat name -> line, counted from 1, where its setting begins; without those that are not found for sure."""
     found: dict[str, int] = {}
-    for number, name in _keys(text):
-        found.setdefault(name, number)
-    at = {}
-    for name in names:
-        outer = name
-        while outer and outer not in found:
-            outer = outer.rpartition(".")[0]
-        if outer:
-            at[name] = found[outer]
-    return at
+    table: tuple[str, ...] = ()
+    for number, statement, says in _statements(text):
+        header = statement.lstrip().startswith("[")
+        paths = [((() if header else table) + path) for path in _paths(says)]
+        table = paths[-1] if header else table
+        for path in paths:
+            found.setdefault(".".join(path), number)
+    return {name: found[name] for name in names if name in found}
 
 
-def _keys(text: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every table and key; lines within a text of several lines are none."""
-    table, quote = "", ""
-    for number, line in enumerate(text.splitlines(), 1):
-        inside = bool(quote)
-        if not inside and line.lstrip().startswith("#"):
+def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(first line, text, what it says by itself) of every header and setting: as many lines as are TOML together."""
+    start, held, tries = 1, "", 0
+    for number, line in enumerate(text.split("\n"), 1):
+        held += line + "\n"
+        if number > start and not _CLOSES.search(line):
             continue
-        for mark in _QUOTES.findall(line):
-            quote = mark if not quote else "" if mark == quote else quote
-        if inside:
+        try:
+            says = tomllib.loads(held)
+        except ValueError:  # it goes on in the next line
+            tries += 1
+            if tries > _TRIES:
+                return
             continue
-        if header := _HEADER.match(line):
-            table = _plain(header[1])
-            yield number, table
-        elif key := _KEY.match(line):
-            yield number, f"{table}.{_plain(key[1])}" if table else _plain(key[1])
+        yield start, held, says
+        start, held = number + 1, ""
 
 
-def _plain(dotted: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in dotted.split("."))
+def _paths(says: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys that lead to every table and value, outer ones first."""
+    for key, value in says.items():
+        yield (*outer, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*outer, key))
 
 
 def literal(value: Any) -> str:
@@ -76,12 +88,16 @@ def literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
-def write_toml(fields: Iterable[Field], values: Mapping[str, Any]) -> str:
-    """A file with every field and its value, part by part."""
+def write_toml(fields: Iterable[Field], values: Mapping[str, Any], path: str | Path | None = None) -> str:
+    """A file with every field and its value, part by part; written to `path` where one is given."""
     lines, part = [], ""
     for field in sorted(fields, key=lambda field: field.part != ""):  # those of no part come first, as TOML wants it
         if field.part != part:
             part = field.part
             lines += ["", f"[{part}]"]
         lines.append(f"{field.key} = {literal(values[field.name])}")
-    return "\n".join(lines).lstrip("\n") + "\n"
+    text = "\n".join(lines).lstrip("\n") + "\n"
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    return text
