@@ -24,14 +24,6 @@ from core.training.metrics import flops_per_token, total_peak_flops
 from core.training.summary import configuration, describe, last_step, open_log, tell
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
-DEFAULTS = {  # of this script; a file or a flag goes before them
-    "training.train_steps": 200,
-    "optimizer.lr": 2e-3,
-    "optimizer.min_lr": 2e-4,
-    "optimizer.lr_schedule": "cosine",
-    "optimizer.lr_warmup_fraction": 0.1,
-    "optimizer.weight_decay": 0.1,
-}
 
 
 def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
@@ -88,7 +80,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
 
 
 if __name__ == "__main__":
-    loaded = load_run(defaults=DEFAULTS, description=__doc__)
+    loaded = load_run(description=__doc__)
     with told_to_user():
         run = loaded.run.check(int(os.environ.get("WORLD_SIZE", 1)))
         with parallel_state.launch(run.device) as device, told_to_user():

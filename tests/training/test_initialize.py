@@ -27,7 +27,7 @@ def settings(made, **more):
         "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48},
         "data": {"train": str(made.train), "valid": str(made.valid), "tokenizer": str(made.tokenizer)},
         "training": {"train_steps": STEPS, "global_batch_size": 8, "micro_batch_size": 8},
-        "optimizer": {"lr": 1e-2},
+        "optimizer": {"lr": 1e-2, "lr_schedule": "constant", "lr_warmup_fraction": 0.0},
         "device": "cpu",
     }
     found["data"]["sequence_length"] = S
@@ -266,6 +266,6 @@ def test_a_model_laid_out_otherwise_is_refused(corpus):
 
 
 def test_the_optimizer_is_the_configurations(corpus):
-    config = OptimizerConfig(lr=3e-3, weight_decay=0.0)
+    config = OptimizerConfig(lr=3e-3, weight_decay=0.0)  # of a constant rate
     _, optimizer, scheduler, _ = initialize(config=settings(corpus, optimizer__lr=3e-3, optimizer__weight_decay=0.0))
     assert optimizer.config == config and scheduler.get_last_lr() == [3e-3]

@@ -75,10 +75,10 @@ def _batch(parts: dict, world_size: int) -> str:
 
 
 def template() -> str:
-    """A TOML file with every field: its docstring, kind and default. It reads as a run of defaults only."""
+    """A TOML file with every field: its docstring, kind and default, all as comments. It reads as a run of defaults."""
     lines = [
         "# A run: python examples/pretrain_gpt.py --config THIS.toml",
-        "# Every field with its default; what is left out keeps it, flags win over the file.",
+        "# Every field with its default; uncomment what is to be otherwise. Flags win over the file.",
         "# python -m core.training.config --explain THIS.toml tells what comes out of it.",
     ]
     part = None
@@ -100,7 +100,5 @@ def _comment(text: str) -> list[str]:
 
 
 def _setting(field: Field) -> str:
-    """The default as a line of the file; a comment where it is None."""
-    if field.default is None:
-        return f"# {field.key} = {literal(None)}"
-    return f"{field.key} = {literal(field.default)}"
+    """The default as a line of the file, which changes nothing as long as it is a comment."""
+    return f"# {field.key} = {literal(field.default)}"

@@ -124,13 +124,13 @@ class DataParallelConfig:
 class TrainingConfig:
     """How long, in which batches, and what is told on the way. Raises ValueError with every rule that is broken."""
 
-    train_steps: int = 300
+    train_steps: int = 200
     """Updates of the whole run, those before a resume included."""
 
     global_batch_size: int = 16
     """Rows of one update over all ranks: micro_batch_size x accumulation x data ranks."""
 
-    micro_batch_size: int = 8
+    micro_batch_size: int = 2
     """Rows that one rank computes at once."""
 
     recompute: Literal["none", "selective", "layer", "stage"] = "none"

@@ -21,6 +21,8 @@ from core.training.config.toml_files import read_toml, write_toml
 from core.training.rules import check_run, run_rules
 
 _STEPS, _DECAY = "training.train_steps", "optimizer.lr_decay_steps"
+# where a run begins otherwise than an optimizer by itself
+_OPTIMIZER: dict[str, Any] = {"lr_schedule": "cosine", "lr_warmup_fraction": 0.1, "weight_decay": 0.1}
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(0|[1-9][0-9]{0,2}))?")
 
 
@@ -49,7 +51,9 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """How long, in which batches, and what is told."""
 
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(**_OPTIMIZER, lr_decay_steps=TrainingConfig().train_steps)
+    )
     """The update, its learning rate and its clipping."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -146,7 +150,10 @@ PARTS: dict[str, type] = {
 @cache
 def known_fields() -> dict[str, Field]:
     """Flat name -> field, of all fields of a run."""
-    return fields_of(RunConfig)
+    known = fields_of(RunConfig)
+    return known | {
+        f"optimizer.{key}": replace(known[f"optimizer.{key}"], default=d) for key, d in _OPTIMIZER.items()
+    }
 
 
 class Problem(NamedTuple):
