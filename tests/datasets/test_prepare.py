@@ -130,7 +130,7 @@ def test_any_number_of_workers_writes_the_same_bytes(text, tmp_path, small_piece
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "{text}/no", "--output", "{out}"], r"error: .*/no of 1 inputs do not exist"),
+        (["--input", "{text}/no", "--output", "{out}"], r"error: input .*/no does not exist; name files"),
         (["--input", "{text}/picture.png", "--output", "{out}"], r"error: 0 documents in 1 files, skipped: 1 binary"),
         (["--input", "{text}", "--output", "{out}.bin"], r"error: output .*/a\.bin is a prefix"),
         (["--input", "{text}", "--output", "{out}", "--workers", "0"], r"error: workers=0 must be at least 1"),
