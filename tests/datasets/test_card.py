@@ -150,21 +150,3 @@ def test_a_card_never_replaces_a_foreign_file(tmp_path):
     with TokenFileWriter(tmp_path / "a", vocab_size=9) as writer:
         writer.add_document([1, 2])
     assert (tmp_path / "a.json").exists()
-
-
-def test_temporary_files_of_the_dead_are_removed_those_of_the_living_not(tmp_path):
-    dead = [tmp_path / f"a.{kind}.999999999.tmp" for kind in ("bin", "idx", "json")]
-    for path in dead:
-        path.write_bytes(b"x")
-    (tmp_path / "a.bin.tmp").write_bytes(b"another's")
-    with TokenFileWriter(tmp_path / "a", vocab_size=9) as writer:
-        assert not any(path.exists() for path in dead)
-        with pytest.raises(KeyboardInterrupt), TokenFileWriter(tmp_path / "a2", vocab_size=9):
-            raise KeyboardInterrupt
-        writer.add_document([1, 2])
-        temporary = next(tmp_path.glob("a.bin.*.tmp"))
-        temporary.rename(tmp_path / "a.bin.999999998.tmp")  # as if of another process
-        TokenFileWriter(tmp_path / "a", vocab_size=9).__enter__().__exit__(KeyboardInterrupt, None, None)
-        (tmp_path / "a.bin.999999998.tmp").rename(temporary)
-    assert (tmp_path / "a.bin.tmp").exists()
-    assert TokenFile(tmp_path / "a").num_tokens == 2
