@@ -10,6 +10,7 @@ from core.datasets.card import tokenizer_path
 from core.datasets.token_file import TokenFile
 
 _LOOKED_AT = 1 << 22  # tokens of a file without card that are held against the tokenizer: all would be slow
+_BLOCKS, _BLOCK = 64, 4096  # and so many blocks of so many tokens, spread over the whole of it
 
 
 class AnyTokenizer(Protocol):
@@ -86,16 +87,22 @@ def tokenizer_of(file: TokenFile) -> AnyTokenizer:
 
 
 def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
-    """Raise `ValueError` unless `tokenizer` made the file; without a card, unless the first tokens fit its size.
+    """Raise `ValueError` unless `tokenizer` made the file; without a card, unless the ids fit its size.
+
+    Those are the first 2^22 tokens, and 64 blocks spread over the file.
 
     Where documents are closed by an end of text, it must be the tokenizer's.
     """
     if file.card is None:
-        largest = int(file.tokens(0, min(file.num_tokens, _LOOKED_AT)).max(initial=0))
-        if largest >= tokenizer.vocab_size:
+        least, most = file.smallest_and_largest([0], _LOOKED_AT)
+        last = max(0, file.num_tokens - _BLOCK)
+        starts = [i * last // (_BLOCKS - 1) for i in range(_BLOCKS)]
+        low, high = file.smallest_and_largest(starts, _BLOCK)
+        least, most = min(least, low), max(most, high)
+        if least < 0 or most >= tokenizer.vocab_size:
             raise ValueError(
-                f"{file.prefix}.bin holds token {largest}, the tokenizer has {tokenizer.vocab_size} tokens; give the "
-                "tokenizer that made the file"
+                f"{file.prefix}.bin holds token {least if least < 0 else most}, the tokenizer has "
+                f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
             )
         return
     found, expected = tokenizer.identity, file.card.tokenizer

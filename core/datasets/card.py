@@ -6,16 +6,21 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 FORMAT = "paracore tokens 1"
 _FAMILY = "paracore tokens"
-_BEGINNING = f'{{\n  "format": "{_FAMILY}'.encode()  # of the JSON below: format comes first
+_FORMAT_KEY = re.compile(rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL)  # of what does not parse
+_LARGEST_CARD = 16 << 20  # bytes: a file of more is somebody's text
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 4096
 _CHUNK = 1 << 22
+
+_Kind = tuple[str, Callable[[Any], bool]]  # what a value should be, and whether it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,32 +68,72 @@ def tokenizer_path(prefix: str | Path) -> Path:
 
 def has_card(prefix: str | Path) -> bool:
     """Whether `prefix.json` is a card, whole or damaged, and not somebody's JSON: the text itself may lie there."""
+    content = _content(prefix)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return _FORMAT_KEY.match(content) is not None
+    version = found.get("format") if isinstance(found, dict) else None
+    return isinstance(version, str) and version.startswith(_FAMILY)
+
+
+def _content(prefix: str | Path) -> bytes:
+    """Of `prefix.json`; nothing if there is none, or one too large for a card."""
     try:
         with card_path(prefix).open("rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
+            return file.read() if os.fstat(file.fileno()).st_size <= _LARGEST_CARD else b""
     except FileNotFoundError:
-        return False
+        return b""
 
 
 def read_card(prefix: str | Path) -> TokenCard | None:
     """The card beside the token file, None if there is none or if a foreign file has its name.
 
-    Raises `ValueError` if it is damaged or of a later format.
+    Raises `ValueError` if it is damaged or of a later format, naming the file and every field that is wrong.
     """
     if not has_card(prefix):
         return None
     path = card_path(prefix)
-    content = path.read_bytes()
+    content = _content(prefix)
     try:
         found = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} of {len(content)} bytes is damaged: {error}; {remedy(prefix)}") from None
     if (version := found.get("format")) != FORMAT:
         raise ValueError(f"{path} has format {version!r}, this reads {FORMAT!r}; {remedy(prefix)}")
     names = {field.name for field in fields(TokenCard)}
     if found.keys() != names:
         raise ValueError(f"{path}: {sorted(found.keys() ^ names)} are missing or too many; {remedy(prefix)}")
+    wrong = [
+        f"{name} is {repr(found[name])[:60]}, not {kind}"
+        for name, (kind, fits) in _KINDS.items()
+        if not fits(found[name])
+    ]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {'; '.join(wrong)}; {remedy(prefix)}")
     return TokenCard(**found | {"sources": tuple(found["sources"])})
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0  # True would be an int, too
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_NUMBER: _Kind = ("a number from 0 on", _is_number)
+_TEXT: _Kind = ("text", _is_text)
+_KINDS: dict[str, _Kind] = {  # of the values in JSON
+    **dict.fromkeys(("documents", "tokens", "text_bytes", "vocab_size", "idx_bytes", "bin_bytes"), _NUMBER),
+    **dict.fromkeys(("dtype", "tokenizer", "idx_hash", "bin_hash", "bin_sha256", "idx_sha256"), _TEXT),
+    "end_of_text": ("a token or null", lambda value: value is None or _is_number(value)),
+    "sources": ("a list of text", lambda value: isinstance(value, list) and all(map(_is_text, value))),
+    "skipped": (
+        "numbers by reason",
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    ),
+}
 
 
 def remedy(prefix: str | Path) -> str:

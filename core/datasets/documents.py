@@ -20,6 +20,7 @@ from core.datasets.byte_tokenizer import ByteTokenizer
 
 PIECE_BYTES = 1 << 20
 _TOGETHER = 1 << 16  # bytes that are tokenised at a time: more is slower, and takes 100 bytes of memory for a token
+PARAGRAPH_ENDS = (b"\n\n", b"\n\r\n")
 _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
 Ids = npt.NDArray[np.integer]
@@ -122,7 +123,9 @@ class Encoder:
             # only at \n and \r\n, as an editor counts: str.splitlines knows eight more
             yield from (line.removesuffix("\r") for line in piece.content.decode().split("\n") if line.strip())
         else:
-            yield from (text for text in _BLANK_LINES.split(piece.content.decode().strip("\n")) if text)
+            # with blank lines at both ends, as in the middle: the result is the same wherever a piece was cut
+            texts = _BLANK_LINES.split(f"\n\n{piece.content.decode()}\n\n")
+            yield from (stripped for text in texts if (stripped := text.strip("\r\n")))
 
     def _json_lines(self, content: bytes, skipped: Counter[str]) -> Iterator[str]:
         for line in content.split(b"\n"):
@@ -171,11 +174,19 @@ def cut_place(content: bytes, start: int, stop: int, mode: str = "file") -> int:
     """A place to cut behind `start`: the last one up to `stop`, else the first one behind it, see `cuts`."""
     if mode == "file":
         return _between_words(content, start, stop)
-    separator = b"\n\n" if mode == "paragraph" else b"\n"
-    place = content.rfind(separator, start, stop)
-    if place < 0:
-        place = content.find(separator, stop - 1)
-    return place + len(separator) if place >= 0 else len(content)
+    ends = PARAGRAPH_ENDS if mode == "paragraph" else (b"\n",)
+    if (place := last_end(content, ends, start, stop)) > 0:
+        return place
+    place = len(content)
+    for end in ends:
+        found = content.find(end, stop - len(end) + 1, place)
+        place = found + len(end) if found >= 0 else place
+    return place
+
+
+def last_end(content: bytes, ends: Sequence[bytes], start: int, stop: int) -> int:
+    """Behind the last of the `ends` that lie between start and stop; 0 if there is none."""
+    return max((place + len(end) for end in ends if (place := content.rfind(end, start, stop)) >= 0), default=0)
 
 
 def _between_words(content: bytes, start: int, stop: int) -> int:

@@ -22,7 +22,7 @@ from core.datasets.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.byte_tokenizer import ByteTokenizer
 from core.datasets.documents import Encoder
 from core.datasets.parallel import available_cores
-from core.datasets.preparing import DOCUMENTS, LEARNED_BYTES, Prepared, TextFiles, prepare_files, told
+from core.datasets.preparing import DOCUMENTS, LEARNED_BYTES, Prepared, TextFiles, checked_prefix, prepare_files, told
 from core.datasets.progress import progress
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -60,15 +60,25 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     if options.train_tokenizer is None:
         if options.tokenizer is not None and not Path(options.tokenizer).is_file():
             raise ValueError(f"--tokenizer {options.tokenizer} is no file; name a tokenizer.json")
-        return load_tokenizer(options.tokenizer, options.end_of_text)
+        found = load_tokenizer(options.tokenizer, options.end_of_text)
+        if options.end_of_text is not None and isinstance(found, ByteTokenizer):
+            raise ValueError(
+                f"--end-of-text {options.end_of_text}: bytes have no such token, {found.end_of_text} ends their "
+                "documents; leave it out, or name a --tokenizer"
+            )
+        return found
+    if options.end_of_text is not None:
+        raise ValueError(
+            f"--end-of-text {options.end_of_text}: a tokenizer that is learned has one of its own; leave it out"
+        )
     from core.datasets.tokenizer import train_tokenizer  # needs an extra
 
     print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
     as_it_is = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
-    found = train_tokenizer(text.texts(as_it_is), options.train_tokenizer)
-    if found.vocab_size < options.train_tokenizer:
-        print(f"the text has {found.vocab_size} tokens to learn, not {options.train_tokenizer}", file=sys.stderr)
-    return found
+    learned = train_tokenizer(text.texts(as_it_is), options.train_tokenizer)
+    if learned.vocab_size < options.train_tokenizer:
+        print(f"the text has {learned.vocab_size} tokens to learn, not {options.train_tokenizer}", file=sys.stderr)
+    return learned
 
 
 def report(made: Prepared) -> str:
@@ -93,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
+        checked_prefix(options.output)  # before hours of learning
         text = TextFiles(
             inputs=tuple(options.input),
             globs=tuple(options.glob),

@@ -93,13 +93,11 @@ def prepare_files(
     `workers`: processes, default one per core. `append_end_of_text`: close each document with the tokenizer's end of
     text. `advance` is told of bytes on disk that are done. An interrupted call leaves nothing that opens, and an
     earlier file as it was. Processes import the calling script: there, call it under `if __name__ == "__main__":`.
-    Raises `ValueError`: no document in all of the text; `ImportError`: an extra is needed; `OSError`; and as
-    `TokenFileWriter`.
+    Raises `ValueError`: no document in all of the text, or `output` is no prefix; `ImportError`: an extra is
+    needed; `OSError`; and as `TokenFileWriter`.
     """
     begin = time.perf_counter()
-    prefix = Path(output)
-    if prefix.suffix in (".bin", ".idx"):
-        raise ValueError(f"output {prefix} is a prefix of several files; write {prefix.with_suffix('')}")
+    prefix = checked_prefix(output)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     end = tokenizer.end_of_text if append_end_of_text else None
     with TokenFileWriter(
@@ -122,6 +120,16 @@ def prepare_files(
     assert card is not None
     files = [path for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix)) if path.exists()]
     return Prepared(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
+
+
+def checked_prefix(output: str | Path) -> Path:
+    """The prefix of the files to write; raises `ValueError` if it is a directory, or the name of one of the files."""
+    prefix = Path(output)
+    if str(output).endswith("/") or prefix.is_dir():
+        raise ValueError(f"output {output} is a directory, a prefix of files is needed; write {prefix / 'corpus'}")
+    if prefix.suffix in (".bin", ".idx"):
+        raise ValueError(f"output {prefix} is a prefix of several files; write {prefix.with_suffix('')}")
+    return prefix
 
 
 def _processes(workers: int | None, num_bytes: int) -> int:

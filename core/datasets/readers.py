@@ -1,15 +1,17 @@
 """Reads sources as pieces, streaming: neither a file nor a row group needs to fit in memory at once."""
 
+import codecs
 import gzip
 import io
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from typing import Any, BinaryIO, cast
+from types import NoneType
+from typing import Any, BinaryIO, NamedTuple
 
-from core.datasets.documents import PIECE_BYTES, Piece, cut_place, cuts
+from core.datasets.documents import PARAGRAPH_ENDS, PIECE_BYTES, Piece, cut_place, cuts, last_end
 from core.datasets.sources import Source
 
 PORTION_BYTES = 64 << 20  # a larger text file becomes several documents
@@ -22,7 +24,8 @@ def read_pieces(
     """The content of the sources, in their order, in pieces of about 1 MB.
 
     documents: what a document is in a text file: `file`, `paragraph` (between blank lines) or `line`; a `file` of
-    more than 64 MB is several. Whatever cannot be read is counted in `skipped`, by reason.
+    more than 64 MB is several. Of a damaged compressed file, the whole documents (of kind `file`: lines) up to the
+    damage are read. Whatever cannot be read is counted in `skipped`, by reason.
     Raises `ImportError` with the remedy: a source that needs an extra.
     """
     for source in sources:
@@ -33,12 +36,12 @@ def read_pieces(
                 yield from _dataset(source, text_key)
             else:
                 with ExitStack() as files:
-                    file, raw = _open(source, files)
-                    if source.kind == "jsonl":
-                        yield from _lines(file, raw)
-                    else:
-                        yield from _text(file, raw, documents, skipped)
-        except (EOFError, zlib.error, gzip.BadGzipFile, _Damaged):
+                    opened = _open(source, files)
+                    read = _lines(opened) if source.kind == "jsonl" else _text(opened, documents, skipped)
+                    yield from read
+                    if opened.damage() is not None:
+                        skipped["damaged compressed files"] += 1
+        except _Damaged:
             skipped["files damaged from some place on"] += 1
         except OSError:
             skipped["files that cannot be read"] += 1
@@ -55,48 +58,70 @@ class _Damaged(Exception):
     """Of a library that has exceptions of its own."""
 
 
-def _open(source: Source, files: ExitStack) -> tuple[BinaryIO, BinaryIO]:
-    """(the content, the file as it is on disk)."""
+class _Opened(NamedTuple):
+    """content: what is in the file. raw: the file as it is on disk. damage: what ended the content early, or None."""
+
+    content: BinaryIO
+    raw: BinaryIO
+    damage: Callable[[], Exception | None]
+
+    def is_torn(self) -> bool:
+        """Whether the last thing that was read may lack its end; what lies behind a whole archive tears nothing."""
+        return not isinstance(self.damage(), (NoneType, gzip.BadGzipFile))
+
+
+def _open(source: Source, files: ExitStack) -> _Opened:
     raw = files.enter_context(source.path.open("rb"))
     suffix = source.path.suffix.lower()
     if suffix == ".gz":
-        return cast(BinaryIO, files.enter_context(gzip.GzipFile(fileobj=raw))), raw
-    if suffix == ".zst":
+        packed: Any = files.enter_context(gzip.GzipFile(fileobj=raw))
+        unpacked = _Unpacked(packed, EOFError, zlib.error, gzip.BadGzipFile)
+    elif suffix == ".zst":
         zstandard = _extra("zstandard", source)
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(_Translated(reader, zstandard.ZstdError), PIECE_BYTES), raw
-    return raw, raw
+        packed = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        unpacked = _Unpacked(packed, zstandard.ZstdError)
+    else:
+        return _Opened(raw, raw, lambda: None)
+    return _Opened(io.BufferedReader(unpacked, PIECE_BYTES), raw, lambda: unpacked.damage)
 
 
-class _Translated(io.RawIOBase):
-    """A reader whose library's errors are told as `_Damaged`."""
+class _Unpacked(io.RawIOBase):
+    """What a reader unpacks. It ends where the packed file is damaged, and `damage` is the library's error then."""
 
-    def __init__(self, reader: Any, error: type[Exception]) -> None:
-        self._reader, self._error = reader, error
+    def __init__(self, reader: Any, *errors: type[Exception]) -> None:
+        self._reader, self._errors = reader, errors
+        self.damage: Exception | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        if self.damage is not None:
+            return 0
         try:
-            return self._reader.readinto(buffer)
-        except self._error as error:
-            raise _Damaged(str(error)) from error
+            return self._reader.readinto1(buffer)  # not `readinto`, which loses what precedes an error
+        except self._errors as error:
+            self.damage = error
+            return 0
 
 
-def _lines(file: BinaryIO, raw: BinaryIO) -> Iterator[Piece]:
+def _lines(opened: _Opened) -> Iterator[Piece]:
     at = 0
-    while content := file.read(PIECE_BYTES):
+    while content := opened.content.read(PIECE_BYTES):
         if not content.endswith(b"\n"):
-            content += file.readline()
-        yield Piece("jsonl", content, raw.tell() - at)
-        at = raw.tell()
+            content += opened.content.readline()
+        if opened.is_torn():
+            content = content[: content.rfind(b"\n") + 1]
+        yield Piece("jsonl", content, opened.raw.tell() - at)
+        at = opened.raw.tell()
 
 
-def _text(file: BinaryIO, raw: BinaryIO, documents: str, skipped: Counter[str]) -> Iterator[Piece]:
+def _text(opened: _Opened, documents: str, skipped: Counter[str]) -> Iterator[Piece]:
+    file, raw = opened.content, opened.raw
     at, rest = 0, b""
-    if not file.peek(1):  # type: ignore[attr-defined]
+    if not file.peek(1) and opened.damage() is None:  # type: ignore[attr-defined]
         skipped["empty documents"] += 1
+    beginning = True
     while content := rest + file.read(PORTION_BYTES + 1 - len(rest)):
         rest = b""
         if len(content) > PORTION_BYTES:
@@ -104,6 +129,10 @@ def _text(file: BinaryIO, raw: BinaryIO, documents: str, skipped: Counter[str]) 
             if place == len(content):  # no line end far and wide
                 place = cut_place(content, 0, PORTION_BYTES)
             content, rest = content[:place], content[place:]
+        elif opened.is_torn() and not (content := _whole(content, documents)):
+            return
+        if beginning:
+            content, beginning = content.removeprefix(codecs.BOM_UTF8), False
         size, at = raw.tell() - at, raw.tell()
         if why := _unreadable(content):
             skipped[why] += 1
@@ -112,6 +141,12 @@ def _text(file: BinaryIO, raw: BinaryIO, documents: str, skipped: Counter[str]) 
         for i, part in enumerate(parts):
             share = size * (i + 1) // len(parts) - size * i // len(parts)
             yield Piece(documents, part, share, i == 0 or documents != "file", i == len(parts) - 1)
+
+
+def _whole(content: bytes, documents: str) -> bytes:
+    """Without the paragraph or line that has no end; a file is kept up to its last whole line."""
+    ends = PARAGRAPH_ENDS if documents == "paragraph" else (b"\n",)
+    return content[: last_end(content, ends, 0, len(content))]
 
 
 def _unreadable(content: bytes) -> str | None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 TEXT = (".txt", ".md", ".rst", ".py")
 LINES = (".jsonl", ".ndjson")
@@ -14,6 +15,7 @@ PACKED = (".gz", ".zst")
 READ = (*TEXT, *LINES, ".parquet")
 _DATASET = "dataset_info.json"  # of a directory that `datasets.save_to_disk` wrote, beside state.json
 _SPLITS = "dataset_dict.json"
+_OTHER_SUFFIX = "files of another suffix"
 
 
 @dataclass(frozen=True)
@@ -35,53 +37,102 @@ def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tup
 
     A file that is named is read whatever its suffix (as text, if it is none of those known). In a directory, all
     files of a known suffix and those that match one of `globs` (by name, or by relative path) are; hidden files and
-    directories are left out. The order is that of a hash of the relative path, so that the end of the
+    directories are left out, links to directories are followed. Each file is found once, however often inputs and
+    links lead to it. The order is that of a hash of the relative path, so that the end of the
     result is a random part of the text, and the same on every machine.
     Raises `ValueError`: inputs that do not exist, or hold nothing to read.
     """
-    if missing := [str(path) for path in inputs if not Path(path).exists()]:
-        raise ValueError(f"{', '.join(missing)} of {len(inputs)} inputs do not exist; name files or directories")
-    skipped: Counter[str] = Counter()
+    missing = [str(path) for path in inputs if not Path(path).exists()]
+    if len(missing) == 1:
+        raise ValueError(f"input {missing[0]} does not exist; name files or directories")
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(inputs)} inputs do not exist: {', '.join(missing)}; name files or directories"
+        )
+    search = _Search(globs)
     found: list[tuple[bytes, int, Source]] = []
     for number, given in enumerate(map(Path, inputs)):
-        sources = _below(given, globs, skipped) if given.is_dir() else [_source(given, given.name, globs, named=True)]
-        found += [(hashlib.sha256(os.fsencode(s.name)).digest(), number, s) for s in sources if s is not None]
+        sources = search.below(given) if given.is_dir() else search.file(given, given.name, named=True)
+        found += [(hashlib.sha256(os.fsencode(source.name)).digest(), number, source) for source in sources]
     if not found:
+        others = search.skipped.pop(_OTHER_SUFFIX, 0)
+        rest = "".join(f", {count} {reason}" for reason, count in sorted(search.skipped.items()))
         raise ValueError(
-            f"{', '.join(map(str, inputs))}: 0 files to read, {sum(skipped.values())} of other suffixes than "
-            f"{' '.join(READ)} (also {' '.join(PACKED)}); name a pattern, for example --glob '*.html'"
+            f"{', '.join(map(str, inputs))}: 0 files to read, {others} of other suffixes than "
+            f"{' '.join(READ)} (also {' '.join(PACKED)}){rest}; name a pattern, for example --glob '*.html'"
         )
-    return [source for *_, source in sorted(found, key=lambda entry: entry[:2])], skipped
+    return [source for *_, source in sorted(found, key=lambda entry: entry[:2])], search.skipped
 
 
-def _below(root: Path, globs: Sequence[str], skipped: Counter[str]) -> Iterator[Source]:
-    for directory, subdirectories, files in os.walk(root):
-        here = Path(directory)
+class _Search:
+    """A look through all inputs that finds no file twice. skipped: reason -> how many."""
+
+    def __init__(self, globs: Sequence[str]) -> None:
+        self.skipped: Counter[str] = Counter()
+        self._globs = globs
+        self._seen: set[str] = set()  # resolved paths of files, and of datasets
+
+    def below(self, root: Path) -> Iterator[Source]:
+        """The sources in a directory. Its links to directories come last: a link renames nothing that is there."""
+        waiting, entered = [root], set[str]()
+        for start in waiting:
+            for directory, subdirectories, files in os.walk(start, onerror=self._unreadable):
+                resolved = os.path.realpath(directory)
+                if resolved in entered:  # by a link, which may lead back to where it lies
+                    self.skipped["directories given twice"] += 1
+                    subdirectories.clear()
+                    continue
+                entered.add(resolved)
+                here = Path(directory)
+                yield from self._directory(root, here, resolved, subdirectories, files)
+                waiting += [here / entry for entry in subdirectories if (here / entry).is_symlink()]
+
+    def _unreadable(self, error: OSError) -> None:
+        self.skipped["directories that cannot be read"] += 1
+
+    def _directory(
+        self, root: Path, here: Path, resolved: str, subdirectories: list[str], files: list[str]
+    ) -> Iterator[Source]:
+        """What is in one directory; leaves those of `subdirectories` that are to be looked into, in order."""
         name = here.relative_to(root).as_posix()
         if _SPLITS in files:
             splits = ", ".join(str(here / entry) for entry in sorted(subdirectories))
             raise ValueError(f"{here} is a dataset of {len(subdirectories)} splits; name those to read: {splits}")
         if _DATASET in files and "state.json" in files:
             subdirectories.clear()
-            yield Source(here, name, "dataset", sum((here / file).stat().st_size for file in files))
-            continue
-        subdirectories[:] = [entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS"]
-        for file in files:
-            if file.startswith("."):
-                continue
-            source = _source(here / file, (here / file).relative_to(root).as_posix(), globs, named=False)
-            if source is None:
-                skipped["files of another suffix"] += 1
-            else:
-                yield source
+            if self._is_new(resolved):
+                yield Source(here, name, "dataset", sum((here / file).stat().st_size for file in files))
+            return
+        subdirectories[:] = sorted(entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS")
+        for file in sorted(files):
+            if not file.startswith("."):
+                yield from self.file(here / file, (here / file).relative_to(root).as_posix(), named=False)
+
+    def file(self, path: Path, name: str, *, named: bool) -> Iterator[Source]:
+        """The source that the file is, if it is one."""
+        try:
+            stat = path.stat()
+            size, regular = stat.st_size, S_ISREG(stat.st_mode)
+        except OSError:  # a dangling link, for one; reading it will say so
+            size, regular = 0, True
+        source = _source(path, name, size, self._globs, named=named)
+        if source is None:
+            self.skipped[_OTHER_SUFFIX] += 1
+        elif not regular:  # reading a pipe would wait for its writer
+            self.skipped["pipes, sockets and devices"] += 1
+        elif self._is_new(os.path.realpath(path)):
+            yield source
+
+    def _is_new(self, resolved: str) -> bool:
+        if resolved in self._seen:
+            self.skipped["files given twice"] += 1
+            return False
+        self._seen.add(resolved)
+        return True
 
 
-def _source(path: Path, name: str, globs: Sequence[str], *, named: bool) -> Source | None:
+def _source(path: Path, name: str, size: int, globs: Sequence[str], *, named: bool) -> Source | None:
     """None: not to be read."""
-    try:
-        size = path.stat().st_size
-    except OSError:  # a dangling link, for one; reading it will say so
-        size = 0
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = (suffixes[:-1] or [""])[-1] if suffixes and suffixes[-1] in PACKED else (suffixes or [""])[-1]
     if suffix in LINES:

@@ -116,10 +116,10 @@ def _weights(split: str) -> list[float]:
         weights = [float(part) for part in split.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or not all(0 <= w < float("inf") for w in weights) or not sum(weights):
+    if not 1 <= len(weights) <= 3 or not all(w >= 0 for w in weights) or not 0 < sum(weights) < float("inf"):
         raise ValueError(
-            f"split={split!r} must be one to three numbers for {', '.join(_PARTS)}, none negative and not all 0; "
-            "for example 969,30,1"
+            f"split={split!r} must be one to three numbers for {', '.join(_PARTS)}, none negative, not all 0 and of "
+            "finite sum; for example 969,30,1"
         )
     return weights + [0.0] * (3 - len(weights))
 

@@ -7,6 +7,7 @@ document i is made of sequences indices[i] .. indices[i+1], so d is the number o
 
 import struct
 from bisect import bisect_right
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))}
 DTYPES[8] = np.dtype("<u2")  # 6 and 7 are floating point: no token ids
 _REMEDY = "write it again with TokenFileWriter"
-_AT_ONCE = 1 << 20  # entries of a table that `verify` looks at at a time
+_AT_ONCE = 1 << 20  # entries of a table, or tokens, that `verify` looks at at a time
 
 Array = npt.NDArray[np.integer]
 
@@ -189,7 +190,7 @@ class TokenFile:
         return bisect_right(range(self.num_documents), token, key=self.document_start) - 1
 
     def verify(self) -> None:
-        """Read every byte: both tables and all tokens, against the header and, if there is one, the card.
+        """Read every byte: both tables and all tokens, against the header and, if there is one, against the card.
 
         Raises `ValueError` naming what differs.
         """
@@ -202,6 +203,29 @@ class TokenFile:
                     f"{path}: the hash of all its bytes is {found[:12]}, {card_path(self.prefix)} says "
                     f"{expected[:12]}; {remedy(self.prefix)}"
                 )
+        self._verify_numbers(self.card)
+
+    def _verify_numbers(self, card: TokenCard) -> None:
+        """The hashes of the files say nothing about the rest of the card."""
+        pairs = (
+            ("dtype", card.dtype, str(self.dtype)),
+            ("documents", card.documents, self.num_documents),
+            ("tokens", card.tokens, self.num_tokens),
+        )
+        wrong = [f"{name}: the card says {said}, the files {found}" for name, said, found in pairs if said != found]
+        least, most = self.smallest_and_largest(range(0, self.num_tokens, _AT_ONCE), _AT_ONCE)
+        if least < 0 or most >= card.vocab_size:
+            wrong.append(f"vocab_size: the card says {card.vocab_size}, the files hold tokens {least} to {most}")
+        if wrong:
+            raise ValueError(
+                f"{self._bin_path}: {'; '.join(wrong)} ({card_path(self.prefix)}); {remedy(self.prefix)}"
+            )
+
+    def smallest_and_largest(self, starts: Iterable[int], length: int) -> tuple[int, int]:
+        """Of the tokens in blocks of `length` at `starts`, one block at a time; (0, 0) of none."""
+        blocks = (self._tokens[start : start + length] for start in starts)
+        ends = [(int(block.min()), int(block.max())) for block in blocks if block.size]
+        return min((low for low, _ in ends), default=0), max((high for _, high in ends), default=0)
 
     def _verify_tables(self) -> None:
         """Sequences must lie one behind the other, and documents be runs of sequences."""

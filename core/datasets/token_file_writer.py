@@ -1,7 +1,6 @@
 """Writes token files that appear whole or not at all, in the format that `token_file` describes."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from core.datasets.any_tokenizer import AnyTokenizer
 from core.datasets.byte_tokenizer import ByteTokenizer
 from core.datasets.card import TokenCard, card_path, has_card, sampled_hash, tokenizer_path
+from core.datasets.prefix_lock import release_lock, take_lock
 from core.datasets.token_file import DTYPES, HEADER, MAGIC, VERSION, Array, file_paths
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -29,10 +29,12 @@ class TokenFileWriter:
     """Writes documents to `prefix.bin` and `prefix.idx`; both appear when the `with` block ends well.
 
     Until then they carry temporary names, so an interrupted run leaves nothing that opens, and a file that
-    was there before stays. The dtype is uint16 where `vocab_size` ids fit, else int32; `dtype` overrides it.
+    was there before stays. One writer at a time has the prefix, from the beginning of the block to its end, where
+    the file system has locks. The dtype is uint16 where `vocab_size` ids fit, else int32; `dtype` overrides it.
     With a `tokenizer` its copy and a card are written beside them; `end_of_text` and `sources` are for the card, as
     are the counts `text_bytes` and `skipped`, which the caller adds to.
-    Raises `ValueError` if the vocabulary is larger than the dtype, or if the card would replace a foreign file.
+    Raises `ValueError` if the vocabulary is larger than the dtype, or if the card would replace a foreign file; at
+    the beginning of the block, if another process writes the same prefix.
     """
 
     def __init__(
@@ -82,8 +84,14 @@ class TokenFileWriter:
 
     def __enter__(self) -> "TokenFileWriter":
         self._lengths, self._num_tokens, self._digest = array("i"), 0, hashlib.sha256()
-        _remove_abandoned(self._paths)
-        self._file = _open_locked(self._temporary[0])
+        self._lock = take_lock(self._prefix)
+        try:
+            if self._lock is not None:
+                _remove_abandoned(self._paths)
+            self._file = self._temporary[0].open("wb")
+        except BaseException:
+            release_lock(self._prefix, self._lock)
+            raise
         return self
 
     def add_document(self, tokens: Sequence[int] | Array) -> None:
@@ -132,6 +140,7 @@ class TokenFileWriter:
                 self._file.close()
             for path in self._temporary:
                 path.unlink(missing_ok=True)
+            release_lock(self._prefix, self._lock)
 
     def _commit(self) -> None:
         idx_sha256 = self._write_index(self._temporary[3])
@@ -219,25 +228,11 @@ def _temporary(paths: Sequence[Path], process: int) -> tuple[Path, ...]:
     return tuple(Path(f"{path}.{process}.tmp") for path in paths)
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    """A new file with a lock on it, which says that its writer lives; the kernel takes the lock off the dead."""
-    while True:
-        file = path.open("wb")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        # another writer may have taken it for abandoned, and removed it, before the lock was on
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()
-
-
 def _remove_abandoned(paths: Sequence[Path]) -> None:
-    """Temporary files of writers that were killed: nothing else would ever free their space."""
-    name = re.compile(re.escape(paths[0].name) + r"\.(\d+)\.tmp")
+    """Temporary files of writers that were killed, for who has the lock: nothing else would ever free their space."""
+    names = "|".join(re.escape(path.name) for path in paths)
+    abandoned = re.compile(rf"(?:{names})\.\d+\.tmp")
     for entry in os.listdir(paths[0].parent):
-        if not (match := name.fullmatch(entry)):
-            continue
-        with contextlib.suppress(OSError), (paths[0].parent / entry).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for path in _temporary(paths, int(match[1])):
-                path.unlink(missing_ok=True)
+        if abandoned.fullmatch(entry):
+            with contextlib.suppress(OSError):
+                (paths[0].parent / entry).unlink()

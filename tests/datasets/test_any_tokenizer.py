@@ -3,11 +3,13 @@
 import json
 import pickle
 
+import numpy as np
 import pytest
 import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.datasets import any_tokenizer
 from core.datasets.any_tokenizer import check_tokenizer, load_tokenizer, tokenizer_of
 from core.datasets.byte_tokenizer import ByteTokenizer
 from core.datasets.token_file import TokenFile
@@ -148,4 +150,17 @@ def test_a_file_without_a_card_is_held_against_the_size(tmp_path):
     with TokenFileWriter(tmp_path / "a", vocab_size=500) as writer:
         writer.add_document([1, 300])
     with pytest.raises(ValueError, match=r"a\.bin holds token 300, the tokenizer has 257 tokens; give"):
+        check_tokenizer(TokenFile(tmp_path / "a"), ByteTokenizer())
+
+
+@pytest.mark.parametrize(("place", "token"), [(0, -1), (60_000, 300), (60_000, -7), (99_999, 257)])
+def test_tokens_behind_the_beginning_are_sampled_and_none_is_negative(tmp_path, monkeypatch, place, token):
+    monkeypatch.setattr(any_tokenizer, "_LOOKED_AT", 10)
+    tokens = np.zeros(100_000, "<i4")
+    with TokenFileWriter(tmp_path / "a", vocab_size=500, dtype="int32") as writer:
+        writer.add_document(tokens)
+    check_tokenizer(TokenFile(tmp_path / "a"), ByteTokenizer())
+    tokens[place] = token
+    (tmp_path / "a.bin").write_bytes(tokens.tobytes())
+    with pytest.raises(ValueError, match=rf"a\.bin holds token {token}, the tokenizer has 257"):
         check_tokenizer(TokenFile(tmp_path / "a"), ByteTokenizer())

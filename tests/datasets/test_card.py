@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
+from core.datasets import token_file
 from core.datasets.byte_tokenizer import ByteTokenizer
-from core.datasets.card import BLOCK_BYTES, SAMPLED_BLOCKS, sampled_hash
+from core.datasets.card import BLOCK_BYTES, SAMPLED_BLOCKS, has_card, sampled_hash
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
 
@@ -152,19 +153,78 @@ def test_a_card_never_replaces_a_foreign_file(tmp_path):
     assert (tmp_path / "a.json").exists()
 
 
-def test_temporary_files_of_the_dead_are_removed_those_of_the_living_not(tmp_path):
-    dead = [tmp_path / f"a.{kind}.999999999.tmp" for kind in ("bin", "idx", "json")]
-    for path in dead:
-        path.write_bytes(b"x")
-    (tmp_path / "a.bin.tmp").write_bytes(b"another's")
-    with TokenFileWriter(tmp_path / "a", vocab_size=9) as writer:
-        assert not any(path.exists() for path in dead)
-        with pytest.raises(KeyboardInterrupt), TokenFileWriter(tmp_path / "a2", vocab_size=9):
-            raise KeyboardInterrupt
-        writer.add_document([1, 2])
-        temporary = next(tmp_path.glob("a.bin.*.tmp"))
-        temporary.rename(tmp_path / "a.bin.999999998.tmp")  # as if of another process
-        TokenFileWriter(tmp_path / "a", vocab_size=9).__enter__().__exit__(KeyboardInterrupt, None, None)
-        (tmp_path / "a.bin.999999998.tmp").rename(temporary)
-    assert (tmp_path / "a.bin.tmp").exists()
-    assert TokenFile(tmp_path / "a").num_tokens == 2
+def rewritten(prefix, change=lambda card: None, **style):
+    """The card as another program would write it, changed."""
+    path = prefix.parent / f"{prefix.name}.json"
+    card = json.loads(path.read_text())
+    change(card)
+    path.write_text(json.dumps(card, **style))
+
+
+@pytest.mark.parametrize("style", [{}, {"separators": (",", ":")}, {"indent": "\t", "sort_keys": True}])
+def test_a_card_with_other_spaces_is_a_card(tmp_path, style):
+    write(tmp_path / "a")
+    card = TokenFile(tmp_path / "a").card
+    rewritten(tmp_path / "a", **style)
+    assert TokenFile(tmp_path / "a").card == card
+    path = tmp_path / "a.json"
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(ValueError, match=r"a\.json of \d+ bytes is damaged"):
+        TokenFile(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1]", "[" * 10**5, '{"format": 5}', '{"text": "a\\"format\\": \\"paracore tokens"']
+)
+def test_other_json_is_no_card(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    assert not has_card(tmp_path / "a")
+
+
+def test_a_large_file_is_no_card(tmp_path):
+    with (tmp_path / "a.json").open("wb") as file:
+        file.write(b'{"format": "paracore tokens 1"')
+        file.truncate(1 << 30)
+    assert not has_card(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sources", None, "sources is None, not a list of text"),
+        ("sources", [1], r"sources is \[1\], not a list"),
+        ("tokenizer", None, "tokenizer is None, not text"),
+        ("bin_hash", None, "bin_hash is None, not text"),
+        ("bin_sha256", 5, "bin_sha256 is 5, not text"),
+        ("idx_sha256", None, "idx_sha256 is None, not text"),
+        ("text_bytes", "x", "text_bytes is 'x', not a number from 0 on"),
+        ("tokens", True, "tokens is True, not a number"),
+        ("end_of_text", "x", "end_of_text is 'x', not a token or null"),
+        ("skipped", {"a": "b"}, "skipped is {'a': 'b'}, not numbers by reason"),
+    ],
+)
+def test_a_value_of_another_type_is_told(tmp_path, field, value, message):
+    write(tmp_path / "a")
+    rewritten(tmp_path / "a", lambda card: card.update({field: value}))
+    with pytest.raises(ValueError, match=rf"a\.json is damaged: {message}"):
+        TokenFile(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tokens": 13, "documents": 3},
+            "documents: the card says 3, the files 2; tokens: the card says 13, the files 14",
+        ),
+        ({"dtype": "int32"}, "dtype: the card says int32, the files uint16"),
+        ({"vocab_size": 256}, "vocab_size: the card says 256, the files hold tokens 95 to 256"),
+    ],
+)
+def test_verify_compares_the_numbers_of_the_card(tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr(token_file, "_AT_ONCE", 5)
+    write(tmp_path / "a", [b"one_two", b"three"])
+    TokenFile(tmp_path / "a").verify()
+    rewritten(tmp_path / "a", lambda card: card.update(change))
+    with pytest.raises(ValueError, match=message):
+        TokenFile(tmp_path / "a").verify()

@@ -130,9 +130,16 @@ def test_any_number_of_workers_writes_the_same_bytes(text, tmp_path, small_piece
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "{text}/no", "--output", "{out}"], r"error: .*/no of 1 inputs do not exist"),
+        (["--input", "{text}/no", "--output", "{out}"], r"error: input .*/no does not exist; name files"),
         (["--input", "{text}/picture.png", "--output", "{out}"], r"error: 0 documents in 1 files, skipped: 1 binary"),
         (["--input", "{text}", "--output", "{out}.bin"], r"error: output .*/a\.bin is a prefix"),
+        (["--input", "{text}", "--output", "{out}/"], r"error: output .*/a/ is a directory, .*; write .*/a/corpus$"),
+        (["--input", "{text}", "--output", "{text}"], r"error: output .*/text is a directory, .*/text/corpus$"),
+        (["--input", "{text}", "--output", "{out}", "--end-of-text", "x"], r"error: --end-of-text x: bytes have no"),
+        (
+            ["--input", "{text}", "--output", "{out}", "--end-of-text", "x", "--train-tokenizer", "300"],
+            r"error: --end-of-text x: .* has one of its own; leave it out",
+        ),
         (["--input", "{text}", "--output", "{out}", "--workers", "0"], r"error: workers=0 must be at least 1"),
         (["--input", "{text}", "--output", "{out}", "--tokenizer", "{text}/no"], r"error: --tokenizer .* is no file"),
         (
@@ -156,6 +163,14 @@ def test_the_output_never_replaces_the_input(tmp_path, capsys):
     assert run("--input", tmp_path / "a.json", "--output", tmp_path / "a") == 1
     assert "a.json exists and is no card" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_while_another_process_writes_the_prefix_nothing_is_written(text, tmp_path, capsys):
+    with TokenFileWriter(tmp_path / "a", vocab_size=9) as other:
+        assert run("--input", text, "--output", tmp_path / "a") == 1
+        assert f"error: another process ({os.getpid()}) is writing {tmp_path}/a; wait" in capsys.readouterr().err
+        other.add_document([1, 2])
+    assert TokenFile(tmp_path / "a").num_tokens == 2
 
 
 def test_a_worker_that_dies_is_told(text, tmp_path, small_pieces):

@@ -53,7 +53,7 @@ def test_too_few_documents_are_refused_with_the_remedy(tmp_path):
     assert sizes(split_documents(file, "9,1")) == [(1, 5), (1, 5), None]
 
 
-@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "0,0", "-1,2", "nan,1", "inf", "1;2"])
+@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "0,0", "-1,2", "nan,1", "inf", "1e308,1e308,0", "1;2"])
 def test_bad_splits_are_refused(tmp_path, split):
     with pytest.raises(ValueError, match="must be one to three numbers"):
         split_documents(numbered(tmp_path, [5, 5, 5]), split)

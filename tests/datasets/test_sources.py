@@ -1,0 +1,62 @@
+"""Which files are found: each once, whatever leads to it, and none that cannot be read to its end."""
+
+import os
+
+import pytest
+
+from core.datasets.sources import find_sources
+
+
+def names(*inputs):
+    sources, skipped = find_sources(inputs)
+    return sorted(source.name for source in sources), dict(skipped)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    root = tmp_path / "in"
+    (root / "sub").mkdir(parents=True)
+    (root / "a.txt").write_text("a")
+    (root / "sub/b.txt").write_text("b")
+    return root
+
+
+def test_a_file_is_read_once_whatever_names_it(tree):
+    once = ["a.txt", "sub/b.txt"]
+    assert names(tree, tree / "sub") == (once, {"files given twice": 1})
+    assert names(tree, tree) == (once, {"files given twice": 2})
+    assert names(tree / "a.txt", tree / "a.txt") == (["a.txt"], {"files given twice": 1})
+    (tree / "link.txt").symlink_to("sub/b.txt")
+    assert names(tree, tree / "link.txt") == (["a.txt", "link.txt"], {"files given twice": 2})
+    assert names(tree / "sub", tree)[0] == ["a.txt", "b.txt"], "the first name counts"
+
+
+def test_linked_directories_are_followed_but_not_in_a_circle(tree, tmp_path):
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else/c.txt").write_text("c")
+    (tree / "linked").symlink_to(tmp_path / "else")
+    (tree / "sub/up").symlink_to("..")
+    (tmp_path / "else/back").symlink_to(tree)
+    (tree / "aaa").symlink_to("sub")
+    assert names(tree) == (["a.txt", "linked/c.txt", "sub/b.txt"], {"directories given twice": 3})
+
+
+def test_directories_that_cannot_be_read_are_counted(tree, monkeypatch):
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert names(tree) == (["a.txt"], {"directories that cannot be read": 1})
+
+
+def test_a_pipe_is_not_waited_for(tree):
+    os.mkfifo(tree / "pipe.txt")
+    os.mkfifo(tree / "pipe")
+    skipped = {"pipes, sockets and devices": 1, "files of another suffix": 1}
+    assert names(tree) == (["a.txt", "sub/b.txt"], skipped)
+    with pytest.raises(ValueError, match=r"0 files to read, .* 1 pipes, sockets and devices; name"):
+        find_sources([tree / "pipe"])
