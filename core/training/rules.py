@@ -47,8 +47,8 @@ def _misfit(training: TrainingConfig, ranks: int) -> str:
     valid = sorted(divisors(batch // ranks), key=lambda d: abs(d - micro))[:8] if batch % ranks == 0 else []
     return (
         f"global_batch_size={batch} is not a multiple of micro_batch_size={micro} x data({ranks}) = {step}; use "
-        f"{f'{below} or {above}' if below else above}, or a micro_batch_size of "
-        f"{', '.join(map(str, sorted(valid))) or 'none: the batch does not divide over the data axis'}"
+        f"{f'{below} or {above}' if below else above}"
+        + (f", or a micro_batch_size of {', '.join(map(str, sorted(valid)))}" if valid else "")
     )
 
 

@@ -99,7 +99,7 @@ WRONG = [
     ),
     ({"training": {"eval_batches": -1}}, 1, "training: eval_batches=-1 must not be negative"),
     ({"training": {"peak_tflops": 0}}, 1, "training: peak_tflops=0.0 must be above 0; leave it out to have it found"),
-    ({"training": {"global_batch_size": 100}}, 8, "data(8) = 64; use 64 or 128, or a micro_batch_size of none: the"),
+    ({"training": {"global_batch_size": 100}}, 8, "micro_batch_size=2 x data(8) = 16; use 96 or 112"),
     ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, 1, "minimum=0.001 must be between 0 and peak=0.0001"),
     (
         COSINE | {"optimizer.lr_warmup_steps": 500},
@@ -297,10 +297,14 @@ def test_a_wrong_number_of_steps_makes_nothing_else_wrong():
 
 def test_the_end_of_the_schedule_is_the_end_of_the_training():
     run = RunConfig.from_dict(COSINE | {"training.train_steps": 70})
-    assert run.optimizer == OptimizerConfig(lr_schedule="cosine", lr_decay_steps=70)
+    told = {"lr_schedule": "cosine", "lr_warmup_fraction": 0.1, "weight_decay": 0.1}  # a run's own defaults
+    assert run.optimizer == OptimizerConfig(**told, lr_decay_steps=70)
     assert RunConfig.from_dict(COSINE | {"optimizer.lr_decay_steps": 50}).optimizer.lr_decay_steps == 50
     for endless in ("constant", "inverse_sqrt", "LRRangeTest"):
-        assert RunConfig.from_dict({"optimizer": {"lr_schedule": endless}}).optimizer.lr_decay_steps is None
+        told = {"lr_schedule": endless, "lr_warmup_fraction": 0}
+        assert RunConfig.from_dict({"optimizer": told}).optimizer.lr_decay_steps is None
+    share = RunConfig.from_dict({"optimizer.lr_schedule": "constant", "training.train_steps": 50}).optimizer
+    assert share.learning_rate.at(4) == share.lr > share.learning_rate.at(3), "a share of the training"
 
 
 def test_values_take_the_form_that_the_dataclass_has():

@@ -49,7 +49,7 @@ def test_flags_repair_what_the_file_breaks(file):
     loaded = load_run(flags, defaults={"optimizer.lr": 1.0, "training.log_interval": 3})
     run = loaded.run
     assert (run.training.train_steps, run.optimizer.lr, run.training.log_interval) == (9, 3e-4, 3)
-    assert run.training.micro_batch_size == 8 and run.training.seed == 7 and run.model.style == "gpt2"
+    assert run.training.micro_batch_size == 2 and run.training.seed == 7 and run.model.style == "gpt2"
     told = {name: where for name, where in loaded.origin.items() if where != "default"}
     assert told == {
         "device": f"{file}:1",
@@ -99,7 +99,7 @@ def test_all_mistakes_of_all_sources_are_told_once_with_their_origin(file, capsy
         "data_parallel.overlap='maybe' is text, true or false (no quotes) or None is needed "
         "(--data-parallel.overlap)",
         f"training: train_steps=0 must be at least 1 (train_steps: {file}:5)",
-        "optimizer: lr_schedule=constant has its own fields and takes 0 lr_schedule_options, 1 given "
+        "optimizer: lr_schedule=cosine has its own fields and takes 0 lr_schedule_options, 1 given "
         "(warmup_num_steps); leave them out",
         "num_attention_heads=8 does not divide over tensor_model_parallel_size=5; valid: 1, 2, 4, 8",
         "num_query_groups=8 does not divide over tensor_model_parallel_size=5; valid: 1, 2, 4, 8",

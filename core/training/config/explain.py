@@ -75,7 +75,7 @@ def _batch(parts: dict, world_size: int) -> str:
 
 
 def template() -> str:
-    """A TOML file with every field: its docstring, kind and default, all as comments. It reads as a run of defaults."""
+    """A TOML file with every field, its docstring, kind and default, all of it comments: a run of defaults."""
     lines = [
         "# A run: python examples/pretrain_gpt.py --config THIS.toml",
         "# Every field with its default; uncomment what is to be otherwise. Flags win over the file.",

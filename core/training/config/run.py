@@ -51,9 +51,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """How long, in which batches, and what is told."""
 
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(**_OPTIMIZER, lr_decay_steps=TrainingConfig().train_steps)
-    )
+    optimizer: OptimizerConfig = None  # type: ignore[assignment]  # filled in: its schedule ends with the training
     """The update, its learning rate and its clipping."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -63,6 +61,9 @@ class RunConfig:
     """cpu, cuda, npu, xpu, or with an index cuda:1; default: the accelerator if there is one."""
 
     def __post_init__(self) -> None:
+        if self.optimizer is None:
+            steps = getattr(self.training, "train_steps", None)
+            object.__setattr__(self, "optimizer", OptimizerConfig(**_OPTIMIZER, lr_decay_steps=steps))
         for name, kind in PARTS.items():
             part = getattr(self, name)
             if not isinstance(part, kind):
