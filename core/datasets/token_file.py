@@ -44,7 +44,10 @@ class TokenFile:
         self._bin_path, self._idx_path = file_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist: a token file is a .bin and an .idx; {_REMEDY}")
+                raise FileNotFoundError(
+                    f"{path} does not exist: a token file is a .bin and an .idx; make it with `python -m "
+                    f"core.datasets.prepare --output {prefix}`"
+                )
         self.dtype, num_sequences, num_indices = self._read_header()
         index = _map(self._idx_path, np.dtype("u1"))
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]).tolist()

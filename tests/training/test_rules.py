@@ -65,8 +65,7 @@ WRONG = {
     "batch of fewer rows than ranks": (
         {"training": TrainingConfig(global_batch_size=2, micro_batch_size=1)},
         4,
-        "global_batch_size=2 is not a multiple of micro_batch_size=1 x data(4) = 4; use 4, or a micro_batch_size of "
-        "none: the batch does not divide over the data axis",
+        "global_batch_size=2 is not a multiple of micro_batch_size=1 x data(4) = 4; use 4",
     ),
     "sequence": (
         {"data": DataConfig(sequence_length=127), "parallel": ParallelConfig(tensor=2, sequence_parallel=True)},
@@ -135,8 +134,10 @@ WRONG = {
     "no such file": (
         {"data": DataConfig(train="nowhere/t", valid="nowhere/v", tokenizer="nowhere/tokenizer.json")},
         1,
-        "nowhere/t.bin does not exist: a token file is a .bin and an .idx; write it again with TokenFileWriter; "
-        "nowhere/v.bin does not exist: a token file is a .bin and an .idx; write it again with TokenFileWriter; "
+        "nowhere/t.bin does not exist: a token file is a .bin and an .idx; make it with `python -m core.datasets.prepare "
+        "--output nowhere/t`; "
+        "nowhere/v.bin does not exist: a token file is a .bin and an .idx; make it with `python -m core.datasets.prepare "
+        "--output nowhere/v`; "
         "tokenizer=nowhere/tokenizer.json is not a file; give a tokenizer.json",
     ),
 }
