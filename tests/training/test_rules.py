@@ -134,10 +134,10 @@ WRONG = {
     "no such file": (
         {"data": DataConfig(train="nowhere/t", valid="nowhere/v", tokenizer="nowhere/tokenizer.json")},
         1,
-        "nowhere/t.bin does not exist: a token file is a .bin and an .idx; make it with `python -m core.datasets.prepare "
-        "--output nowhere/t`; "
-        "nowhere/v.bin does not exist: a token file is a .bin and an .idx; make it with `python -m core.datasets.prepare "
-        "--output nowhere/v`; "
+        "nowhere/t.bin does not exist: a token file is a .bin and an .idx; make it with `python -m "
+        "core.datasets.prepare --output nowhere/t`; "
+        "nowhere/v.bin does not exist: a token file is a .bin and an .idx; make it with `python -m "
+        "core.datasets.prepare --output nowhere/v`; "
         "tokenizer=nowhere/tokenizer.json is not a file; give a tokenizer.json",
     ),
 }
