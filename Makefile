@@ -9,7 +9,7 @@ STAMP := $(VENV)/.stamp
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
 NPROC ?= 4
 LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel --pipeline.schedule zb-v --training.micro-batch-size 4 \
-	--optimizer.lr 2e-3
+	--optimizer.lr 2e-3 --optimizer.min-lr 2e-4
 TORCHRUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .PHONY: setup test test-all lint format pretrain pretrain-long benchmarks
@@ -43,7 +43,8 @@ pretrain: $(STAMP)
 	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.log-interval 5 \
 		--checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
 	$(TORCHRUN) examples/pretrain_gpt.py --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
-		--training.log-interval 5 --training.train-steps 100 --optimizer.lr 2e-3 --optimizer.lr-decay-steps 200 \
+		--training.log-interval 5 --training.train-steps 100 --optimizer.lr 2e-3 --optimizer.min-lr 2e-4 \
+		--optimizer.lr-decay-steps 200 \
 		--training.output runs/resumed \
 		--checkpoint.load runs/pretrain/checkpoints/step-00000090 \
 		--training.compare-with runs/pretrain/metrics.jsonl

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
 
 
 def torchrun(script, *flags, cwd):
@@ -107,3 +109,22 @@ def test_a_custom_part(tmp_path):
     one = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
     for name, numbers in swapped(one.stdout).items():
         assert numbers == pytest.approx(both[name], abs=1e-3)
+
+
+@pytest.mark.full
+def test_the_readmes_two_commands(corpus, tmp_path):
+    """From a folder to a falling loss, word for word but for the folder's name and a model that takes seconds."""
+    block = re.search(r"```\n(python -m core\.datasets\.prepare --input FOLDER .*\n)(torchrun .*\n)```", README)
+    assert block is not None
+    prepare, run = (shlex.split(line.replace("FOLDER", str(corpus))) for line in block.groups())
+    small = "--training.train-steps 30 --training.log-interval 5 --data.sequence-length 32 --model.num-layers 1"
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    script = [str(ROOT / word) if word.startswith("examples/") else word for word in run[1:]]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for command in ([sys.executable, *prepare[1:]], [*launcher, *script, *small.split()]):
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    found = [float(number) for number in re.findall(r"^step .* \| loss (\d+\.\d+) ", done.stdout, re.M)]
+    assert len(found) == 7 and found[-1] < found[0] - 1
+    for name in ("run.toml", "metrics.jsonl", "report.html", "report.png"):
+        assert (tmp_path / "runs" / "pretrain" / name).stat().st_size > 0
