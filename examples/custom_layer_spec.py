@@ -7,7 +7,6 @@ A part is made from a `Build` (the model's config, the ranks, its layer's number
 Parallel linears divide it over the tensor ranks; recomputation, pipelines and checkpoints need nothing more.
 """
 
-import os
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.models.gpt import GPTModel, llama_spec
 from core.parallel_state import Init
+from core.parallel_state.environment import started_processes
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.training import RunConfig, initialize
 from core.training.console import told_to_user
@@ -49,7 +49,7 @@ def losses_of(run: RunConfig, ps: parallel_state.ParallelState, *, swapped: bool
 def main(run: RunConfig) -> None:
     """Both models, side by side."""
     with told_to_user(), parallel_state.launch(run.device) as device:
-        run = run.check(int(os.environ.get("WORLD_SIZE", 1)))
+        run = run.check(started_processes())
         ps = parallel_state.ParallelState.build(run.parallel, device=device)
         for name, swapped in (("gated SiLU", False), ("squared ReLU", True)):
             losses = losses_of(run, ps, swapped=swapped)
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     main(
         RunConfig.from_dict(
             {
-                "parallel": {"tensor": int(os.environ.get("WORLD_SIZE", 1))},
+                "parallel": {"tensor": started_processes()},
                 "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256},
                 "training": {"train_steps": STEPS},
                 "optimizer": {"lr": 3e-3},

@@ -7,10 +7,9 @@
 Without data of your own it reads the interpreter's standard library.
 """
 
-import os
-
 from core import parallel_state
 from core.parallel_state import ParallelState
+from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
 from core.training.build import build_executor, build_sharded, build_stages
 from core.training.checkpoint import Checkpoints
@@ -82,7 +81,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
 if __name__ == "__main__":
     loaded = load_run(description=__doc__)
     with told_to_user():
-        run = loaded.run.check(int(os.environ.get("WORLD_SIZE", 1)))
+        run = loaded.run.check(started_processes())
         with parallel_state.launch(run.device) as device, told_to_user():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))

@@ -18,7 +18,7 @@ _HOMES = {
     "splits": ("TokenRange", "TokenSource", "split_documents"),
     "order": ("draws", "permute", "sample_ids"),
     "packing": ("IGNORED_LABEL", "Packing"),
-    "batches": ("Batches", "GPTBatches"),
+    "batches": ("GPTBatches",),
     "blend": ("BlendedBatches", "open_blend"),
     "preparing": ("Prepared", "TextFiles", "prepare_files"),
     "default_corpus": ("PreparedCorpus", "prepare_default_corpus"),

@@ -6,7 +6,6 @@ Legend: `b` rows in the global batch, `s` sequence length, `size` data parallel 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,28 +17,6 @@ from core.datasets.packing import IGNORED_LABEL, Packing
 from core.datasets.splits import TokenSource
 
 Rows = npt.NDArray[np.int64]
-
-
-class Batches(Protocol):
-    """What a run reads: `GPTBatches` of one text, or `BlendedBatches` of several."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a row."""
-        ...
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of a batch, over all ranks."""
-        ...
-
-    def batch(self, step: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
-        """The rank's rows of global batch number `step`."""
-        ...
-
-    def sequential(self, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """All of the text in order, once."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def split_documents(file: TokenFile, split: str) -> tuple[TokenRange | None, Tok
     if file.num_documents < sum(parts):
         raise ValueError(
             f"{file.prefix} has {file.num_documents} documents, split={split!r} asks for {sum(parts)} parts; prepare "
-            "it with --documents paragraph, give validation files of their own, or split='1'"
+            "it with --documents paragraph, give validation files of their own, or split='1,0,0'"
         )
     cuts = [0]
     for number, reached in enumerate(accumulate(weights)):

@@ -36,9 +36,21 @@ def local_device(kind: str | None = None) -> torch.device:
     return torch.device(wanted.type, index)
 
 
+def started_processes() -> int:
+    """Processes that torchrun started, WORLD_SIZE; 1 where that is not set, or set to nothing.
+
+    Raises ValueError: it is no number.
+    """
+    text = os.environ.get("WORLD_SIZE") or "1"
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"WORLD_SIZE={text!r} is no number of ranks; unset it") from None
+
+
 def expect_world(world_size: int) -> None:
     """Raise ValueError if torchrun started several processes and nobody joined them: each would train alone."""
-    started = int(os.environ.get("WORLD_SIZE", 1))
+    started = started_processes()
     if started > 1 and not pg.is_initialized():
         raise ValueError(
             f"torchrun started {started} processes, this one sees {world_size}: call "
@@ -55,7 +67,7 @@ def join_world(
     Raises ValueError: a device that is not there.
     """
     place = local_device(device)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not pg.is_initialized():
+    if started_processes() > 1 and not pg.is_initialized():
         pg.init_world(backend or ("gloo" if place.type == "cpu" else None), timeout_s)
     return place
 

@@ -103,7 +103,8 @@ class TrainingModel(nn.Module):
         """Forward, backward and update on this data rank's rows `[b/dp, ...]` of the global batch.
 
         The loss is summed over all valid tokens of all ranks and divided once. Afterwards it saves if the run's
-        `checkpoint` says that it is time; after SIGTERM or Ctrl-C at once, and the loader ends.
+        `checkpoint` says that it is time; after SIGTERM or Ctrl-C at once, and the loader ends. A loop of your own
+        that goes on from here begins with `optimizer.zero_grad()`.
         Collectives: those of the executor and of `optimizer.step`.
         Raises ValueError: rows that do not divide into the microbatches, a batch without what `loss_fn` needs.
         """
@@ -116,7 +117,6 @@ class TrainingModel(nn.Module):
         result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
         self.checkpoints.before_update()
         stats = self.optimizer.step(num_tokens=result.num_tokens)
-        self.optimizer.zero_grad()  # a loop of the user's own may go on from here
         self.checkpoints.after_step(self.step, last=self.step == self.train_steps)
         return TrainStep(result.loss, result.num_tokens, stats.grad_norm, rate, stats.skipped)
 

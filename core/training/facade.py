@@ -1,7 +1,6 @@
 """One call from a configuration to what a training loop needs, as `deepspeed.initialize` gives it."""
 
 import atexit
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState, current_state, model_parallel_is_initialized
 from core.parallel_state.collectives.groups import destroy_world, is_initialized, world
-from core.parallel_state.environment import join_world
+from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.build import build_executor, build_sharded, build_stages
 from core.training.checkpoint import Checkpoints
@@ -54,7 +53,7 @@ def initialize(
     """
     _refuse_mixed_up(model, batches)
     joined = not is_initialized()
-    run = _run_config(config).check(int(os.environ.get("WORLD_SIZE", 1)) if joined else world()[1])
+    run = _run_config(config).check(started_processes() if joined else world()[1])
     device = join_world(run.device)
     if joined and is_initialized():
         atexit.register(destroy_world)

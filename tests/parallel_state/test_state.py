@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from core import parallel_state
 from core.parallel_state import ParallelConfig, ParallelState
+from core.parallel_state.environment import started_processes
 from tests.states import state
 
 ROOT = Path(__file__).parents[2]
@@ -247,3 +248,15 @@ def test_launch_joins_and_leaves_under_torchrun(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(f"rank {r} tp {r} on cpu" in done.stdout for r in (0, 1)), done.stdout
+
+
+@pytest.mark.parametrize("text, said", [(None, 1), ("", 1), ("4", 4), ("many", None)])
+def test_how_many_processes_torchrun_started(text, said, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if text is not None:
+        monkeypatch.setenv("WORLD_SIZE", text)
+    if said is not None:
+        assert started_processes() == said
+    else:
+        with pytest.raises(ValueError, match="WORLD_SIZE='many' is no number of ranks; unset it"):
+            started_processes()

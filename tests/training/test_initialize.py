@@ -269,3 +269,18 @@ def test_the_optimizer_is_the_configurations(corpus):
     config = OptimizerConfig(lr=3e-3, weight_decay=0.0)  # of a constant rate
     _, optimizer, scheduler, _ = initialize(config=settings(corpus, optimizer__lr=3e-3, optimizer__weight_decay=0.0))
     assert optimizer.config == config and scheduler.get_last_lr() == [3e-3]
+
+
+def test_a_plain_loop_goes_on_after_train_step(corpus):
+    """With `zero_grad` first; without it the used gradients are refused, not added to."""
+    model, optimizer, _, loader = initialize(config=settings(corpus))
+    batches = iter(loader)
+    model.train_step(next(batches))
+    with pytest.raises(ValueError, match="used up by step 1; call zero_grad"):
+        model.loss(next(batches)).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss = model.loss(next(batches))
+    loss.backward()
+    optimizer.step()
+    assert model.step == 2 and loss.item() < 5.6

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.parallel_state.environment import started_processes
 from core.training.config.explain import explained, template
 from core.training.config.sources import merge
 
@@ -61,12 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _world(parser: argparse.ArgumentParser) -> int:
-    """What WORLD_SIZE says; 1 where it is not set, or set to nothing. Raises SystemExit: it is no number."""
-    text = os.environ.get("WORLD_SIZE") or "1"
+    """What WORLD_SIZE says. Raises SystemExit: it is no number."""
     try:
-        return int(text)
-    except ValueError:
-        parser.error(f"WORLD_SIZE={text!r} is no number of ranks; unset it, or give --world-size N")
+        return started_processes()
+    except ValueError as error:
+        parser.error(f"{error}, or give --world-size N")
 
 
 def _tell(text: str) -> None:

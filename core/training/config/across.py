@@ -14,12 +14,15 @@ _SHOWN = 8
 
 
 def same_on_all_ranks(run: RunConfig) -> None:
-    """Collective on the world, before any `ParallelState` exists: one all-gather of a few kilobytes.
+    """Collective on the world, before any `ParallelState` exists: all-gathers a hash, and all values if it differs.
 
     Raises ValueError on every rank where the values or the versions of two ranks differ: each difference from rank 0,
     with both values. One process without torchrun has nothing to compare.
     """
-    told = all_gather_objects(run.flat() | _versions(), world_group(DEFAULT_TIMEOUT_S))
+    world, software = world_group(DEFAULT_TIMEOUT_S), _versions()
+    if len(set(all_gather_objects((run.digest(), *software.values()), world))) == 1:
+        return
+    told = all_gather_objects(run.flat() | software, world)
     if wrong := _differences(told):
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError("; ".join(wrong[:_SHOWN]) + f"{more}. Give every rank the same files, flags and software")

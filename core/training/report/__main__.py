@@ -18,6 +18,7 @@ from core.training.report.packages import packages  # noqa: E402
 from core.training.report.show import as_json, failures, show  # noqa: E402
 
 try:
+    from core.parallel_state.environment import started_processes
     from core.training.report import collect
 except (ImportError, OSError) as error:  # no torch, or one whose libraries do not load
     WITHOUT_TORCH = f"the rest needs torch: {first_line(error)}"
@@ -28,7 +29,7 @@ else:
 def _checks(device: str | None, self_test: bool) -> list[Check]:
     if WITHOUT_TORCH:
         return [*packages(), Check(name="machine", value=WITHOUT_TORCH, status="info")]
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if started_processes() > 1:
         return collect.collect_here(device)
     return collect.collect(device, self_test)
 
