@@ -1,10 +1,11 @@
 """One habit, module, tool or file of somebody else's, what comes of it, and how that is judged.
 
-right: the numbers of one process, or of torch's own tool, in float64, and not a word. told: one message at first use
-that names the remedy. refused: an exception that names the remedy, before anything moved. Whatever is none of these is
-*silently wrong*, and no case may state it.
+right: the numbers of one process, or of torch's own tool, in float64, and not a word. told: one message at first
+use that names the remedy. refused: an exception that names the remedy, before anything moved. Whatever is none of
+these is *silently wrong*, and no case may state it.
 """
 
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +25,8 @@ Pairs = Mapping[str, tuple[Any, Any]]
 class Case:
     """`run(...)` does what the user does and returns (ours, reference) pairs; a family says with which arguments.
 
-    what: the habit in the user's words, unique in its family: a row of docs/compatibility.md. outcome: "right", "told"
-    or "refused". says: a regular expression that the message must match, its remedy included. remedy: for the table.
+    what: the habit in the user's words, unique in its family: a row of docs/compatibility.md. outcome: "right",
+    "told" or "refused". says: a regular expression that the message must match, its remedy included. remedy: for the table.
     elsewhere: variation -> (outcome, says), where a variation (a ZeRO stage, a schedule, ...) differs from the rest.
     """
 
@@ -87,8 +88,6 @@ def observe(run: Callable[..., Pairs], *args: Any, tolerance: float = TOLERANCE,
 
 def judge(case: Case, seen: Iterable[Seen], variation: Any = None) -> None:
     """Raise AssertionError unless every rank saw what the case states."""
-    import re
-
     outcome, says = case.expected(variation)
     assert outcome in ("right", "told", "refused"), outcome
     assert outcome == "right" or says, f"{case.what}: state what the message says"
