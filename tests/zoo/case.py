@@ -26,7 +26,7 @@ class Case:
     """`run(...)` does what the user does and returns (ours, reference) pairs; a family says with which arguments.
 
     what: the habit in the user's words, unique in its family: a row of docs/compatibility.md. outcome: "right",
-    "told" or "refused". says: a regular expression that the message must match, its remedy included. remedy: for the table.
+    "told" or "refused". says: a regular expression that the message must match. remedy: for the table.
     elsewhere: variation -> (outcome, says), where a variation (a ZeRO stage, a schedule, ...) differs from the rest.
     """
 

@@ -11,8 +11,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HEAD = """# Other people's programs: right, told or refused
 
 What comes of a torch program's habits here. *Right*: the numbers of one process, DDP or torch's own tool, compared
-in float64. *Told*: one message at first use, with the remedy. *Refused*: an exception before anything moved. This page
-is written by the tests that try every row (`python -m tests.zoo.compatibility`); a test says that it is up to date.
+in float64. *Told*: one message at first use, with the remedy. *Refused*: an exception before anything moved.
+This page is written by the tests that try every row (`python -m tests.zoo.compatibility`), and checked by one.
 """
 
 
