@@ -19,16 +19,7 @@ from core.parallel_state.collectives import (
     start_reduce_scatter,
 )
 from core.parallel_state.layout import set_layout
-
-
-class SpreadParameter(Parameter):
-    """A parameter that keeps its layout and its initial distribution when it is copied."""
-
-    def __deepcopy__(self, memo: dict) -> Parameter:
-        copy: Parameter = super().__deepcopy__(memo)
-        for name in ("parallel_layout", "initial"):
-            setattr(copy, name, getattr(self, name))
-        return copy
+from core.parallel_state.spread import SpreadParameter
 
 
 @dataclass(frozen=True, eq=False)
