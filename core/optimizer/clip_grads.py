@@ -75,7 +75,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model: the same factor on every rank.
 
-    Returns the norm, before; see `get_grad_norm`. Raises RuntimeError, on every rank: a norm that is not finite, with `error_if_nonfinite`.
+    Returns the norm, before; see `get_grad_norm`. Raises RuntimeError, on every rank: a norm that is not finite,
+    with `error_if_nonfinite`.
     """
     own = _listed(parameters)
     norm = get_grad_norm(own, norm_type, parallel=parallel)

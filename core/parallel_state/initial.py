@@ -29,8 +29,8 @@ def common_seed(ps: ParallelState) -> int:
 
     Many scripts add the rank to it: the initial weights must not depend on that.
     """
-    seed = torch.tensor([mix32("initial weights", torch.initial_seed())], device=ps.device)
-    return int(broadcast(seed, ps.world))
+    seed = mix32("initial weights", torch.initial_seed())
+    return seed if ps.world is None else int(broadcast(torch.tensor([seed], device=ps.device), ps.world))
 
 
 def initialize_parameters(

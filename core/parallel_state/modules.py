@@ -34,9 +34,10 @@ def named_parameters(modules: Modules) -> Iterator[tuple[str, Parameter]]:
 
 def named_buffers(modules: Modules) -> Iterator[tuple[str, Tensor]]:
     """Every buffer that belongs to the modules' state once, named as parameters are."""
-    kept = {id(t) for module in modules_of(modules).values() for t in module.state_dict(keep_vars=True).values()}
+    parts = (part for module in modules_of(modules).values() for part in module.modules())
+    aside = {id(part._buffers[name]) for part in parts for name in part._non_persistent_buffers_set}
     found = _named(modules, lambda module, prefix: module.named_buffers(prefix))
-    return ((name, buffer) for name, buffer in found if id(buffer) in kept)
+    return ((name, buffer) for name, buffer in found if id(buffer) not in aside)
 
 
 def _named(modules: Modules, of: _Named[T]) -> Iterator[tuple[str, T]]:

@@ -19,26 +19,6 @@ from core.parallel_state.layout import Layout, has_layout, layout_of, set_layout
 _KEPT = "_spread_parameters"  # attribute of a module: name -> Spread
 
 
-class SpreadParameter(Parameter):
-    """A parameter that keeps its layout and its initial distribution when it is copied.
-
-    They are arguments too: tools that make a parameter anew (accelerate's empty weights) hand its attributes back.
-    """
-
-    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True, **facts: Any) -> "SpreadParameter":
-        """As torch's."""
-        made = super().__new__(cls, data, requires_grad)
-        made.__dict__.update(facts)
-        return made
-
-    def __deepcopy__(self, memo: dict) -> Parameter:
-        copy: Parameter = super().__deepcopy__(memo)
-        for name in ("parallel_layout", "initial"):
-            if name in self.__dict__:
-                setattr(copy, name, getattr(self, name))
-        return copy
-
-
 @dataclass(frozen=True)
 class Spread:
     """What a module knows of one parameter. shape: of this rank's part. renew: what else a new one needs (hooks)."""
@@ -141,6 +121,10 @@ class SpreadModule(nn.Module):
         super()._apply(fn, recurse)
         _keep(self)
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # which may swap tensors with all their attributes
+        _keep(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

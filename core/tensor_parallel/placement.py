@@ -19,7 +19,6 @@ from core.parallel_state.collectives import (
     start_reduce_scatter,
 )
 from core.parallel_state.layout import set_layout
-from core.parallel_state.spread import SpreadParameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ class Placement:
         Raises ValueError: the split dim does not divide over the group.
         """
         local = layout.local_shape({"tp": self.tp})
-        parameter = SpreadParameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
+        parameter = Parameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
         set_layout(parameter, layout)
         parameter.initial = init  # type: ignore[attr-defined]
         return parameter

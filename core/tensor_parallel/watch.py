@@ -6,11 +6,15 @@ rank its own batch. None of them fails; each breaks one of two facts that are ch
 hold is equal, and what is split is not.
 """
 
+import warnings
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.layout import layout_of
@@ -33,7 +37,7 @@ def _is_whole(parameter: Tensor) -> bool:
 
 
 class SplitWatch:
-    """Compares weights and inputs over the tensor ranks in training forwards 1, 2, 4, 8 ... and in the first one
+    """Compares weights and inputs over the tensor ranks in forwards 1, 2, 4, 8 ... and in the first one
     after an update. One all-gather of a number per parameter over the group, then; nothing in between.
 
     sums_foreign: adapters put into the model after it was made see sequence shards, and get their gradients summed.
@@ -49,7 +53,7 @@ class SplitWatch:
 
     @torch.compiler.disable
     def look(self, module: nn.Module, inputs: Sequence[Tensor | None]) -> None:
-        """Before a training forward of `module`. inputs: what must be the same on all tensor ranks, None left out.
+        """Before a forward of `module`. inputs: what must be the same on all tensor ranks, None left out.
 
         Raises ValueError, on every rank of the group: what differs and should not, or does not and should.
         """
@@ -83,9 +87,10 @@ class SplitWatch:
         if parts[0].any() and (parts == parts[0]).all():
             raise ValueError(
                 f"all {len(split)} split weights are the same on the {self._group.size} tensor ranks, which hold "
-                "different parts: something broadcast one rank's to all. DistributedDataParallel over the default "
-                "group? Use core.data_parallel.DistributedDataParallel, or torch's with "
-                "process_group=parallel_state.get_data_parallel_group()"
+                "different parts. DistributedDataParallel over the default group broadcasts one rank's: use "
+                "core.data_parallel.DistributedDataParallel, or process_group=parallel_state."
+                "get_data_parallel_group(). One rank's state_dict() loaded on all: use dist_checkpointing.load. "
+                "model.apply(...) draws the same on each: use GPTModel's own initial weights, or a generator per rank"
             )
 
     def _words(self, what: str, other: int) -> str:
@@ -98,14 +103,48 @@ class SplitWatch:
             )
         if self._forwards == 1:
             return (
-                f"{what} is the same on all tensor ranks, and differs between {ranks} before the first step; call "
-                "torch.manual_seed with one seed on all ranks before the model is made (or pass seed=), or load one "
-                "checkpoint on all of them"
+                f"{what} should be the same on all tensor ranks, and differs between {ranks} before a step; "
+                "load one checkpoint on all of them, and seed parts of your own alike. If it is split: make it with "
+                "ColumnParallelLinear or RowParallelLinear, so that its halves are split alike "
+                "(docs/concepts/tensor_parallel.md)"
             )
         return (
-            f"{what} is the same on all tensor ranks, and differs between {ranks} after an update, in forward "
+            f"{what} should be the same on all tensor ranks, and differs between {ranks} after an update, in forward "
             f"{self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
             "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
             "core.optimizer.GradScaler; an adapter around a linear that is split needs its halves split alike "
             "(docs/concepts/tensor_parallel.md)"
         )
+
+
+# each element is updated by its own gradient and states: right on every layout
+_ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+def watch_optimizers(model: nn.Module) -> None:
+    """Tell, once, of an optimizer that looks at whole matrices of `model`, which are split or fused here.
+
+    Through torch's hook on every optimizer's step; it goes with the model.
+    """
+    kept = weakref.ref(model)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        kind, here = type(optimizer), kept()
+        known = kind.__name__ in _ELEMENTWISE or kind.__module__.startswith("core.")
+        if known or here is None:
+            return
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [(name, p) for name, p in here.named_parameters() if id(p) in given]
+        other = [name for name, p in mine if "tp" in layout_of(p).split and layout_of(p).padded_shape() != p.shape]
+        other = other or [name for name, p in mine if p.dim() > 2]
+        if other:
+            handle.remove()
+            warnings.warn(
+                f"{kind.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of {other[0]} it "
+                "sees this rank's part, or [groups, heads, d, h] for [out, in], and does something else. "
+                "Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon knows the matrices",
+                stacklevel=2,
+            )
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(model, handle.remove)

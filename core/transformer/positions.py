@@ -1,6 +1,7 @@
 """Where a token stands: learned embeddings to add, or rotary tables for the attention."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,7 @@ class Rotary(nn.Module):
                 "change kv_channels, num_attention_heads or rotary_percent"
             )
         self.width, self.base, self.positions = width, config.rotary_base, max_sequence_length
+        self.device = build.parallel.device
         for name, table in self._tables(build.place.device, config.params_dtype).items():
             self.register_buffer(name, table, persistent=False)
 
@@ -61,9 +63,18 @@ class Rotary(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         """No checkpoint holds the tables: they are computed where the module moves, also from meta (`to_empty`)."""
         super()._apply(fn, recurse)
-        for name, table in self._tables(self.cos.device, self.cos.dtype).items():
-            setattr(self, name, table)
+        self._rebuild(self.cos.device)
         return self
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *more: Any) -> None:
+        """A model on meta that is loaded with `assign=True` is then where its weights are."""
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+        if self.cos.is_meta and metadata.get("assign_to_params_buffers"):
+            self._rebuild(self.device)
+
+    def _rebuild(self, device: torch.device) -> None:
+        for name, table in self._tables(device, self.cos.dtype).items():
+            setattr(self, name, table)
 
     def forward(self, s: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [b or 1, 1, s, d/2]: ready to multiply [b, heads, s, d/2]."""

@@ -38,7 +38,7 @@ def gpt(style="gpt2", *, parallel=None, tied=False, facts=None, spec=None, **mor
         POSITIONS,
         parallel=parallel,
         share_embeddings_and_output_weights=tied,
-        **{"seed": 1234} | more,
+        **more,
     )
 
 

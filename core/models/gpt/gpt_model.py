@@ -1,19 +1,22 @@
 """GPTModel: embedding, transformer layers, output layer; whole, or the part of it that one pipeline stage holds."""
 
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from core.autograd import StageContext
 from core.dist_checkpointing.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
-from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values
+from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, either
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, mix32, seeded
 from core.parallel_state.collectives import broadcast
 from core.parallel_state.initial import common_seed
 from core.parallel_state.spread import keep_layouts
 from core.pipeline.partition import even
 from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
-from core.tensor_parallel.watch import SplitWatch
+from core.tensor_parallel.watch import SplitWatch, watch_optimizers
 from core.transformer.layer import TransformerBlock
 from core.transformer.rules import check_layout
 from core.transformer.spec import Build, TransformerLayerSpec
@@ -80,10 +83,11 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._first_inputs = FirstInputs()
+        self._first_inputs, self._told_of_parts = FirstInputs(), False
         group = self.place.group
         self._watch = SplitWatch(group, sums_foreign=self.place.splits_sequence) if group is not None else None
         keep_layouts(self)
+        watch_optimizers(self)
         self._fill()
 
     def init_weights(self) -> None:
@@ -111,22 +115,31 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
     ) -> Tensor:
         """Per-token loss [b, s] with labels (already shifted; -100 gives loss 0), else logits.
 
-        tokens: int64 [b, s]; on a stage that does not embed, the previous stage's output [s, b, h].
+        tokens (or input_ids, its name elsewhere): int64 [b, s]; on a stage that does not embed, the previous stage's
+        output [s, b, h].
         position_ids: [b, s], default 0 .. s-1. attention_mask: None is causal, else bool [b, 1, s, s], True =
         masked out. Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
         `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h].
         Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype; a token,
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
+        tokens = either("tokens", tokens, "input_ids", input_ids)
         s = self._check(tokens, position_ids, attention_mask, labels)
-        if self._watch is not None and self.training:
+        if self._watch is not None:
+            if torch.compiler.is_exporting():
+                raise ValueError(
+                    f"torch.export would hold 1 of the {self.place.tp} tensor ranks' parts, and none of the messages "
+                    "between them; load the checkpoint into a model of tensor_model_parallel_size=1 and export that"
+                )
             batch = (tokens if self.pre_process else None, position_ids, attention_mask, labels)
             self._watch.look(self, batch)
         if self._draws and self.training and not self.stage.driven:
@@ -148,6 +161,19 @@ class GPTModel(nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
         return gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As torch's: this rank's parts. Warns, once, where tensor ranks hold others."""
+        if self._watch is not None and not self._told_of_parts:
+            self._told_of_parts = True
+            warnings.warn(
+                f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}: one rank's file "
+                "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
+                "model.sharded_state_dict(), directory), or a file per rank",
+                stacklevel=2,
+            )
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return found
 
     def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
         """name -> this rank's part of each parameter, for `dist_checkpointing.save` and `load`; live memory."""
@@ -184,10 +210,11 @@ class GPTModel(nn.Module):
             )
         check_optional(b, s, position_ids, attention_mask, labels)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
-        if not self._first_inputs.done:
+        if not self._first_inputs.done and not torch.compiler.is_exporting():
             self._first_inputs.look(tokens if self.pre_process else None, attention_mask, labels)
         return s
 
+    @torch.compiler.disable
     def _draw_seed(self) -> None:
         """Plain use with dropout: a seed from torch's own CPU generator, the same on all tensor ranks."""
         seed = torch.randint(2**31, (1,))

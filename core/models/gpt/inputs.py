@@ -8,7 +8,7 @@ from torch import Tensor
 
 def _in_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
     """Every value in [0, size), or equal to `ignored`: tables and losses would take some others silently."""
-    if values.numel() == 0 or values.is_meta:
+    if values.numel() == 0 or values.is_meta or torch.compiler.is_exporting():
         return
     if values.device.type != "cpu":
         fits = (values >= 0) & (values < size)
@@ -24,6 +24,14 @@ def _in_range(name: str, values: Tensor, size: int, *, ignored: int | None = Non
     if wrong.numel():
         also = "" if ignored is None else f", or {ignored} to leave a token out"
         raise ValueError(f"{name} holds {int(wrong[0])}, valid are 0 to {size - 1}{also}")
+
+
+def either(name: str, value: Tensor | None, other: str, also: Tensor | None) -> Tensor:
+    """The one of two names for an argument that was given. Raises TypeError: none of them, or both."""
+    found = value if also is None else also
+    if found is None or (value is not None and also is not None):
+        raise TypeError(f"give {name} or {other}, not {'both' if found is not None else 'neither'}")
+    return found
 
 
 def check_values(position_ids: Tensor | None, positions: int, labels: Tensor | None, vocab_size: int) -> None:
