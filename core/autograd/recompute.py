@@ -142,11 +142,18 @@ class _Region:
         return ends
 
     def _call_as_first(self, tensors: Sequence[Tensor], count: Calls | None) -> list[Tensor]:
-        """Same bag, same random numbers, same autocast; the present is put back after it."""
+        """Same bag, same random numbers, same autocast; the present is put back after it.
+
+        The bag is closed meanwhile, as it was in the first run.
+        """
         now, now_stage = _random_state(self.device), self.stage.snapshot() if self.stage is not None else None
         _set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
+        bag = self.stage.bag if self.stage is not None else None
+        was_open = bag is not None and bag.open
+        if bag is not None:
+            bag.open = False
         token, other = running_again.set(self), calls.set(count)
         try:
             with torch.enable_grad(), statistics_kept(self.checked.norms):
@@ -154,6 +161,8 @@ class _Region:
         finally:
             running_again.reset(token)
             calls.reset(other)
+            if bag is not None:
+                bag.open = was_open
             _set_random_state(self.device, now)
             if self.stage is not None:
                 self.stage.restore(now_stage)  # type: ignore[arg-type]

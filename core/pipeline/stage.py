@@ -145,7 +145,7 @@ class Stage:
 
         if facts.training:  # one tensor is the common case, and quicker
             received = leaf(received) if isinstance(received, Tensor) else pytree.tree_map(leaf, received)
-        held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled))
+        held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled, open=False))
         if not keep:
             held.versions = _versions(received, facts.parts[m])
         facts.sync.before_forward(self.module)
@@ -215,7 +215,12 @@ class Stage:
         given = zip(held.ends, held.seed if gradients is None else gradients, strict=True)
         pairs = [(end, gradient) for end, gradient in given if end is not None]
         if pairs:
+            # whoever runs a forward again in here (torch's checkpoint) finds the context of the first time
+            self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
+            held.bag.open = True
             torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+            held.bag.open = False
+            self.context.release()
         facts.sync.after_input_grad(self.module, held.bag.parameters())
         if facts.memory is not None:
             probe = MemoryProbe(self.module, facts.parts[m])

@@ -7,7 +7,7 @@ from core.autograd import StageContext
 from core.dist_checkpointing.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
 from core.models.gpt.inputs import check_optional, check_tokens, check_values
-from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of
+from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, seeded
 from core.parallel_state.collectives import broadcast
 from core.pipeline.partition import even
 from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
@@ -15,6 +15,8 @@ from core.transformer.layer import TransformerBlock
 from core.transformer.rules import check_layout
 from core.transformer.spec import Build, TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
+
+CPU = torch.device("cpu")
 
 
 class GPTModel(nn.Module):
@@ -96,7 +98,14 @@ class GPTModel(nn.Module):
         """
         s = self._check(tokens, position_ids, attention_mask, labels)
         if self._draws and self.training and not self.stage.driven:
-            self._draw_seed()
+            self.stage.drawn = True
+            with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
+                return self._run(s, tokens, position_ids, attention_mask, labels)
+        return self._run(s, tokens, position_ids, attention_mask, labels)
+
+    def _run(
+        self, s: int, tokens: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+    ) -> Tensor:
         x = self.embedding(tokens, position_ids) if self.pre_process else tokens
         rotary = self.rotary(s, position_ids) if self.rotary is not None else None
         x = self.decoder(x, attention_mask, rotary)
@@ -152,12 +161,12 @@ class GPTModel(nn.Module):
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         return s
 
-    def _draw_seed(self) -> None:
+    def _drawn_seed(self) -> int:
         """Plain use with dropout: a seed from torch's own CPU generator, the same on all tensor ranks."""
         seed = torch.randint(2**31, (1,))
         if self.place.group is not None:
             seed = broadcast(seed.to(self.parallel.device), self.place.group)
-        self.stage.seed = int(seed.item())
+        return int(seed.item())
 
 
 def stage_layers(num_layers: int, ps: ParallelState) -> range:
