@@ -104,7 +104,12 @@ class GPTModel(nn.Module):
         return self._run(s, tokens, position_ids, attention_mask, labels)
 
     def _run(
-        self, s: int, tokens: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+        self,
+        s: int,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
     ) -> Tensor:
         x = self.embedding(tokens, position_ids) if self.pre_process else tokens
         rotary = self.rotary(s, position_ids) if self.rotary is not None else None
