@@ -22,6 +22,8 @@ from core.transformer.rules import check_layout
 from core.transformer.spec import Build, TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 
+CPU = torch.device("cpu")
+
 
 class GPTModel(nn.Module):
     """A decoder-only language model, split over the tensor ranks of a parallel state.
@@ -143,7 +145,19 @@ class GPTModel(nn.Module):
             batch = (tokens if self.pre_process else None, position_ids, attention_mask, labels)
             self._watch.look(self, batch)
         if self._draws and self.training and not self.stage.driven:
-            self._draw_seed()
+            self.stage.drawn = True
+            with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
+                return self._run(s, tokens, position_ids, attention_mask, labels)
+        return self._run(s, tokens, position_ids, attention_mask, labels)
+
+    def _run(
+        self,
+        s: int,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+    ) -> Tensor:
         x = self.embedding(tokens, position_ids) if self.pre_process else tokens
         rotary = self.rotary(s, position_ids) if self.rotary is not None else None
         x = self.decoder(x, attention_mask, rotary)
@@ -215,12 +229,12 @@ class GPTModel(nn.Module):
         return s
 
     @torch.compiler.disable
-    def _draw_seed(self) -> None:
+    def _drawn_seed(self) -> int:
         """Plain use with dropout: a seed from torch's own CPU generator, the same on all tensor ranks."""
         seed = torch.randint(2**31, (1,))
         if self.place.group is not None:
             seed = broadcast(seed.to(self.parallel.device), self.place.group)
-        self.stage.seed = int(seed.item())
+        return int(seed.item())
 
 
 def stage_layers(num_layers: int, ps: ParallelState) -> range:
