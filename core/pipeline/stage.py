@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.compiled import give_ticket
-from core.autograd.statistics import Buffers
+from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.boundary import alias, check_leaf, copied, flatten, tree_map
@@ -50,7 +50,7 @@ class _Held:
     wants: list[bool] = field(default_factory=list)  # of each tensor of the output, as the next stage was told
     seed: list[Tensor] = field(default_factory=list)  # the loss's own gradient, on the last stage
     versions: list[int] = field(default_factory=list)  # of what an R will start from, before F
-    buffers: list = field(default_factory=list)  # as they were before F, for R
+    before: Before = field(default_factory=Before)  # the state of the modules before F, for R
     given: Any = None  # the copy that F works on, where it may write into it
 
 
@@ -112,7 +112,7 @@ class Stage:
                 raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
-        self._compiled, self._buffers = False, Buffers(module)
+        self._compiled, self._state = False, ModuleState(module)
         self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
         self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
         self._trained, self._key = (), None
@@ -133,7 +133,7 @@ class Stage:
 
     def prepare(self) -> None:
         """Before a step: what is trained, which buffers there are, whether compiled code needs a bag it can reach."""
-        self._buffers.refresh()
+        self._state.refresh(list(self.module.modules()))
         self._compiled = any(
             m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
         )
@@ -164,7 +164,7 @@ class Stage:
         held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled, open=False))
         again = facts.training and not keep
         if again:
-            held.versions, held.buffers = _versions(received, facts.parts[m]), self._buffers.before()
+            held.versions, held.before = _versions(received, facts.parts[m]), self._state.before()
         facts.sync.before_forward(self.module)
         ask = again and not self.last and self._wants is None and not self._has_learnt(received)
         with torch.set_grad_enabled(keep):
@@ -173,7 +173,7 @@ class Stage:
             return sums(*output, self.device) if self.last and facts.loss_fn is not None else self._evaluated(output)
         self._held[m] = held
         if again:
-            held.buffers = self._buffers.after(held.buffers)
+            self._state.after(held.before)
             self._see_writes(held)
         if self.last:
             if again:
@@ -199,7 +199,7 @@ class Stage:
         except (_NeededError, RuntimeError) as error:
             if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
                 raise
-        self._buffers.put_back(held.buffers)
+        self._state.put_back(held.before)
         return self._call(m, held, facts, again=True)
 
     def _evaluated(self, output: Any) -> Any:
@@ -220,7 +220,7 @@ class Stage:
                 "clone it in the stage, or use recompute='none'"
             )
         facts.sync.before_forward(self.module)
-        with torch.enable_grad(), self._buffers.as_before(held.buffers):
+        with torch.enable_grad(), self._state.as_before(held.before):
             output = self._call(m, held, facts)
         if self.last:
             self._keep_loss(held, output, facts)

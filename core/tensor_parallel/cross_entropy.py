@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.autograd.second import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 
 _CPU_CHUNK = 1 << 19  # elements handled at a time: what stays in a core's cache
@@ -94,6 +95,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("vocab_parallel_cross_entropy")
         if ctx.exponentials is None:
             raise RuntimeError("vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward")
         local, mine, probability, kept = ctx.saved_tensors

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.autograd.second import no_second_derivative
 from core.parallel_state import Layout
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout
@@ -34,6 +35,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
@@ -44,6 +47,8 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return g, None
 
 
@@ -55,6 +60,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return _gather_last(g, ctx.group), None
 
 
@@ -66,6 +73,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return _split_last(g, ctx.group).contiguous(), None
 
 
@@ -77,6 +86,8 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return all_gather(g, ctx.group), None
 
 
@@ -88,6 +99,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         if ctx.partial:
             return reduce_scatter(g, ctx.group), None, None
         return sequence_shard(g, ctx.group).contiguous(), None, None
@@ -102,6 +115,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return all_gather(g, ctx.group), None
 
 
@@ -113,6 +128,8 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         if getattr(ctx.weight, "main_grad", None) is not None:
             return g, None  # summed once per step, by whoever owns main_grad
         return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
