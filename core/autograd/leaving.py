@@ -54,6 +54,10 @@ class Parts:
             seen.add(id(m))
             self.modules.append(m)
             own = m.__dict__
+            if isinstance(m, torch.jit.ScriptModule):  # keeps its parts elsewhere
+                parameters.update(dict.fromkeys(m.parameters(recurse=False)))
+                todo += m.children()
+                continue
             if own["_parameters"]:
                 parameters.update(dict.fromkeys(own["_parameters"].values()))
             for name in own.keys() - _USUAL:
@@ -75,17 +79,19 @@ class Parts:
 
 
 class Watch(TorchDispatchMode):
-    """Remembers, weakly, every tensor that is made, and whether ranks computed together."""
+    """Remembers, weakly, every tensor that is made, whether ranks computed together, and nested tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: list[weakref.ref[Tensor]] = []
-        self._collective = False
+        self._collective = self.nested = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._collective = self._collective or "c10d" in func.namespace
-        self._made += [weakref.ref(t) for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        self.nested = self.nested or any(t.is_nested for t in made)
+        self._made += map(weakref.ref, made)
         return out
 
     def found(self, results: Any) -> bool:

@@ -104,6 +104,11 @@ class ModuleState:
         """Whether parts are compiled: no mode of torch sees what those do."""
         return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self._modules)
 
+    @property
+    def scripted(self) -> bool:
+        """Whether parts are TorchScript: a later run may keep other tensors, as it is optimised meanwhile."""
+        return any(isinstance(m, torch.jit.ScriptModule) for m in self._modules)
+
     def before(self) -> Before:
         """Before a first run."""
         kept: list[_Buffer] = []

@@ -67,6 +67,14 @@ def _ends(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tupl
     return [get_gradient_edge(o) if isinstance(o, Later) else o for o, _ in wanted], [g for _, g in wanted]
 
 
+def _check_constant(outputs: Sequence[Tensor], constant: Sequence[bool]) -> None:
+    if any(c and o.requires_grad for c, o in zip(constant, outputs, strict=True)):
+        raise RuntimeError(
+            "recompute: a result of the region wants a gradient now, and wanted none the first time with the same "
+            "parameters trained; let it depend on them always or never"
+        )
+
+
 class Checked:
     """What is known of a region from its earlier runs.
 
@@ -83,8 +91,20 @@ class Checked:
     def __init__(self, module: nn.Module | None = None, leave: bool | None = None) -> None:
         self.state, self.leave = ModuleState(None), leave
         self.handed_out, self.computed = False, []
+        self._trained: list[bool] = []
+        self._wants: list[bool] = []
         if module is not None:
             self.see(Parts(module))
+
+    def see_outputs(self, made: Any, sources: Sequence[Tensor]) -> None:
+        """After the first run: which of its tensors want no gradient, where these sources are trained."""
+        self._trained = [t.requires_grad for t in sources]
+        self._wants = [t.requires_grad for t in pytree.tree_leaves(made) if _is(t)]
+
+    def constants(self, made: Sequence[Tensor], sources: Sequence[Tensor]) -> list[bool]:
+        """Of each result whether no gradient can come from it; as far as is known."""
+        same = len(made) == len(self._wants) and self._trained == [t.requires_grad for t in sources]
+        return [not want for want in self._wants] if same else [False] * len(made)
 
     def see(self, parts: Parts) -> None:
         """Before a run: hooks, computed weights and parts come and go."""
@@ -106,6 +126,7 @@ class _Region:
         self.count = len(self.tensors)
         self.checked, self.calls = Checked(), Calls()
         self.in_backward = False  # its own; one inside `fn` is another
+        self.constant: list[bool] = []  # of each result, whether it wants no gradient
         self.out_spec: Any = None
         self.out_places: list[bool] = []
         self.out_constants: list = []
@@ -163,7 +184,9 @@ class _Region:
 
     def _call_as_first(self, tensors: Sequence[Tensor], count: Calls | None) -> list[Tensor]:
         with self.as_first(count):
-            return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
+            outputs = [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
+        _check_constant(outputs, self.constant)
+        return outputs
 
     @contextmanager
     def as_first(self, count: Calls | None = None) -> Iterator[None]:
@@ -258,7 +281,11 @@ class _Recompute(torch.autograd.Function):
         ctx.region, ctx.parameters = region, tensors[region.count :]
         ctx.set_materialize_grads(False)  # an unused output gives no gradient, not zeros
         ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
+        region.constant = region.checked.constants(made, tensors)
+        numbers = (t.is_floating_point() or t.is_complex() for t in made)
+        ctx.mark_non_differentiable(
+            *(t for t, number, constant in zip(made, numbers, region.constant, strict=True) if constant or not number)
+        )
         return made
 
     @staticmethod
@@ -288,6 +315,10 @@ class _Recompute(torch.autograd.Function):
         return None, *(next(rest) if ask else None for ask in asked)
 
 
+class _NestedError(RuntimeError):
+    """A run made nested tensors, whose sizes are others in every run."""
+
+
 def _with_graph(
     region: _Region, args: tuple, kwargs: dict, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> Any:
@@ -302,8 +333,11 @@ def _with_graph(
     finally:
         running_again.reset(token)
     checked.state.after(region.before)
+    if watch is not None and watch.nested:
+        raise _NestedError
     if checked.leave is None:
         ends = [t for t in pytree.tree_leaves(made) if _is(t) and t.requires_grad]
+        checked.see_outputs(made, (*tensors, *parameters))
         checked.leave = region.before.leaves or _unlisted(ends, (*tensors, *parameters)) is not None
         checked.leave = checked.leave or (watch is not None and watch.found(made))
     region.before.attributes += checked.computed
@@ -325,13 +359,15 @@ def run_region(
     region.remember(parameters)
     region.checked = checked
     tensors, region.tensors = region.tensors, []
+    if checked.leave is None and checked.state.scripted:
+        checked.leave = False
     if checked.leave is not False or checked.handed_out or not all(map(is_plain, region.constants)):
         try:
             return _with_graph(region, args, kwargs, tensors, parameters)
         except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
+            if not isinstance(error, _NestedError) and "saved tensor hooks" not in str(error):
                 raise
-        checked.leave = False  # torch.func inside: it can only be run without a graph
+        checked.leave = False  # torch.func or nested tensors inside: torch's checkpoint knows neither
         region.put_back()
     made = _Recompute.apply(region, *tensors, *parameters)
     if not region.before.leaves:

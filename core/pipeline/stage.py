@@ -1,8 +1,9 @@
 """One stage on its rank: forward, recomputation, input gradients and weight gradients of its microbatches."""
 
+import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -236,6 +237,22 @@ class Stage:
 
     def _call(self, m: int, held: _Held, facts: StepFacts, *, again: bool = False) -> Any:
         """The module's output; on the last stage (loss_sum, num_tokens), which is R's where it will run `again`."""
+        if facts.memory is None:
+            return self._call_watched(m, held, facts, again)
+        try:
+            return self._call_watched(m, held, facts, again)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+        facts.memory.setdefault(self.index, StageMemory())
+        warnings.warn(
+            f"stage {self.index} takes derivatives by torch.func, where bytes kept for backward cannot be counted: "
+            "schedule='auto' takes them for 0; memory_limit does not cover them",
+            stacklevel=2,
+        )
+        return self._call_watched(m, held, replace(facts, memory=None), again)
+
+    def _call_watched(self, m: int, held: _Held, facts: StepFacts, again: bool) -> Any:
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part, graph = facts.parts[m], torch.is_grad_enabled() and not again
         probe = MemoryProbe(self.module, part) if facts.memory is not None and graph else None
@@ -243,10 +260,11 @@ class Stage:
         for generator in generators_of(self.device):  # whose states the pipeline puts back after the step
             generator.manual_seed(seed)
         with _watched(probe):
+            received, part = self._given(held, part, again)
             if self.first:
                 output = call_stage(self.module, part, self._arguments)
             else:
-                output = call_next_stage(self.module, self._given(held, again), part, self._arguments)
+                output = call_next_stage(self.module, received, part, self._arguments)
             if self.last and facts.loss_fn is not None and not again:
                 output = told_by(facts.loss_fn, output, part)
         self.context.release()  # a module of two stages defers into the one that has a bag
@@ -254,12 +272,12 @@ class Stage:
             facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
         return output
 
-    def _given(self, held: _Held, again: bool) -> Any:
+    def _given(self, held: _Held, part: Any, again: bool) -> tuple[Any, Any]:
         """What the module is called with: it may write into it, as in one process; R starts from what is held."""
         received = held.received
         if not again or self._writes is False:
-            return alias(received) if isinstance(received, Tensor) else tree_map(alias, received)
-        held.given = tree_map(copied, received)
+            return alias(received) if isinstance(received, Tensor) else tree_map(alias, received), part
+        held.given = tree_map(copied, (received, part))
         return held.given
 
     def _see_writes(self, held: _Held) -> None:

@@ -320,16 +320,29 @@ def _mask_loss(output, microbatch):
     return output.square().mean(), 1
 
 
+def _layer(says):
+    return {f"{schedule}, layer": ("refused", says) for schedule in ("1f1b", "zb-v", "auto")}
+
+
 WRITTEN = r"written .* between a forward and its backward|modified by an inplace operation"
 
 ODD: dict[str, Any] = {
     "`checkpoint(use_reentrant=False)`": _pair(
         lambda m, x: checkpoint(partial(_mlp, m), x.sin(), use_reentrant=False)
     ),
-    "`checkpoint(use_reentrant=True)`": _pair(
-        lambda m, x: m.b(checkpoint(partial(_mlp, m), m.a(x), use_reentrant=True))
-    ),
-    "selective `checkpoint`": _pair(_selective),
+    "`checkpoint(use_reentrant=True)`": {
+        "make": _pair(lambda m, x: m.b(checkpoint(partial(_mlp, m), m.a(x), use_reentrant=True))),
+        "elsewhere": {
+            **_layer("use_reentrant=False"),
+            **{f"{s}, stage": ("told", "None of the inputs have requires_grad") for s in ("zb-v", "auto")},
+        },
+        "remedy": "`use_reentrant=False`",
+    },
+    "selective `checkpoint`": {
+        "make": _pair(_selective),
+        "elsewhere": _layer("not found in storage"),
+        "remedy": "one of the two: `recompute='none'`, or no checkpoint inside",
+    },
     "nested `checkpoint`": _pair(_nested),
     "`checkpoint_sequential`": twice(lambda: Of(_sequential, s=nn.Sequential(lin(), nn.Tanh(), lin(), nn.Tanh()))),
     "`checkpoint` with dropout inside": _pair(_dropout_inside),
@@ -359,10 +372,18 @@ ODD: dict[str, Any] = {
         "elsewhere": {f"1f1b, {policy}": ("right", "") for policy in ("none", "layer", "stage")},
     },
     "a float mask between stages": {"make": _float_mask},
-    "a stage that writes into its input": lambda: [lin(), Of(_in_place, a=lin(), b=lin())],
+    "a stage that writes into its input": {
+        "make": lambda: [lin(), Of(_in_place, a=lin(), b=lin())],
+        "elsewhere": _layer("writes into its input"),
+        "remedy": "clone it, or name the layers inside",
+    },
     "`torch.vmap`": _pair(_vmap),
     "`torch.func.functional_call`": _pair(_functional_call),
-    "`torch.func.jacrev`": _pair(_jacobian),
+    "`torch.func.jacrev`": {
+        "make": _pair(_jacobian),
+        "elsewhere": {f"auto, {policy}": ("told", "cannot be counted") for policy in ("none", "layer", "stage")},
+        "remedy": "`memory_limit` does not cover what it keeps",
+    },
     "nested tensors inside a stage": _pair(_nested_tensor),
     "`module.compile(backend='eager')`": _compiled("eager"),
     "`module.compile(backend='aot_eager')`": _compiled("aot_eager"),
@@ -375,8 +396,7 @@ ODD: dict[str, Any] = {
     "hooks on activations": _pair(_tensor_hook),
     "weights written in forward (clipping)": {
         "make": _pair(_weights_written),
-        "outcome": "refused",
-        "says": WRITTEN,
+        "elsewhere": _layer(WRITTEN),
         "remedy": "write weights between steps",
     },
     "`detach` inside": _pair(_cuts),

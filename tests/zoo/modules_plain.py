@@ -217,7 +217,11 @@ PLAIN = {
     "a policy that names a pruned layer": twice(_pruned),
     "layers of another width": twice(_lazy),
     "a residual block with `ReLU(inplace=True)`": twice(_res_block),
-    "a stage that begins with `ReLU(inplace=True)`": twice(lambda: nn.Sequential(nn.ReLU(inplace=True), lin())),
+    "a stage that begins with `ReLU(inplace=True)`": {
+        "make": twice(lambda: nn.Sequential(nn.ReLU(inplace=True), lin())),
+        "elsewhere": {f"{s}, layer": ("refused", "writes into its input") for s in ("1f1b", "zb-v", "auto")},
+        "remedy": "recompute='stage', or name the layers inside",
+    },
     "LoRA": twice(_lora),
     "a frozen stage, then a trained one": lambda: [_frozen(lin()), lin()],
     "a trained stage, then a frozen one": lambda: [lin(), _frozen(lin())],
