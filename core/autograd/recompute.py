@@ -20,6 +20,7 @@ from core.autograd.bag import StageContext
 from core.autograd.later import Calls, Later, calls
 from core.autograd.leaving import Parts, Watch, call_with_graph, in_torch_func, is_plain
 from core.autograd.module_state import ModuleState
+from core.autograd.surroundings import Autocast, random_state, set_random_state
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
@@ -32,33 +33,6 @@ _leave: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 def _is(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    own = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), own
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(state[1], device)
-
-
-class _Autocast:
-    """Whether a kind of device casts, and to what."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.kind = device.type
-        self.known = torch.amp.is_autocast_available(self.kind)
-        self.enabled = self.known and torch.is_autocast_enabled(self.kind)
-        self.dtype = torch.get_autocast_dtype(self.kind) if self.known else None
-
-    def again(self, call: Callable[[], list]) -> list:
-        if not self.known or not (self.enabled or torch.is_autocast_enabled(self.kind)):
-            return call()
-        with torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled):
-            return call()
 
 
 def _ends(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list, list[Tensor]]:
@@ -137,8 +111,8 @@ class _Region:
         cpu = torch.device("cpu")
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), cpu)
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
-        self.random = _random_state(self.device)
-        self.autocast = _Autocast(self.device)
+        self.random = random_state(self.device)
+        self.autocast = Autocast(self.device)
 
     def call(self, tensors: Sequence[Tensor]) -> list:
         """Run on these tensors; returns the flat outputs."""
@@ -194,8 +168,8 @@ class _Region:
 
         The bag is closed meanwhile, as it was in the first run.
         """
-        now, now_stage = _random_state(self.device), self.stage.snapshot() if self.stage is not None else None
-        _set_random_state(self.device, self.random)
+        now, now_stage = random_state(self.device), self.stage.snapshot() if self.stage is not None else None
+        set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
         bag = self.stage.bag if self.stage is not None else None
@@ -211,14 +185,14 @@ class _Region:
             calls.reset(other)
             if bag is not None:
                 bag.open = was_open
-            _set_random_state(self.device, now)
+            set_random_state(self.device, now)
             if self.stage is not None:
                 self.stage.restore(now_stage)  # type: ignore[arg-type]
 
     def put_back(self) -> None:
         """As before a first run that is tried again."""
         self.checked.state.put_back(self.before)
-        _set_random_state(self.device, self.random)
+        set_random_state(self.device, self.random)
 
     def results(self, made: Sequence[Tensor]) -> Any:
         """The outputs in the form in which `fn` returned them."""

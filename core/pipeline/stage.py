@@ -167,9 +167,12 @@ class Stage:
         if again:
             held.versions, held.before = _versions(received, facts.parts[m]), self._state.before()
         facts.sync.before_forward(self.module)
-        ask = again and not self.last and self._wants is None and not self._has_learnt(received)
+        told, ask = keep, again and not self.last and self._wants is None and not self._has_learnt(received)
         with torch.set_grad_enabled(keep):
-            output = self._call_asking(m, held, facts) if ask else self._call(m, held, facts, again=again)
+            if ask:
+                output, told = self._call_asking(m, held, facts)
+            else:
+                output = self._call(m, held, facts, again=again)
         if not facts.training:
             return sums(*output, self.device) if self.last and facts.loss_fn is not None else self._evaluated(output)
         self._held[m] = held
@@ -181,7 +184,7 @@ class Stage:
                 return None
             self._keep_loss(held, output, facts)
             return sums(*output, self.device)
-        return self._hand_over(held, output, keep=keep, asked=ask)
+        return self._hand_over(held, output, keep=keep, told=told)
 
     def _has_learnt(self, received: Any) -> bool:
         """Whether an earlier step, with the same parameters trained, told which outputs want gradients."""
@@ -189,19 +192,20 @@ class Stage:
         self._wants = self._learnt.get(self._key)
         return self._wants is not None
 
-    def _call_asking(self, m: int, held: _Held, facts: StepFacts) -> Any:
+    def _call_asking(self, m: int, held: _Held, facts: StepFacts) -> tuple[Any, bool]:
         """A first F that R will repeat, with a graph that holds nothing: its outputs say whether they want gradients.
+        Returns the output, and whether it does.
 
         A module that takes derivatives in its forward needs what such a graph holds: it runs without one.
         """
         try:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse):
-                return self._call(m, held, facts, again=True)
+                return self._call(m, held, facts, again=True), True
         except (_NeededError, RuntimeError) as error:
             if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
                 raise
         self._state.put_back(held.before)
-        return self._call(m, held, facts, again=True)
+        return self._call(m, held, facts, again=True), False
 
     def _evaluated(self, output: Any) -> Any:
         """An output that nothing follows from, for the next stage or the caller."""
@@ -286,8 +290,8 @@ class Stage:
             self._writes = bool(self._writes) or any(_versions(held.given))
             held.given = None
 
-    def _hand_over(self, held: _Held, output: Any, *, keep: bool, asked: bool) -> Any:
-        """The output for the next stage; `asked`: R will make its graph, and this is the first such microbatch."""
+    def _hand_over(self, held: _Held, output: Any, *, keep: bool, told: bool) -> Any:
+        """The output for the next stage; `told`: its tensors say whether they want a gradient."""
         leaves, spec = ([output], None) if isinstance(output, Tensor) else flatten(output)
         for leaf in leaves:
             check_leaf(self.index, leaf)
@@ -295,15 +299,15 @@ class Stage:
         before = self._wants
         if before is not None and len(before) == len(tensors):
             wants = [a or y.requires_grad for a, y in zip(before, tensors, strict=True)]
-        elif keep or any(y.requires_grad for y in tensors):
+        elif told:
             wants = [y.requires_grad for y in tensors]
         else:  # nobody could tell
             wants = [y.is_floating_point() or y.is_complex() for y in tensors]
         held.wants = wants
         if before is None:
             self._wants = wants
-        if asked:
-            self._learnt[self._key] = wants
+            if told and not keep:
+                self._learnt[self._key] = wants
         if keep:
             self._keep(held, tensors)
         rest = iter(wants)
