@@ -11,6 +11,7 @@ same figures for torch's own split. Gradients of all sides must agree.
 
 import gc
 import statistics
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,13 @@ from core.testing import LiveBytes
 class GeluLayer(nn.Module):
     def __init__(self, hidden, heads=4):
         super().__init__()
-        self.heads, self.runs = heads, 0
+        self.heads, self.runs = heads, Counter()
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x):
-        self.runs += 1
+        self.runs["forward"] += 1
         b, s, h = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -46,7 +47,7 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, hidden, heads=4):
         super().__init__()
-        self.heads, self.runs = heads, 0
+        self.heads, self.runs = heads, Counter()
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden) for _ in range(4))
         self.up, self.gate, self.down = (
@@ -54,7 +55,7 @@ class LlamaLayer(nn.Module):
         )
 
     def forward(self, x):
-        self.runs += 1
+        self.runs["forward"] += 1
         b, s, h = x.shape
         z = self.norm1(x)
         q, k, v = (linear(z).view(b, s, self.heads, -1).transpose(1, 2) for linear in (self.q, self.k, self.v))
@@ -146,10 +147,12 @@ class Torch(Side):
 
 def extra_forwards(side):
     """Forward executions of a layer beyond the first, per microbatch."""
-    before = [layer.runs for layer in side.stage.layers]
+    before = [layer.runs.total() for layer in side.stage.layers]
     side.prepare()
     side()
-    return sum(layer.runs - old - 1 for layer, old in zip(side.stage.layers, before, strict=True)) / len(before)
+    return sum(layer.runs.total() - old - 1 for layer, old in zip(side.stage.layers, before, strict=True)) / len(
+        before
+    )
 
 
 def held(side):

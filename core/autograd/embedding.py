@@ -11,6 +11,7 @@ from core.autograd.bag import StageContext, accumulate, delivers
 from core.autograd.main_grad import main_grad_of
 from core.autograd.products import NO_COMM, Comm
 from core.autograd.recompute import running_again
+from core.autograd.second import no_second_derivative
 
 
 def _local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
@@ -77,6 +78,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (local,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not (ctx.whole and ctx.comm is NO_COMM):
+            raise no_second_derivative("a tensor-parallel embedding")
         directly = delivers(ctx, ctx.weight, ctx.region)
         if directly and ctx.bag is not None and ctx.bag.open:
             ctx.bag.put(_EmbeddingThunk(ctx.weight, local, gy, ctx.whole, ctx.comm))

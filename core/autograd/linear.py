@@ -20,6 +20,7 @@ from core.autograd.bag import StageContext, check_unwritten, delivers
 from core.autograd.later import calls
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
 from core.autograd.recompute import running_again
+from core.autograd.second import no_second_derivative
 
 
 def _multiply(x: Tensor, matrix: Tensor, vector: Tensor | None, comm: Comm) -> Tensor:
@@ -64,6 +65,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() and comm is not NO_COMM:  # what follows is right for a second one but for these
+            raise no_second_derivative("a tensor-parallel linear")
         sharded, again = gy, None
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)

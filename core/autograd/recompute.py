@@ -1,13 +1,15 @@
 """Run a region again in backward instead of keeping its activations; at most once per microbatch.
 
-No unpack hooks: the region is one autograd Function whose inputs are its tensors and its parameters, so
-gradients, `torch.autograd.grad`, post-accumulate hooks and DDP see an ordinary node.
+A region is one autograd Function whose inputs are its tensors and its parameters, so gradients,
+`torch.autograd.grad`, post-accumulate hooks and DDP see an ordinary node. Where tensors leave it otherwise than as
+results, which its first run shows, it is torch's checkpoint instead (core/autograd/leaving.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,42 +18,21 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
 from core.autograd.later import Calls, Later, calls
-from core.autograd.statistics import Buffers
+from core.autograd.leaving import Parts, Watch, call_with_graph, in_torch_func, is_plain
+from core.autograd.module_state import ModuleState
+from core.autograd.surroundings import Autocast, random_state, set_random_state
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
 running_again: ContextVar["_Region | None"] = ContextVar("running_again", default=None)
 
 
+# Of functions and modules that `recompute` was called with: what `Checked.leave` says.
+_leave: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
 def _is(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    own = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), own
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(state[1], device)
-
-
-class _Autocast:
-    """Whether a kind of device casts, and to what."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.kind = device.type
-        self.known = torch.amp.is_autocast_available(self.kind)
-        self.enabled = self.known and torch.is_autocast_enabled(self.kind)
-        self.dtype = torch.get_autocast_dtype(self.kind) if self.known else None
-
-    def again(self, call: Callable[[], list]) -> list:
-        if not self.known or not (self.enabled or torch.is_autocast_enabled(self.kind)):
-            return call()
-        with torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled):
-            return call()
 
 
 def _ends(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list, list[Tensor]]:
@@ -60,11 +41,20 @@ def _ends(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tupl
     return [get_gradient_edge(o) if isinstance(o, Later) else o for o, _ in wanted], [g for _, g in wanted]
 
 
+def _check_constant(outputs: Sequence[Tensor], constant: Sequence[bool]) -> None:
+    if any(c and o.requires_grad for c, o in zip(constant, outputs, strict=True)):
+        raise RuntimeError(
+            "recompute: a result of the region wants a gradient now, and wanted none the first time with the same "
+            "parameters trained; let it depend on them always or never"
+        )
+
+
 class Checked:
     """What is known of a region from its earlier runs.
 
     done: the parameters named for it are complete; walking a graph takes time, once is enough.
-    buffers: those inside, which the second run finds as the first did.
+    state: of the modules inside, which the second run finds as the first did.
+    leave: whether tensors leave otherwise than as results; None until the first run. handed_out, computed: see Parts.
     tries: how often its second run may still leave out the last product (core/autograd/later.py) in vain. Two, as
     a first run may be held by chance: an error caught in some import keeps the frames under it.
     """
@@ -72,8 +62,28 @@ class Checked:
     done = False
     tries = 2
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.buffers = Buffers(module)
+    def __init__(self, module: nn.Module | None = None, leave: bool | None = None) -> None:
+        self.state, self.leave = ModuleState(None), leave
+        self.handed_out, self.computed = False, []
+        self._trained: list[bool] = []
+        self._wants: list[bool] = []
+        if module is not None:
+            self.see(Parts(module))
+
+    def see_outputs(self, made: Any, sources: Sequence[Tensor]) -> None:
+        """After the first run: which of its tensors want no gradient, where these sources are trained."""
+        self._trained = [t.requires_grad for t in sources]
+        self._wants = [t.requires_grad for t in pytree.tree_leaves(made) if _is(t)]
+
+    def constants(self, made: Sequence[Tensor], sources: Sequence[Tensor]) -> list[bool]:
+        """Of each result whether no gradient can come from it; as far as is known."""
+        same = len(made) == len(self._wants) and self._trained == [t.requires_grad for t in sources]
+        return [not want for want in self._wants] if same else [False] * len(made)
+
+    def see(self, parts: Parts) -> None:
+        """Before a run: hooks, computed weights and parts come and go."""
+        self.state.refresh(parts.modules)
+        self.handed_out, self.computed = parts.handed_out, parts.computed
 
 
 class _Region:
@@ -90,6 +100,7 @@ class _Region:
         self.count = len(self.tensors)
         self.checked, self.calls = Checked(), Calls()
         self.in_backward = False  # its own; one inside `fn` is another
+        self.constant: list[bool] = []  # of each result, whether it wants no gradient
         self.out_spec: Any = None
         self.out_places: list[bool] = []
         self.out_constants: list = []
@@ -100,8 +111,8 @@ class _Region:
         cpu = torch.device("cpu")
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), cpu)
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
-        self.random = _random_state(self.device)
-        self.autocast = _Autocast(self.device)
+        self.random = random_state(self.device)
+        self.autocast = Autocast(self.device)
 
     def call(self, tensors: Sequence[Tensor]) -> list:
         """Run on these tensors; returns the flat outputs."""
@@ -114,15 +125,17 @@ class _Region:
     def call_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first run, without grad mode; returns the tensors among the outputs and remembers the others."""
         versions = [t._version for t in tensors]
-        buffers = self.checked.buffers.before()
+        self.before = self.checked.state.before()
         token = calls.set(self.calls)
         try:
             outputs = self.call(tensors)
         finally:
             calls.reset(token)
-        self.buffers = self.checked.buffers.after(buffers)
+        self.checked.state.after(self.before)
         if versions != [t._version for t in tensors]:
-            raise RuntimeError("recompute: the region writes into its input, so it cannot run again; clone it first")
+            raise RuntimeError(
+                "recompute: the region writes into its input, and did not the first time; clone it first"
+            )
         self.out_places = [_is(out) for out in outputs]
         self.out_constants = [None if _is(out) else out for out in outputs]
         return [out for out in outputs if _is(out)]
@@ -144,12 +157,19 @@ class _Region:
         return ends
 
     def _call_as_first(self, tensors: Sequence[Tensor], count: Calls | None) -> list[Tensor]:
-        """Same bag, same random numbers, same autocast; the present is put back after it.
+        with self.as_first(count):
+            outputs = [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
+        _check_constant(outputs, self.constant)
+        return outputs
+
+    @contextmanager
+    def as_first(self, count: Calls | None = None) -> Iterator[None]:
+        """Same bag, same random numbers, same state of modules; the present is put back after it.
 
         The bag is closed meanwhile, as it was in the first run.
         """
-        now, now_stage = _random_state(self.device), self.stage.snapshot() if self.stage is not None else None
-        _set_random_state(self.device, self.random)
+        now, now_stage = random_state(self.device), self.stage.snapshot() if self.stage is not None else None
+        set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
         bag = self.stage.bag if self.stage is not None else None
@@ -158,16 +178,21 @@ class _Region:
             bag.open = False
         token, other = running_again.set(self), calls.set(count)
         try:
-            with torch.enable_grad(), self.checked.buffers.as_before(self.buffers):
-                return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
+            with torch.enable_grad(), self.checked.state.as_before(self.before):
+                yield
         finally:
             running_again.reset(token)
             calls.reset(other)
             if bag is not None:
                 bag.open = was_open
-            _set_random_state(self.device, now)
+            set_random_state(self.device, now)
             if self.stage is not None:
                 self.stage.restore(now_stage)  # type: ignore[arg-type]
+
+    def put_back(self) -> None:
+        """As before a first run that is tried again."""
+        self.checked.state.put_back(self.before)
+        set_random_state(self.device, self.random)
 
     def results(self, made: Sequence[Tensor]) -> Any:
         """The outputs in the form in which `fn` returned them."""
@@ -177,8 +202,8 @@ class _Region:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
-def _check_listed(ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tensor]) -> None:
-    """A parameter that the region read without naming it would silently get no gradient."""
+def _unlisted(ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tensor]) -> Tensor | None:
+    """A parameter that the region read without naming it: it would silently get no gradient."""
     named = {id(t) for t in sources}
     seen = {t.grad_fn for t in sources}  # beyond a computed source its own graph takes over
     todo = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in ends]
@@ -189,11 +214,17 @@ def _check_listed(ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tenso
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in named:
-            raise RuntimeError(
-                f"recompute: the region uses a parameter of shape {list(leaf.shape)} that is neither an argument nor "
-                "in `parameters`, so it would get no gradient; name it there"
-            )
+            return leaf
         todo.extend(following for following, _ in node.next_functions)
+    return None
+
+
+def _check_listed(ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tensor]) -> None:
+    if (leaf := _unlisted(ends, sources)) is not None:
+        raise RuntimeError(
+            f"recompute: the region uses a parameter of shape {list(leaf.shape)} that is neither an argument nor in "
+            "`parameters`, and did not the first time, so it would get no gradient; name it there"
+        )
 
 
 @contextmanager
@@ -224,7 +255,11 @@ class _Recompute(torch.autograd.Function):
         ctx.region, ctx.parameters = region, tensors[region.count :]
         ctx.set_materialize_grads(False)  # an unused output gives no gradient, not zeros
         ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
+        region.constant = region.checked.constants(made, tensors)
+        numbers = (t.is_floating_point() or t.is_complex() for t in made)
+        ctx.mark_non_differentiable(
+            *(t for t, number, constant in zip(made, numbers, region.constant, strict=True) if constant or not number)
+        )
         return made
 
     @staticmethod
@@ -254,6 +289,35 @@ class _Recompute(torch.autograd.Function):
         return None, *(next(rest) if ask else None for ask in asked)
 
 
+class _NestedError(RuntimeError):
+    """A run made nested tensors, whose sizes are others in every run."""
+
+
+def _with_graph(
+    region: _Region, args: tuple, kwargs: dict, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> Any:
+    """The region as torch's checkpoint; its first time it is watched for what leaves it."""
+    checked = region.checked
+    watch = Watch() if checked.leave is None and not checked.state.compiled else None
+    region.before = checked.state.before()
+    token = running_again.set(region)  # regions inside are part of it
+    try:
+        with watch or nullcontext():
+            made = call_with_graph(region.fn, args, kwargs, region.as_first, tensors)
+    finally:
+        running_again.reset(token)
+    checked.state.after(region.before)
+    if watch is not None and watch.nested:
+        raise _NestedError
+    if checked.leave is None:
+        ends = [t for t in pytree.tree_leaves(made) if _is(t) and t.requires_grad]
+        checked.see_outputs(made, (*tensors, *parameters))
+        checked.leave = region.before.leaves or _unlisted(ends, (*tensors, *parameters)) is not None
+        checked.leave = checked.leave or (watch is not None and watch.found(made))
+    region.before.attributes += checked.computed
+    return made
+
+
 def run_region(
     fn: Callable,
     args: tuple,
@@ -263,13 +327,29 @@ def run_region(
     checked: Checked,
 ) -> Any:
     """`recompute`, with the arguments apart, so that none of theirs is taken for ours."""
-    if not torch.is_grad_enabled() or running_again.get() is not None:
+    if not torch.is_grad_enabled() or running_again.get() is not None or in_torch_func():
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs, stage)
     region.remember(parameters)
     region.checked = checked
     tensors, region.tensors = region.tensors, []
-    return region.results(_Recompute.apply(region, *tensors, *parameters))
+    if checked.leave is None and checked.state.scripted:
+        checked.leave = False
+    if checked.leave is not False or checked.handed_out or not all(map(is_plain, region.constants)):
+        try:
+            return _with_graph(region, args, kwargs, tensors, parameters)
+        except RuntimeError as error:
+            if not isinstance(error, _NestedError) and "saved tensor hooks" not in str(error):
+                raise
+        checked.leave = False  # torch.func or nested tensors inside: torch's checkpoint knows neither
+        region.put_back()
+    made = _Recompute.apply(region, *tensors, *parameters)
+    if not region.before.leaves:
+        return region.results(made)
+    del made  # not so the first time
+    checked.leave = True
+    region.put_back()
+    return _with_graph(region, args, kwargs, tensors, parameters)
 
 
 def recompute(
@@ -286,11 +366,18 @@ def recompute(
     No input needs to require a gradient. Random numbers, the stage's microbatch and bag, and autocast are as
     in the first run. A region called inside another one is part of it: nothing runs a third time.
 
-    Raises RuntimeError: the region writes into its input; in backward, it used a Parameter that nobody
-    named, or create_graph=True.
+    Its first run is watched: if it keeps tensors otherwise than as results, or reads parameters that nobody named,
+    it runs as torch's checkpoint ever after.
+    Raises RuntimeError: the region writes into its input; in backward, it used a Parameter that nobody named, and
+    did not the first time, or create_graph=True.
     """
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     owner = owner if isinstance(owner, nn.Module) else None
     if parameters is None:
         parameters = owner.parameters() if owner is not None else ()
-    return run_region(fn, args, kwargs, stage, list(parameters), Checked(owner))
+    key = owner if owner is not None else getattr(fn, "__code__", None)
+    checked = Checked(owner, _leave.get(key) if key is not None else None)
+    made = run_region(fn, args, kwargs, stage, list(parameters), checked)
+    if key is not None and checked.leave is not None:
+        _leave[key] = checked.leave
+    return made

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from inspect import getattr_static
 from typing import Any
 
+import torch
 from torch import nn
 
 from core.autograd.bag import StageContext
-from core.autograd.recompute import Checked, run_region
+from core.autograd.leaving import Parts
+from core.autograd.recompute import Checked, run_region, running_again
 from core.autograd.standin import StandIn, standins
 
 Want = str | type[nn.Module]
@@ -19,13 +22,16 @@ class _RecomputedForward(StandIn):
 
     def __init__(self, module: nn.Module, stage: StageContext | None) -> None:
         super().__init__(module)
-        self.stage, self.checked = stage, Checked(module)
+        self.stage, self.checked = stage, Checked()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward as a region."""
+        if not torch.is_grad_enabled() or running_again.get() is not None:
+            return self.plain(*args, **kwargs)
         # asked for at every call: parameters are unfrozen, replaced, sharded after the model is built
-        parameters = list(self.module.parameters())
-        return run_region(self.plain, args, kwargs, self.stage, parameters, self.checked)
+        parts = Parts(self.module)
+        self.checked.see(parts)
+        return run_region(self.plain, args, kwargs, self.stage, parts.parameters, self.checked)
 
 
 def _is_region(module: nn.Module) -> bool:
@@ -66,7 +72,7 @@ def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
     return {
         name: child
         for name, child in module.named_modules()
-        if name and (type(child).forward is not nn.Module.forward or "forward" in child.__dict__)
+        if name and (getattr_static(type(child), "forward") is not nn.Module.forward or "forward" in child.__dict__)
     }
 
 

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from core.autograd.bag import StageContext
 from core.autograd.compiled import give_ticket
 from core.autograd.embedding import deferred_embedding
+from core.autograd.leaving import in_torch_func
 from core.autograd.linear import deferred_linear
 from core.autograd.standin import StandIn, standins
 
@@ -25,11 +26,7 @@ def _is_plain(weight: object) -> bool:
 def _is_usual(x: Tensor) -> bool:
     """What an autograd Function takes: no tensor of another kind, no torch.func around us."""
     kind = type(x)
-    return (kind is Tensor or kind is Parameter) and not (x.is_nested or _in_torch_func())
-
-
-def _in_torch_func() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return (kind is Tensor or kind is Parameter) and not (x.is_nested or in_torch_func())
 
 
 class _Rerouted(StandIn):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from core.autograd import WeightGradBag
 
@@ -23,6 +24,10 @@ class MemoryProbe:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor."""
+        if is_traceable_wrapper_subclass(tensor):  # nested ones, DTensors: no memory of their own
+            for name in tensor.__tensor_flatten__()[0]:
+                self.keep(getattr(tensor, name))
+            return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._own:
             self._seen[storage.data_ptr()] = storage.nbytes()

@@ -6,12 +6,10 @@ from contextlib import AbstractContextManager, ExitStack
 from math import gcd
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from core.autograd import GradSync, NullGradSync, has_regions
 from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
-from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.random import generators_of
 from core.parallel_state.state import ParallelState
@@ -27,6 +25,7 @@ from core.pipeline.player import Played, check, check_gathers, play
 from core.pipeline.schedules import NAMED, auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
 from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
+from core.pipeline.tied import set_apart, sum_apart, warn_of_copies
 from core.pipeline.timeline import Measured, Timeline
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
@@ -90,6 +89,7 @@ class Pipeline:
         except Exception:
             self.close()
             raise
+        warn_of_copies(self.modules, ps)
         self._connect(self.schedule)  # before anything can fail: others would wait for a connection, not in one
 
     def _build(
@@ -146,12 +146,13 @@ class Pipeline:
                 for parameter in stage.parameters:
                     counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
             self.grad_sync.begin_step(counts, split=True)
-            tied = self._tied() if isinstance(self.grad_sync, NullGradSync) else {}
+            alone = isinstance(self.grad_sync, NullGradSync)
+            tied = set_apart(list(counts), self.schedule.placement) if alone else {}
             executor = self._executor(self.schedule, facts)
             clock = Clock(self.ps.device)
             self._run(executor, clock)
             self.grad_sync.finish()
-            self._sum_tied(tied)
+            sum_apart(tied, self.ps)
             result = self._result(executor.sums(self.ps.device))
             clock.stop()
         self._clock = clock
@@ -261,24 +262,6 @@ class Pipeline:
             self._where = executor.where
             for stage in self.stages.values():
                 stage.clear()
-
-    def _tied(self) -> dict[Any, Tensor | None]:
-        """The parameters that live on both ends, and the gradients that they bring from earlier steps, set apart."""
-        found = {}
-        for stage in self.stages.values():
-            for parameter in stage.parameters:
-                if "embedding" in layout_of(parameter).partial:
-                    found[parameter], parameter.grad = parameter.grad, None
-        return found
-
-    def _sum_tied(self, tied: Mapping[Any, Tensor | None]) -> None:
-        """Without a GradSync: the two halves of this step's gradient of a table tied over both ends."""
-        for parameter, before in tied.items():
-            if parameter.grad is None:  # one end had nothing to learn; the other waits for it
-                parameter.grad = torch.zeros_like(parameter)
-            all_reduce(parameter.grad, self.ps.group("embedding"))
-            if before is not None:
-                parameter.grad += before
 
     def _result(self, total: Tensor) -> StepResult:
         total = all_reduce(all_reduce(total, self.ps.group("pp")), self.ps.group("dp-cp"))

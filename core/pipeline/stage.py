@@ -1,8 +1,9 @@
 """One stage on its rank: forward, recomputation, input gradients and weight gradients of its microbatches."""
 
+import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.compiled import give_ticket
-from core.autograd.statistics import Buffers
+from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.boundary import alias, check_leaf, copied, flatten, tree_map
@@ -50,7 +51,7 @@ class _Held:
     wants: list[bool] = field(default_factory=list)  # of each tensor of the output, as the next stage was told
     seed: list[Tensor] = field(default_factory=list)  # the loss's own gradient, on the last stage
     versions: list[int] = field(default_factory=list)  # of what an R will start from, before F
-    buffers: list = field(default_factory=list)  # as they were before F, for R
+    before: Before = field(default_factory=Before)  # the state of the modules before F, for R
     given: Any = None  # the copy that F works on, where it may write into it
 
 
@@ -112,7 +113,7 @@ class Stage:
                 raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
-        self._compiled, self._buffers = False, Buffers(module)
+        self._compiled, self._state = False, ModuleState(module)
         self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
         self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
         self._trained, self._key = (), None
@@ -133,7 +134,7 @@ class Stage:
 
     def prepare(self) -> None:
         """Before a step: what is trained, which buffers there are, whether compiled code needs a bag it can reach."""
-        self._buffers.refresh()
+        self._state.refresh(list(self.module.modules()))
         self._compiled = any(
             m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
         )
@@ -164,23 +165,26 @@ class Stage:
         held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled, open=False))
         again = facts.training and not keep
         if again:
-            held.versions, held.buffers = _versions(received, facts.parts[m]), self._buffers.before()
+            held.versions, held.before = _versions(received, facts.parts[m]), self._state.before()
         facts.sync.before_forward(self.module)
-        ask = again and not self.last and self._wants is None and not self._has_learnt(received)
+        told, ask = keep, again and not self.last and self._wants is None and not self._has_learnt(received)
         with torch.set_grad_enabled(keep):
-            output = self._call_asking(m, held, facts) if ask else self._call(m, held, facts, again=again)
+            if ask:
+                output, told = self._call_asking(m, held, facts)
+            else:
+                output = self._call(m, held, facts, again=again)
         if not facts.training:
             return sums(*output, self.device) if self.last and facts.loss_fn is not None else self._evaluated(output)
         self._held[m] = held
         if again:
-            held.buffers = self._buffers.after(held.buffers)
+            self._state.after(held.before)
             self._see_writes(held)
         if self.last:
             if again:
                 return None
             self._keep_loss(held, output, facts)
             return sums(*output, self.device)
-        return self._hand_over(held, output, keep=keep, asked=ask)
+        return self._hand_over(held, output, keep=keep, told=told)
 
     def _has_learnt(self, received: Any) -> bool:
         """Whether an earlier step, with the same parameters trained, told which outputs want gradients."""
@@ -188,19 +192,20 @@ class Stage:
         self._wants = self._learnt.get(self._key)
         return self._wants is not None
 
-    def _call_asking(self, m: int, held: _Held, facts: StepFacts) -> Any:
+    def _call_asking(self, m: int, held: _Held, facts: StepFacts) -> tuple[Any, bool]:
         """A first F that R will repeat, with a graph that holds nothing: its outputs say whether they want gradients.
+        Returns the output, and whether it does.
 
         A module that takes derivatives in its forward needs what such a graph holds: it runs without one.
         """
         try:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse):
-                return self._call(m, held, facts, again=True)
+                return self._call(m, held, facts, again=True), True
         except (_NeededError, RuntimeError) as error:
             if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
                 raise
-        self._buffers.put_back(held.buffers)
-        return self._call(m, held, facts, again=True)
+        self._state.put_back(held.before)
+        return self._call(m, held, facts, again=True), False
 
     def _evaluated(self, output: Any) -> Any:
         """An output that nothing follows from, for the next stage or the caller."""
@@ -220,7 +225,7 @@ class Stage:
                 "clone it in the stage, or use recompute='none'"
             )
         facts.sync.before_forward(self.module)
-        with torch.enable_grad(), self._buffers.as_before(held.buffers):
+        with torch.enable_grad(), self._state.as_before(held.before):
             output = self._call(m, held, facts)
         if self.last:
             self._keep_loss(held, output, facts)
@@ -236,6 +241,22 @@ class Stage:
 
     def _call(self, m: int, held: _Held, facts: StepFacts, *, again: bool = False) -> Any:
         """The module's output; on the last stage (loss_sum, num_tokens), which is R's where it will run `again`."""
+        if facts.memory is None:
+            return self._call_watched(m, held, facts, again)
+        try:
+            return self._call_watched(m, held, facts, again)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+        facts.memory.setdefault(self.index, StageMemory())
+        warnings.warn(
+            f"stage {self.index} takes derivatives by torch.func, where bytes kept for backward cannot be counted: "
+            "schedule='auto' takes them for 0; memory_limit does not cover them",
+            stacklevel=2,
+        )
+        return self._call_watched(m, held, replace(facts, memory=None), again)
+
+    def _call_watched(self, m: int, held: _Held, facts: StepFacts, again: bool) -> Any:
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part, graph = facts.parts[m], torch.is_grad_enabled() and not again
         probe = MemoryProbe(self.module, part) if facts.memory is not None and graph else None
@@ -243,10 +264,11 @@ class Stage:
         for generator in generators_of(self.device):  # whose states the pipeline puts back after the step
             generator.manual_seed(seed)
         with _watched(probe):
+            received, part = self._given(held, part, again)
             if self.first:
                 output = call_stage(self.module, part, self._arguments)
             else:
-                output = call_next_stage(self.module, self._given(held, again), part, self._arguments)
+                output = call_next_stage(self.module, received, part, self._arguments)
             if self.last and facts.loss_fn is not None and not again:
                 output = told_by(facts.loss_fn, output, part)
         self.context.release()  # a module of two stages defers into the one that has a bag
@@ -254,12 +276,12 @@ class Stage:
             facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
         return output
 
-    def _given(self, held: _Held, again: bool) -> Any:
+    def _given(self, held: _Held, part: Any, again: bool) -> tuple[Any, Any]:
         """What the module is called with: it may write into it, as in one process; R starts from what is held."""
         received = held.received
         if not again or self._writes is False:
-            return alias(received) if isinstance(received, Tensor) else tree_map(alias, received)
-        held.given = tree_map(copied, received)
+            return alias(received) if isinstance(received, Tensor) else tree_map(alias, received), part
+        held.given = tree_map(copied, (received, part))
         return held.given
 
     def _see_writes(self, held: _Held) -> None:
@@ -268,8 +290,8 @@ class Stage:
             self._writes = bool(self._writes) or any(_versions(held.given))
             held.given = None
 
-    def _hand_over(self, held: _Held, output: Any, *, keep: bool, asked: bool) -> Any:
-        """The output for the next stage; `asked`: R will make its graph, and this is the first such microbatch."""
+    def _hand_over(self, held: _Held, output: Any, *, keep: bool, told: bool) -> Any:
+        """The output for the next stage; `told`: its tensors say whether they want a gradient."""
         leaves, spec = ([output], None) if isinstance(output, Tensor) else flatten(output)
         for leaf in leaves:
             check_leaf(self.index, leaf)
@@ -277,15 +299,15 @@ class Stage:
         before = self._wants
         if before is not None and len(before) == len(tensors):
             wants = [a or y.requires_grad for a, y in zip(before, tensors, strict=True)]
-        elif keep or any(y.requires_grad for y in tensors):
+        elif told:
             wants = [y.requires_grad for y in tensors]
         else:  # nobody could tell
             wants = [y.is_floating_point() or y.is_complex() for y in tensors]
         held.wants = wants
         if before is None:
             self._wants = wants
-        if asked:
-            self._learnt[self._key] = wants
+            if told and not keep:
+                self._learnt[self._key] = wants
         if keep:
             self._keep(held, tensors)
         rest = iter(wants)

@@ -40,6 +40,8 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0) -> int:
 
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
+    if isinstance(module, torch.jit.ScriptModule):  # which knows no Python signature
+        return tuple(a.name for a in module.forward.schema.arguments[1:])
     parameters = inspect.signature(module.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = tuple(p.name for p in parameters if p.kind in named)
@@ -152,12 +154,18 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
         )
     rows = size // num_microbatches
     cut = [
-        {key: value.narrow(0, m * rows, rows) if _is_cut(value) else value for key, value in entries.items()}
+        {key: _rows(value, m * rows, rows) if _is_cut(value) else value for key, value in entries.items()}
         for m in range(num_microbatches)
     ]
     if isinstance(batch, Mapping):
         return cut
     return [tuple(part.values()) if isinstance(batch, tuple) else part[0] for part in cut]
+
+
+def _rows(value: Tensor, first: int, count: int) -> Tensor:
+    """A view; writing into it does not look as if all the others had been written."""
+    cut = value.narrow(0, first, count)
+    return cut if value.requires_grad else cut.data
 
 
 def rows_of(batch: Batch | None) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.autograd.second import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.tensor_parallel.mappings import outside_graphs
 
@@ -95,6 +96,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("vocab_parallel_cross_entropy")
         if ctx.exponentials is None:
             raise RuntimeError("vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward")
         local, mine, probability, kept = ctx.saved_tensors

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.autograd.second import no_second_derivative
 from core.parallel_state import Layout
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout
@@ -48,6 +49,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
@@ -58,6 +61,8 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return g, None
 
 
@@ -69,6 +74,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return _gather_last(g, ctx.group), None
 
 
@@ -80,6 +87,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return _split_last(g, ctx.group).contiguous(), None
 
 
@@ -91,6 +100,8 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return all_gather(g, ctx.group), None
 
 
@@ -102,6 +113,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         if ctx.partial:
             return reduce_scatter(g, ctx.group), None, None
         return sequence_shard(g, ctx.group).contiguous(), None, None
@@ -116,6 +129,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         return all_gather(g, ctx.group), None
 
 
@@ -127,6 +142,8 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of tensor parallelism")
         if getattr(ctx.weight, "main_grad", None) is not None:
             return g, None  # summed once per step, by whoever owns main_grad
         return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.autograd.second import no_second_derivative
 from core.parallel_state import Init, Layout
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
@@ -33,6 +34,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("the fused RMSNorm")
         x, weight, inverse = ctx.saved_tensors
         size, wide = x.shape[-1], _wide(g)
         n, wg = _wide(x) * inverse, wide * _wide(weight)

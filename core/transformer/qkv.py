@@ -10,6 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from core.autograd.second import no_second_derivative
+
 Tables = tuple[Tensor, Tensor]
 
 
@@ -43,6 +45,8 @@ class _SplitQKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gq: Tensor, gk: Tensor, gv: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("the fused split of query, key and value")
         cos, sin = ctx.saved_tensors
         s, b, g, r, d = ctx.shape
         grad = gq.new_empty(s, b, g, r + 2, d)
@@ -68,6 +72,8 @@ class _RotateHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("the fused rotary embedding")
         cos, sin = ctx.saved_tensors
         out = torch.empty_like(g)
         _rotate(g, cos, sin, out, -1)

@@ -152,13 +152,10 @@ def test_every_tail_has_the_plain_gradients(name):
         found, once, again = products(ours, stage, x)
         ours.mean.zero_(), plain.mean.zero_()
         expected, _, backward = products(plain, other, x)
-        if name == "a running mean":  # updated by both runs, as in any recomputation
-            close(found[-1], 2 * expected[-1])
-            found, expected = found[:-1], expected[:-1]
         for mine, theirs in zip(found, expected, strict=True):
             close(mine, theirs)
-        if name in FREE:  # I makes dx of both linears, W their dW: of the second forward only `up`
-            assert (once, again) == (2, backward - 2 + 1)
+        if name in FREE:  # I makes dx of both linears, W their dW: of the second forward only `up`; all at first
+            assert (once, again) == (2, backward - 2 + 1 + (attempt == 0))
         elif attempt == 3:
             assert again >= backward - 2 + 2
     assert type(ours.kept) is not torch.Tensor or ours.kept.isfinite().all()
@@ -190,6 +187,7 @@ def test_the_collectives_of_the_product_go_with_it(bias):
     region = lambda x, r: r + deferred_linear(torch.tanh(x), w, b, stage=stage, comm=comm)  # noqa: E731
     wanted = [x, r, w] + [b] * bias
     expected = torch.autograd.grad(region(x, r).square().sum(), wanted)
+    recompute(region, x, r, parameters=wanted[2:])  # the first time it is watched
     calls.clear()
     found = torch.autograd.grad(recompute(region, x, r, parameters=wanted[2:]).square().sum(), wanted)
     assert calls == ["reduce"]
@@ -206,12 +204,16 @@ def test_a_product_that_is_only_garbage_on_one_rank_calls_no_collective():
     def region(x, r):
         y = deferred_linear(torch.tanh(x), w, stage=stage, comm=comm)
         kept.append(y)
+        if len(kept) == 1:
+            kept.clear()
         return r + y
 
+    recompute(region, x, r, parameters=[w])  # the first time it is watched
+    calls.clear(), kept.append(None)
     loss = recompute(region, x, r, parameters=[w]).square().sum()
     torch.autograd.grad(loss, [x, r, w])
-    assert calls == ["reduce"] and len(kept) == 2
-    assert torch.equal(kept[1] + 0, kept[0] + 0) and calls == ["reduce"] * 2, "who looks gets the value"
+    assert calls == ["reduce"] and len(kept) == 3
+    assert torch.equal(kept[2] + 0, kept[1] + 0) and calls == ["reduce"] * 2, "who looks gets the value"
 
 
 def test_outputs_in_any_form_and_regions_in_regions():
@@ -230,6 +232,7 @@ def test_outputs_in_any_form_and_regions_in_regions():
         return out["a"][0].square().sum() + out["a"][1].sum() + (out["b"][0].sin() * out["b"][1].reshape(-1)).sum()
 
     expected = torch.autograd.grad(loss(outer(x)), (x, w, v))
+    recompute(outer, x, parameters=[w, v])  # the first time it is watched
     with Products() as forward:
         total = loss(recompute(outer, x, parameters=[w, v]))
     with Products() as backward:
@@ -254,6 +257,7 @@ def test_a_retained_graph_stops_early_each_time():
     ours, _, stage, holder = pair(FREE["residual"])
     apply_recompute(holder, "layer", stage=stage)
     stage.begin(seed=0, step=0, microbatch=0, bag=WeightGradBag())
+    ours(torch.randn(2, 3, 4))  # the first time it is watched
     loss = ours(torch.randn(2, 3, 4)).sum()
     counts = []
     for _ in range(3):

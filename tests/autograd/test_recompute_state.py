@@ -41,8 +41,10 @@ def test_a_region_keeps_no_argument_but_through_autograd():
     h = x.exp()
     alive = weakref.ref(h)
     moved = lambda t: (t.data.clone(), t.requires_grad)  # noqa: E731
+    sine = lambda h: h.sin()  # noqa: E731
+    recompute(sine, x)  # the first time it is watched
     with torch.autograd.graph.saved_tensors_hooks(moved, lambda pair: pair[0]):
-        y = recompute(lambda h: h.sin(), h)
+        y = recompute(sine, h)
     del h
     gc.collect()
     assert alive() is None

@@ -1,0 +1,93 @@
+"""A table that both ends of a model use: one parameter where they share a rank, else two with one gradient."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.parallel_state.collectives import all_gather_objects, all_reduce
+from core.parallel_state.layout import layout_of
+from core.parallel_state.state import ParallelState
+
+Place = tuple[int, str, tuple[int, ...]]  # stage, name, shape
+
+
+def _is_marked(parameter: nn.Parameter) -> bool:
+    return "embedding" in layout_of(parameter).partial
+
+
+def _matrices(modules: Mapping[int, nn.Module]) -> dict[Place, tuple[nn.Parameter, bool]]:
+    """What may be an end: trained matrices that nobody marked, and whether each is an embedding's."""
+    return {
+        (stage, f"{prefix}.{name}".lstrip("."), tuple(p.shape)): (p, isinstance(part, nn.Embedding))
+        for stage, module in modules.items()
+        for prefix, part in module.named_modules()
+        for name, p in part._parameters.items()
+        if type(p) is nn.Parameter and p.dim() == 2 and p.requires_grad and not p.is_meta and not _is_marked(p)
+    }
+
+
+def warn_of_copies(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
+    """Tell of an embedding whose values another rank's stage has as well: two copies of a tied table would drift.
+
+    Two all-gathers over pp.
+    """
+    if ps.size("pp") == 1:
+        return
+    mine = _matrices(modules)
+    tables = [place for place, (_, is_table) in mine.items() if is_table]
+    everyone = all_gather_objects(tables, ps.group("pp"))
+    shapes = {shape for theirs in everyone for _, _, shape in theirs}
+    sums = {
+        place: float(p.detach().abs().sum(dtype=torch.float64))
+        for place, (p, _) in mine.items()
+        if place[2] in shapes
+    }
+    known = all_gather_objects(sums, ps.group("pp"))
+    for rank, theirs in enumerate(everyone):
+        for place in theirs:
+            total = known[rank][place]
+            for other, candidates in enumerate(known):
+                same = [p for p, value in candidates.items() if other != rank and p[2] == place[2] and value == total]
+                if total and same:
+                    warnings.warn(_told(rank, place, other, same[0]), stacklevel=4)
+                    return
+
+
+def _told(rank: int, table: Place, other: int, copy: Place) -> str:
+    return (
+        f"{table[1]} of stage {table[0]} and {copy[1]} of stage {copy[0]} have the same values, on pipeline ranks "
+        f"{rank} and {other}: if they are one tied table, each gets a part of its gradient; mark both by "
+        'set_layout(weight, Layout(tuple(weight.shape), partial={"embedding"}))'
+    )
+
+
+def set_apart(parameters: Sequence[nn.Parameter], placement: Sequence[int]) -> dict[Any, Tensor | None]:
+    """Before a step: the parameters that live on both ends, and the gradients that they bring from earlier steps.
+
+    Raises ValueError: ends on one rank with a parameter each.
+    """
+    marked = list(dict.fromkeys(p for p in parameters if _is_marked(p)))
+    if placement[0] == placement[-1]:  # one parameter, whose gradient is whole
+        if len(marked) > 1:
+            raise ValueError(
+                f"both ends of the model are on this rank with {len(marked)} parameters for their tied table; give "
+                "both modules 1 parameter (head.weight = embedding.weight)"
+            )
+        return {}
+    found: dict[Any, Tensor | None] = {}
+    for parameter in marked:
+        found[parameter], parameter.grad = parameter.grad, None
+    return found
+
+
+def sum_apart(tied: Mapping[Any, Tensor | None], ps: ParallelState) -> None:
+    """After it: the two halves of its gradient. All-reduce over the ends."""
+    for parameter, before in tied.items():
+        if parameter.grad is None:  # one end had nothing to learn; the other waits for it
+            parameter.grad = torch.zeros_like(parameter)
+        all_reduce(parameter.grad, ps.group("embedding"))
+        if before is not None:
+            parameter.grad += before

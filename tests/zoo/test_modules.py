@@ -1,0 +1,34 @@
+"""Other people's modules under schedules and recomputation: right, told or refused, each."""
+
+import pytest
+import torch
+
+from tests.zoo.case import judge, observe
+from tests.zoo.modules import FAMILY, VARIATIONS
+
+COVER = [(case, VARIATIONS[i % len(VARIATIONS)]) for i, case in enumerate(FAMILY.cases)]
+REST = [(case, v) for case in FAMILY.cases for v in VARIATIONS if (case, v) not in COVER]
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+    torch._dynamo.reset()
+
+
+def _name(value):
+    return value if isinstance(value, str) else value.what
+
+
+@pytest.mark.parametrize(("case", "variation"), COVER, ids=_name)
+def test_a_cover(case, variation):
+    judge(case, [observe(case.run, variation)], variation)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "variation"), REST, ids=_name)
+def test_all(case, variation):
+    judge(case, [observe(case.run, variation)], variation)
