@@ -16,6 +16,7 @@ from core.pipeline.timeline import Measured, Timeline
 
 MEMORY = ("saved", "graph", "waiting")  # those of the costs that are bytes
 MIB = 2**20
+ENOUGH = 0.01  # more than this part of a step must be possible, for all other ranks to wait for a search
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:
@@ -68,13 +69,15 @@ def _delay(schedule: Schedule, timeline: Timeline) -> float:
 class Tuner:
     """After the first step of a pipeline (memory) and the second (times), a schedule for the following ones.
 
-    limit: bytes of activations per rank; by default what the first schedule holds on its fullest rank.
+    limit: bytes of activations per rank; by default what the first schedule holds on its fullest rank. seconds: how
+    long rank 0 may search while the others wait.
     """
 
     ps: ParallelState
     microbatches: int
     recomputed: Sequence[int]
     limit: float | None
+    seconds: float = 10.0
     memory: dict[int, StageMemory] = field(default_factory=dict)
     found: Found | None = None
     steps: int = 0
@@ -126,6 +129,8 @@ class Tuner:
             replace(costs, **mebi),
             recompute=self.recomputed,
             memory_limit=limit / MIB,
+            seconds=self.seconds,
+            enough=ENOUGH,
             candidates=[*named, schedule] if schedule.name not in NAMED else named,
         )
 

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from math import gcd
 from typing import Any
 
@@ -19,7 +19,7 @@ from core.pipeline.actions import Schedule, check_placement
 from core.pipeline.auto import Tuner, first_schedule, measured_costs
 from core.pipeline.channel import Channel
 from core.pipeline.executor import Clock, Executor
-from core.pipeline.failure import told_to_all
+from core.pipeline.failure import ToldToAll
 from core.pipeline.lower import Plan, plan
 from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
@@ -41,7 +41,8 @@ class Pipeline:
     schedule: a name (`python -m core.pipeline.simulate --list`), a `Schedule`, a function
         (ranks, microbatches) -> Schedule, or "auto": two steps are measured (the first counts bytes, the second
         times), then the best schedule found for these costs is used, and said on rank 0.
-    memory_limit: of "auto", bytes of activations per rank; default: what the first schedule holds.
+    memory_limit, search_seconds: of "auto", bytes of activations per rank (default: what the first schedule holds),
+        and how long rank 0 may search while the others wait.
     recompute: "none", "selective", "layer" (see `apply_recompute`), "stage" (the whole stage, as an action of
         the schedule), or a list with one of these (or names and classes of modules) per stage of the model.
     grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
@@ -64,6 +65,7 @@ class Pipeline:
         grad_sync: GradSync | None = None,
         seed: int = 0,
         memory_limit: float | None = None,
+        search_seconds: float = 10.0,
         receive_ahead: int | None = None,
     ) -> None:
         self.ps, self.num_microbatches, self.seed = ps, num_microbatches, seed
@@ -83,6 +85,8 @@ class Pipeline:
         try:
             self._build(stages, schedule, recompute, memory_limit, alone=grad_sync is None)
             resolved = [self.schedule.text()]
+            if self._tuner is not None:
+                self._tuner.seconds = search_seconds
         except Exception as error:
             problem = error
         try:
@@ -139,7 +143,7 @@ class Pipeline:
         Raises PipelineError: any rank's failure, on every rank; it is a ValueError as well if that failure was one (a
         batch that does not divide, another shape within a step). A single process raises the failure itself.
         """
-        with self._told_to_all():
+        with self._told_to_all("step"):
             facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
             counts: dict[Any, int] = {}
             for stage in self.stages.values():
@@ -147,7 +151,7 @@ class Pipeline:
                     counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
             self.grad_sync.begin_step(counts, split=True)
             tied = self._tied() if isinstance(self.grad_sync, NullGradSync) else {}
-            executor = self._executor(self.schedule, facts)
+            executor = self._executor(self.schedule, facts, batch)
             clock = Clock(self.ps.device)
             self._run(executor, clock)
             self.grad_sync.finish()
@@ -161,13 +165,13 @@ class Pipeline:
 
     def evaluate(self, batch: Batch | None, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows."""
-        with self._told_to_all():
+        with self._told_to_all("evaluate"):
             return self._result(self._forward(batch, loss_fn).sums(self.ps.device))
 
     def forward(self, batch: Batch | None) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0; None on ranks
         without the last stage."""
-        with self._told_to_all():
+        with self._told_to_all("forward"):
             outputs = self._forward(batch, None).outputs
         return join_outputs([outputs[m] for m in sorted(outputs)]) if outputs else None
 
@@ -191,10 +195,12 @@ class Pipeline:
 
     def _forward(self, batch: Batch | None, loss_fn: LossFn | None) -> Executor:
         sizes = all_gather_objects(rows_of(batch), self.ps.group("pp"))  # ranks without a batch follow the others
-        known = next((n for n in sizes if n is not None), self.num_microbatches)
-        count = gcd(known, self.num_microbatches)
+        known = {n for n in sizes if n is not None} or {self.num_microbatches}
+        if len(known) > 1:
+            raise ValueError(f"the pipeline ranks' batches have {sizes} rows; give all the same, or None")
+        count = gcd(*known, self.num_microbatches)
         facts = self._facts(batch, count, loss_fn)
-        executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts)
+        executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts, batch)
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(evaluating(stage.module))
@@ -221,11 +227,11 @@ class Pipeline:
         """This rank's part of the timeline; the device is waited for here and not in every step."""
         return self._clock.measured() if self._clock is not None else Measured()
 
-    def _told_to_all(self) -> AbstractContextManager[None]:
+    def _told_to_all(self, call: str) -> ToldToAll:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
         self._calls += 1
         self._where = "before its first action"
-        return told_to_all(self.ps, f"{self._key}/{self._calls}", lambda: self._where)
+        return ToldToAll(self.ps, self._key, f"{call} (call {self._calls})", lambda: self._where)
 
     def _connect(self, schedule: Schedule) -> Plan:
         """This rank's plan; connected to all whom it talks to. Collective over pp where the schedule is new."""
@@ -238,11 +244,11 @@ class Pipeline:
         """The global rank of a pipeline rank; of this one for -1."""
         return self.ps.rank if index == -1 else self._ranks[index]
 
-    def _executor(self, schedule: Schedule, facts: StepFacts) -> Executor:
+    def _executor(self, schedule: Schedule, facts: StepFacts, batch: Batch | None) -> Executor:
         todo = self._connect(schedule)
         made = self.ps.connect((self._rank(a), self._rank(b)) for a, b in todo.links)
         groups = {(a, b): made[self._rank(a), self._rank(b)] for a, b in todo.links}
-        channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead)
+        channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead, rows_of(batch))
         return Executor(todo, self.stages, channel, facts)
 
     def _run(self, executor: Executor, clock: Clock) -> None:
