@@ -72,6 +72,8 @@ class Pipeline:
         # gloo gains by more; on an accelerator a posted receive occupies it
         default = 4 if ps.device.type == "cpu" else 2
         self.receive_ahead = default if receive_ahead is None else receive_ahead
+        auto = Tuner(ps, num_microbatches, memory_limit, self.receive_ahead, search_seconds)
+        self._tuner = auto if schedule == "auto" else None
         self.step_index, self._calls = 0, 0
         self._ranks = ps.grid.members(ps.rank, "pp")
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
@@ -83,10 +85,8 @@ class Pipeline:
         problem: Exception | None = None
         resolved: list[str] = []
         try:
-            self._build(stages, schedule, recompute, memory_limit, alone=grad_sync is None)
+            self._build(stages, schedule, recompute, alone=grad_sync is None)
             resolved = [self.schedule.text()]
-            if self._tuner is not None:
-                self._tuner.seconds = search_seconds
         except Exception as error:
             problem = error
         try:
@@ -101,7 +101,6 @@ class Pipeline:
         stages: Modules,
         schedule: ScheduleLike,
         recompute: str | Sequence[Any],
-        memory_limit: float | None,
         *,
         alone: bool,
     ) -> None:
@@ -117,7 +116,8 @@ class Pipeline:
             _check_policy(policy)
         again = [s for s, policy in enumerate(policies) if policy == "stage"]
         self.schedule = add_recompute(self.schedule, again)
-        self._tuner = Tuner(ps, self.num_microbatches, again, memory_limit) if schedule == "auto" else None
+        if self._tuner is not None:
+            self._tuner.recomputed = again
         check(self.schedule, self.num_microbatches)
         check_gathers(self.schedule)
         play(self.schedule)  # ends, or says who waits for whom
@@ -210,8 +210,7 @@ class Pipeline:
     def _facts(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **more: Any) -> StepFacts:
         parts = split_microbatches(batch, count) if batch is not None else [None] * count
         first = self.ps.index("dp") * count
-        memory = self._tuner.memory if self._tuner is not None and self._tuner.wants_memory else None
-        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, memory=memory, **more)
+        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, **more)
 
     def _tune(self) -> None:
         """After the first steps of "auto": measured costs, and the schedule that they lead to."""
@@ -249,7 +248,8 @@ class Pipeline:
         made = self.ps.connect((self._rank(a), self._rank(b)) for a, b in todo.links)
         groups = {(a, b): made[self._rank(a), self._rank(b)] for a, b in todo.links}
         channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead, rows_of(batch))
-        return Executor(todo, self.stages, channel, facts)
+        watch = self._tuner.watch if self._tuner is not None and facts.training else None
+        return Executor(todo, self.stages, channel, facts, watch)
 
     def _run(self, executor: Executor, clock: Clock) -> None:
         for stage in self.stages.values():

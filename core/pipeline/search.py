@@ -28,7 +28,8 @@ class Found:
 
     ideal: time of the busiest rank's work, every R counted. bound: no schedule is faster. limits: per rank, empty
     without limit. named: (name, step) of the candidates that fit, fastest first. spent: work done, in the units
-    of `budget`. cut: the seconds after which it was ended, 0 if it came to its own end.
+    of `budget`. cut: the seconds after which it was ended, 0 if it came to its own end. beside: per rank, memory that
+    lives beside what is held between actions, where it was counted: `limits` are what was left for the schedule.
     """
 
     schedule: Schedule
@@ -39,6 +40,7 @@ class Found:
     named: tuple[tuple[str, float], ...]
     spent: int
     cut: float = 0.0
+    beside: tuple[float, ...] = ()
 
     @property
     def over_ideal(self) -> float:
@@ -50,7 +52,8 @@ class Found:
         peaks = self.played.peaks
         # of several ranks the one that is closest to its limit
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - (self.limits[r] if self.limits else 0.0))
-        limit = f" of {self.limits[rank]:.4g}" if self.limits else ""
+        beside = self.beside[rank] if self.beside else 0.0
+        limit = f" of {self.limits[rank] + beside:.4g}" if self.limits else ""
         step, against = self.played.makespan, "no named schedule fits"
         if self.named:
             name, best = self.named[0]
@@ -58,7 +61,7 @@ class Found:
         possible = f"at most {100 * (1 - self.bound / step if step else 0.0):.1f} % more is possible"
         bubble = f"auto: predicted bubble {100 * self.played.bubble:.1f} %"
         cut = f"; the search was ended after {self.cut:g} s" if self.cut else ""
-        return f"{bubble}, peak {peaks[rank]:.4g}{limit}{unit}; {against}, {possible}{cut}"
+        return f"{bubble}, peak {peaks[rank] + beside:.4g}{limit}{unit}; {against}, {possible}{cut}"
 
 
 def search(

@@ -1,7 +1,6 @@
 """One stage on its rank: forward, recomputation, input gradients and weight gradients of its microbatches."""
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from core.autograd.compiled import give_ticket
 from core.autograd.statistics import norms_of, statistics_kept
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
-from core.pipeline.memory import MemoryProbe, StageMemory
 from core.pipeline.step import (
     LossFn,
     call_next_stage,
@@ -58,7 +56,6 @@ class StepFacts:
 
     step: its number. first: the global index of this replica's first microbatch. parts: the microbatches.
     loss_fn: None where outputs are wanted. training: whether backward follows. sync: who reduces gradients.
-    memory: where the bytes of each stage are noted, if they are counted.
     """
 
     step: int
@@ -68,15 +65,10 @@ class StepFacts:
     sync: GradSync
     training: bool = False
     loss_scale: float | Tensor = 1.0
-    memory: dict[int, StageMemory] | None = None
 
 
 def _versions(*values: Any) -> list[int]:
     return [version_of(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _watched(probe: MemoryProbe | None) -> AbstractContextManager[Any]:
-    return probe.watching() if probe is not None else nullcontext()
 
 
 class Stage:
@@ -124,6 +116,10 @@ class Stage:
             m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
         )
         self._fresh = [p for p in self.parameters if p.grad is None]
+
+    def waiting(self, m: int) -> list[Tensor]:
+        """What waits for W of a microbatch."""
+        return self._held[m].bag.tensors()
 
     def clear(self) -> None:
         """Forget everything held, after a step or a failure."""
@@ -178,20 +174,16 @@ class Stage:
         """The module's output; on the last stage (loss_sum, num_tokens)."""
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part = facts.parts[m]
-        probe = MemoryProbe(self.module, part) if facts.memory is not None and torch.is_grad_enabled() else None
         seed = stage_seed(self.seed, facts.step, held.microbatch, self.index)
         for generator in generators_of(self.device):  # whose states the pipeline puts back after the step
             generator.manual_seed(seed)
-        with _watched(probe):
-            if self.first:
-                output = call_stage(self.module, part, self._arguments)
-            else:
-                output = call_next_stage(self.module, held.received, part, self._arguments)
-            if self.last and facts.loss_fn is not None:
-                output = told_by(facts.loss_fn, output, part)
+        if self.first:
+            output = call_stage(self.module, part, self._arguments)
+        else:
+            output = call_next_stage(self.module, held.received, part, self._arguments)
+        if self.last and facts.loss_fn is not None:
+            output = told_by(facts.loss_fn, output, part)
         self.context.release()  # a module of two stages defers into the one that has a bag
-        if probe is not None and facts.memory is not None:
-            facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
         return output
 
     def _keep(self, held: _Held, output: Any, facts: StepFacts) -> None:
@@ -217,9 +209,6 @@ class Stage:
         if pairs:
             torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
         facts.sync.after_input_grad(self.module, held.bag.parameters())
-        if facts.memory is not None:
-            probe = MemoryProbe(self.module, facts.parts[m])
-            facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, probe)
         found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
         self._own_gradients([*held.bag.tensors(), *found])
         held.received, held.leaves, held.ends, held.seed = None, [], [], []

@@ -71,7 +71,8 @@ def _lost(error: BaseException) -> bool:
 
 def waited(error: BaseException, everyone: Collection[int], rank: int) -> tuple[tuple[int, ...], bool]:
     """(the ranks that an exception is the want of, whether by a timeout); no ranks if the exception is no such."""
-    chain, found = [], error
+    chain: list[BaseException] = []
+    found: BaseException | None = error
     while found is not None and found not in chain:
         chain.append(found)
         found = found.__cause__ or found.__context__
