@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 from core.parallel_state.collectives import all_gather_objects
@@ -136,7 +137,8 @@ class Tuner:
         least = flat.schedule(flat.one_by_one(), "one microbatch at a time")
         _refuse_too_little(limit, live_peaks(least, memory, self.depth))
         margins = _margins(schedule, costs, memory, self.depth)
-        for seconds in (self.seconds / 2, self.seconds / 4, self.seconds / 4):
+        end = perf_counter() + self.seconds
+        for _ in range(3):
             try:
                 found = search(
                     schedule.placement,
@@ -144,7 +146,7 @@ class Tuner:
                     costs,
                     recompute=self.recomputed,
                     memory_limit=[limit / MIB - margin for margin in margins],
-                    seconds=seconds,
+                    seconds=max(0.0, end - perf_counter()),
                     enough=ENOUGH,
                     candidates=[*named, schedule] if schedule.name not in NAMED else named,
                 )
@@ -152,13 +154,13 @@ class Tuner:
                 margins = _margins(least, costs, memory, self.depth)
                 continue
             real = _margins(found.schedule, costs, memory, self.depth)
-            found = replace(found, beside=real)
+            found = replace(found, beside=real, cut=self.seconds if found.cut else 0.0)
             if max(live_peaks(found.schedule, memory, self.depth)) <= limit:
                 return found
             margins = tuple(map(max, real, margins))
         steps = ((least.name, play(least, costs).makespan),)
-        limits = (limit / MIB,) * flat.ranks
         beside = _margins(least, costs, memory, self.depth)
+        limits = tuple(limit / MIB - each for each in beside)
         return Found(least, play(least, costs), max(flat.work), flat.bound(), limits, steps, 0, beside=beside)
 
     def _compare(self, timeline: Timeline) -> None:

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.pipeline.actions import Action, Schedule
-from core.pipeline.lower import Plan, plan
+from core.pipeline.lower import plan
+
+SMALL = 24  # bytes: what says the shapes of a boundary, the sums of a microbatch
 
 
 def _storages(values: Any) -> dict[int, Any]:
@@ -122,8 +124,8 @@ class MemoryWatch:
             seen.message, seen.saved = max(seen.message, bytes_of(handed)), max(seen.saved, given)
         if kind in "FR":
             kept = growth - _only_here(handed)
-            if left:
-                seen.graph = max(seen.graph, given + kept)
+            if left:  # its input belongs to it
+                seen.graph = max(seen.graph, kept + (given if kind == "F" else seen.saved))
             seen.beyond = max(seen.beyond, top - kept)
         elif kind == "I":
             mine = _storages(own)
@@ -151,15 +153,16 @@ def live_peaks(schedule: Schedule, stages: Mapping[int, StageMemory], depth: int
     that takes it begins (a gradient: until it ends), and from its sending until a later message from the same rank
     proves that it arrived; one between two stages of a rank, from action to action.
     """
-    return tuple(_Walk(schedule, plan(schedule, rank), stages, depth).peak() for rank in range(schedule.ranks))
+    return tuple(_Walk(schedule, rank, stages, depth).peak() for rank in range(schedule.ranks))
 
 
 class _Walk:
     """Through the plan of one rank, counting."""
 
-    def __init__(self, schedule: Schedule, todo: Plan, stages: Mapping[int, StageMemory], depth: int) -> None:
-        self.schedule, self.plan, self.stages, self.depth = schedule, todo, stages, depth
-        self.held = self.most = 0.0
+    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int) -> None:
+        self.schedule, self.plan, self.stages, self.depth = schedule, plan(schedule, rank), stages, depth
+        last = schedule.placement[-1] == rank
+        self.held = self.most = float(SMALL * (schedule.stages + last * schedule.microbatches))
 
     def size(self, kind: str, stage: int) -> float:
         """Of what F or I of a stage hands on, or a message of it: an output, or the gradient of an input."""

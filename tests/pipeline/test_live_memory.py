@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Pipeline
 from core.pipeline import schedules as named
 from core.pipeline.memory import live_peaks
@@ -93,38 +94,55 @@ def made(schedule, recompute, limit=None):
     ps = tiny.pipeline_state()
     placement = named.placement("1f1b" if schedule == "auto" else schedule, ps.size("pp"))
     stages = {s: Layers(s) for s, rank in enumerate(placement) if rank == ps.index("pp")}
-    return Pipeline(stages, ps=ps, schedule=schedule, num_microbatches=M, recompute=recompute, memory_limit=limit)
+    facts = {"num_microbatches": M, "recompute": recompute, "memory_limit": limit, "search_seconds": 0.5}
+    return Pipeline(stages, ps=ps, schedule=schedule, **facts)
 
 
-def limits(recompute, parts):
-    """part of the first schedule's -> (limit, live bytes, what was printed) or the refusal."""
-    x, found = batch(), {}
-    for part in parts:
-        first = made("auto", recompute)
-        with contextlib.redirect_stdout(io.StringIO()):
-            first.step(x, tiny.squares)
-        first.ps.set_timeout(30)
-        from core.parallel_state.collectives import all_gather_objects
+def measured(recompute):
+    """(what is predicted of the first schedule, what lives) on this rank, after the step that counts."""
+    x, pipe = batch(), made("auto", recompute)
+    with contextlib.redirect_stdout(io.StringIO()):
+        pipe.step(x, tiny.squares)
+    memory = {}
+    for part in all_gather_objects(pipe._tuner.memory.stages, pipe.ps.group("pp")):
+        memory |= part
+    predicted = live_peaks(pipe.schedule, memory, pipe.receive_ahead)
+    pipe._tuner.steps = 9  # no search
+    return predicted, live_step(pipe, x)
 
-        memory = {}
-        for each in all_gather_objects(first._tuner.memory.stages, first.ps.group("pp")):
-            memory |= each
-        predicted = live_peaks(first.schedule, memory, first.receive_ahead)
-        real = live_step_of(first, x)
-        pipe = made("auto", recompute, max(predicted) * part)
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+
+def within(recompute, limit):
+    """What lives under the schedule that was found for a limit; None if there is none."""
+    x, pipe = batch(), made("auto", recompute, limit)
+    with contextlib.redirect_stdout(io.StringIO()):
+        pipe.step(x, tiny.squares)
+        try:
             pipe.step(x, tiny.squares)
-            try:
-                pipe.step(x, tiny.squares)
-            except ValueError as error:
-                found[part] = predicted, real, str(error)
-                continue
-            live = live_step(pipe, x)
-        found[part] = predicted, real, max(predicted) * part, live, said.getvalue()
-    return found
+        except ValueError as error:
+            assert "one microbatch at a time already takes" in str(error)
+            return None
+        return live_step(pipe, x)
 
 
-def live_step_of(pipe, x):
-    pipe._tuner.steps = 9
-    return live_step(pipe, x)
+PARTS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.35)
+
+
+@pytest.mark.parametrize(
+    "recompute, parts",
+    [("layer", (0.7, 0.35)), *(pytest.param(r, PARTS, marks=pytest.mark.full) for r in ("none", "stage", "layer"))],
+)
+def test_no_more_lives_than_the_limit_allows(ranks, recompute, parts):
+    answers = ranks(measured, recompute, world=4)
+    predicted = answers[0][0]
+    for rank, (told, live) in enumerate(answers):
+        assert told == predicted
+        assert live <= predicted[rank] <= 1.1 * live + 512, "true, and not far above it"
+    refused = []
+    for part in parts:
+        limit = max(predicted) * part
+        lives = ranks(within, recompute, limit, world=4)
+        refused.append(lives[0] is None)
+        assert all((live is None) == refused[-1] for live in lives)
+        assert refused[-1] or max(lives) <= limit
+    assert not refused[0], "the first schedule fits"
+    assert refused[-1], "one microbatch needs more"
