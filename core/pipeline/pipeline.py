@@ -337,8 +337,8 @@ def _refuse_main_grad(modules: Sequence[nn.Module]) -> None:
 
 def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microbatches: int) -> Schedule:
     """The schedule for the stages at hand. Raises ValueError where they do not fit together."""
-    if microbatches < 1:
-        raise ValueError(f"num_microbatches={microbatches} must be at least 1")
+    if not hasattr(microbatches, "__index__") or microbatches < 1:
+        raise ValueError(f"num_microbatches={microbatches!r} must be at least 1, a whole number")
     modules = modules_of(stages)
     if isinstance(schedule, Schedule):
         found = schedule

@@ -229,6 +229,8 @@ def _named(name: str) -> Named:
 
 
 def _at_least_one(count: int, what: str) -> None:
+    if not hasattr(count, "__index__"):
+        raise ValueError(f"a schedule needs a whole number of {what}s, got {count!r}; convert it with int()")
     if count < 1:
         raise ValueError(f"a schedule needs at least 1 {what}, got {count}")
 
@@ -281,7 +283,14 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
         return _named(schedule).generator(ranks, microbatches, *([each] if _named(schedule).any_chunks else []))
     if chunks is not None:
         raise ValueError(f"chunks {chunks} is for named schedules; a generator of your own places its stages itself")
+    if not callable(schedule):
+        raise ValueError(
+            f"schedule={schedule!r} is no schedule: give a name ({', '.join(NAMED)}, auto), a Schedule, or a "
+            "function (ranks, microbatches) -> Schedule"
+        )
     made = schedule(ranks, microbatches)
+    if not isinstance(made, Schedule):
+        raise ValueError(f"the function for the schedule returned {made!r}, not a Schedule; use Schedule.make")
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         raise ValueError(
             f"schedule {made.name!r} is for {made.ranks} ranks and {made.microbatches} microbatches, asked for were "
