@@ -192,7 +192,7 @@ CASES = [
     argument("a function that returns text", "returned '0F0', not a Schedule", schedule=lambda p, m: "0F0"),
     argument("num_microbatches=2.0", "num_microbatches=2.0 must be at least 1, a whole number", num_microbatches=2.0),
     argument("num_microbatches='4'", "num_microbatches='4' must be at least 1, a whole number", num_microbatches="4"),
-    argument("num_microbatches=None", "num_microbatches=None must be at least 1, a whole number", num_microbatches=None),
+    argument("num_microbatches=None", "num_microbatches=None must be at least 1", num_microbatches=None),
     argument("num_microbatches=0", "num_microbatches=0 must be at least 1", num_microbatches=0),
     argument("a schedule of more ranks than there are", "places 2 stages on 2 ranks", schedule=read_csv(GOOD),
              num_microbatches=2),
