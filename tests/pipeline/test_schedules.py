@@ -127,7 +127,7 @@ def test_v_half_and_v_min_hold_and_wait_as_published(ranks):
     ],
 )
 def test_v_half_and_v_min_are_as_fast_as_their_authors(name, ranks, microbatches, equal, uneven):
-    """equal: what the authors' own program reaches at F = I = W. uneven: ours at F=1 I=1.2 W=.8 comm=.1, where theirs,
+    """equal: what the authors' own program reaches at F = I = W. uneven: ours at F=1 I=1.2 W=.8 comm=.1; theirs,
     which is told the costs, reaches 1.242, 1.161, 1.202, 1.331, 1.166 (and ours, told them too, is "auto")."""
     schedule = make(name, ranks, microbatches)
     for costs, most in ((Costs(), equal), (Costs(F=1, I=1.2, W=0.8, comm=0.1), uneven)):
