@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.main_grad import main_grad_of
-from core.autograd.tickets import Ticket
+from core.autograd.tickets import Ticket, none
 
 
 class Thunk(Protocol):
@@ -53,18 +53,24 @@ class WeightGradBag:
 
     checked: W raises RuntimeError for a thunk whose tensors somebody wrote into since I, naming the parameter.
     compiled: whether compiled code may defer into it (else it breaks its graph, and is right all the same).
+    open: whether it takes thunks now. An executor opens it for its own I only: the gradients of a backward that
+    somebody runs inside a forward are needed there, and come at once.
+    A copy of a bag is None: a copied model has no W.
     """
 
-    def __init__(self, *, checked: bool = False, compiled: bool = True) -> None:
+    def __init__(self, *, checked: bool = False, compiled: bool = True, open: bool = True) -> None:
         self._thunks: list[Thunk] = []
-        self._checked = checked
+        self._checked, self.open = checked, open
         self.ticket = Ticket(self) if compiled else None
 
     def __len__(self) -> int:
         return len(self._thunks)
 
+    def __reduce__(self) -> Any:
+        return none, ()
+
     def put(self, thunk: Thunk) -> None:
-        """Add one; called by a deferring operation's backward."""
+        """Add one; called by a deferring operation's backward, where the bag is open."""
         self._thunks.append(_Checked(thunk) if self._checked else thunk)
 
     def parameters(self) -> list[Parameter]:
@@ -96,6 +102,7 @@ class StageContext:
     bag: where weight gradients of the current microbatch are deferred to; None computes them at once.
     seed, step, microbatch: what every random number is a function of. `microbatch` is the *global* index.
     driven: an executor sets these; otherwise the model draws a seed for each forward from torch's generator.
+    drawn: it has; it is the generator's own seed while that forward runs (or is run again by torch's checkpoint).
 
     Plain attributes, no thread-local: CUDA's backward runs in other threads. Operations remember the bag they
     saw in their forward.
@@ -106,6 +113,7 @@ class StageContext:
     step: int = 0
     microbatch: int = 0
     driven: bool = False
+    drawn: bool = False
 
     def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
         """An executor takes over for one microbatch."""
@@ -140,6 +148,16 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node.next_functions[1][0]))
     except RuntimeError:  # what it says of a leaf that `torch.autograd.grad` asks for
         return False
+
+
+def check_unwritten(weight: Tensor, version: int) -> None:
+    """Raise RuntimeError for a weight that was written since the forward; autograd does so for what it saves."""
+    if weight._version != version:
+        raise RuntimeError(
+            f"a weight of shape {list(weight.shape)} was written {weight._version - version} times between a forward "
+            "and its backward, which would use the new values; write weights between steps (an optimizer in backward "
+            "needs num_microbatches=1), or clone the weight in forward"
+        )
 
 
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:

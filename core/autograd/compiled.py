@@ -56,10 +56,10 @@ def _defer(x: Tensor, gy: Tensor, weight: Tensor, parameter: Tensor, bag: Tensor
             f"a hook was put on a parameter of shape {list(weight.shape)} after its linear was compiled, and would "
             "see no gradient; register hooks first, then call torch.compiler.reset()"
         )
-    if int(bag) == 0:
-        LinearThunk(owner, x, gy, NO_COMM).run()
-    elif into is None:
+    if int(bag) and into is None:
         raise RuntimeError("the bag of this microbatch is gone before its backward; keep it until W")
+    if into is None or not into.open:
+        LinearThunk(owner, x, gy, NO_COMM).run()
     else:
         into.put(LinearThunk(owner, x.clone(), gy.clone(), NO_COMM))
 

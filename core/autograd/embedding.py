@@ -78,7 +78,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (local,) = ctx.saved_tensors
         directly = delivers(ctx, ctx.weight, ctx.region)
-        if directly and ctx.bag is not None:
+        if directly and ctx.bag is not None and ctx.bag.open:
             ctx.bag.put(_EmbeddingThunk(ctx.weight, local, gy, ctx.whole, ctx.comm))
             return (None,) * 6
         if ctx.comm.before_backward is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd import compiled
-from core.autograd.bag import StageContext, delivers
+from core.autograd.bag import StageContext, check_unwritten, delivers
 from core.autograd.later import calls
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
 from core.autograd.recompute import running_again
@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
-        ctx.region = running_again.get()
+        ctx.region, ctx.version = running_again.get(), weight._version if ctx.needs_input_grad[0] else 0
         return y
 
     @staticmethod
@@ -71,10 +71,11 @@ class _Linear(torch.autograd.Function):
         if wants_dw:
             (x,) = ctx.saved_tensors
             directly = delivers(ctx, weight, ctx.region)
-            waits = directly and bag is not None
+            waits = directly and bag is not None and bag.open
             if not waits and comm.start_again is not None:
                 again = comm.start_again(x)
         if wants_dx:
+            check_unwritten(weight, ctx.version)
             matrix = matrix_of(weight)
             dx = gy.matmul(matrix if matrix.dtype == gy.dtype else matrix.to(gy.dtype))
             if comm.after_backward is not None:

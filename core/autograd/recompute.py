@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
 from core.autograd.later import Calls, Later, calls
-from core.autograd.statistics import norms_of, statistics_kept
+from core.autograd.statistics import Buffers
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
@@ -64,7 +64,7 @@ class Checked:
     """What is known of a region from its earlier runs.
 
     done: the parameters named for it are complete; walking a graph takes time, once is enough.
-    norms: those inside, whose running statistics the second run leaves alone.
+    buffers: those inside, which the second run finds as the first did.
     tries: how often its second run may still leave out the last product (core/autograd/later.py) in vain. Two, as
     a first run may be held by chance: an error caught in some import keeps the frames under it.
     """
@@ -73,7 +73,7 @@ class Checked:
     tries = 2
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        self.norms = norms_of(module) if module is not None else []
+        self.buffers = Buffers(module)
 
 
 class _Region:
@@ -114,11 +114,13 @@ class _Region:
     def call_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first run, without grad mode; returns the tensors among the outputs and remembers the others."""
         versions = [t._version for t in tensors]
+        buffers = self.checked.buffers.before()
         token = calls.set(self.calls)
         try:
             outputs = self.call(tensors)
         finally:
             calls.reset(token)
+        self.buffers = self.checked.buffers.after(buffers)
         if versions != [t._version for t in tensors]:
             raise RuntimeError("recompute: the region writes into its input, so it cannot run again; clone it first")
         self.out_places = [_is(out) for out in outputs]
@@ -142,18 +144,27 @@ class _Region:
         return ends
 
     def _call_as_first(self, tensors: Sequence[Tensor], count: Calls | None) -> list[Tensor]:
-        """Same bag, same random numbers, same autocast; the present is put back after it."""
+        """Same bag, same random numbers, same autocast; the present is put back after it.
+
+        The bag is closed meanwhile, as it was in the first run.
+        """
         now, now_stage = _random_state(self.device), self.stage.snapshot() if self.stage is not None else None
         _set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
+        bag = self.stage.bag if self.stage is not None else None
+        was_open = bag is not None and bag.open
+        if bag is not None:
+            bag.open = False
         token, other = running_again.set(self), calls.set(count)
         try:
-            with torch.enable_grad(), statistics_kept(self.checked.norms):
+            with torch.enable_grad(), self.checked.buffers.as_before(self.buffers):
                 return [out for out in self.autocast.again(lambda: self.call(tensors)) if _is(out)]
         finally:
             running_again.reset(token)
             calls.reset(other)
+            if bag is not None:
+                bag.open = was_open
             _set_random_state(self.device, now)
             if self.stage is not None:
                 self.stage.restore(now_stage)  # type: ignore[arg-type]

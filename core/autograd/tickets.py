@@ -25,11 +25,11 @@ class Ticket:
         self.number = torch.from_numpy(np.asarray(number))  # no operation that a dispatch mode would see
 
     def __reduce__(self) -> Any:
-        return _none, ()
+        return none, ()
 
 
-def _none() -> None:
-    return None
+def none() -> None:
+    """What a copy is of something that belongs to one process and one step."""
 
 
 def found(number: Tensor) -> Any:

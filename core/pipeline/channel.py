@@ -18,31 +18,34 @@ from core.parallel_state.collectives import Group, Received, irecv, isend
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.p2p import DTYPES, MAX_DIMS, Sent
 from core.pipeline.actions import Action
+from core.pipeline.boundary import flatten
 from core.pipeline.lower import Plan
 
 HEADER = 4 + MAX_DIMS  # int64: form, bytes of a description, dtype, dims, sizes ... and the batch's rows after it
+OTHER, CONSTANT, WANTS = 0, 1, 2  # form: any nesting; a tensor that wants no gradient; one that does
 
 
 @dataclass(frozen=True)
 class Form:
-    """What crosses a boundary: the nesting, the constants in it, and each tensor's shape and dtype.
+    """What crosses a boundary: the nesting, the constants in it, each tensor's shape and dtype, and if it wants a
+    gradient.
 
     The same for all microbatches of a step.
     """
 
     spec: Any
     constants: tuple[Any, ...]  # None where a tensor stands
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
     @classmethod
     def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
         """The form of any nesting of tensors and constants, and its tensors."""
         if isinstance(value, Tensor):
-            return cls(_LEAF, (None,), ((tuple(value.shape), value.dtype),)), [value]
-        leaves, spec = pytree.tree_flatten(value)
+            return cls(_LEAF, (None,), ((tuple(value.shape), value.dtype, value.requires_grad),)), [value]
+        leaves, spec = flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
-        return cls(spec, constants, tuple((tuple(t.shape), t.dtype) for t in tensors)), tensors
+        return cls(spec, constants, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)), tensors
 
     def fill(self, tensors: Iterable[Tensor]) -> Any:
         """The value again."""
@@ -51,10 +54,10 @@ class Form:
             return next(rest)
         return pytree.tree_unflatten([next(rest) if c is None else c[0] for c in self.constants], self.spec)
 
-    @property
-    def floating(self) -> list[int]:
-        """Which of the tensors have gradients."""
-        return [i for i, (_, dtype) in enumerate(self.tensors) if dtype.is_floating_point or dtype.is_complex]
+    def messages(self, direction: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what is sent: the tensors (F), or the gradients that are wanted (B); never nothing."""
+        found = [(shape, dtype) for shape, dtype, wants in self.tensors if direction == "F" or wants]
+        return found or [((1,), torch.uint8)]
 
     def __reduce__(self) -> tuple:
         """With the nesting itself in place of its description, which torch does not want to be pickled."""
@@ -63,17 +66,18 @@ class Form:
 
     def header(self) -> tuple[list[int], bytes]:
         """Numbers that say all of a single tensor; for anything else, their second is the size of the bytes."""
-        shape, dtype = self.tensors[0] if self.tensors else ((), torch.bool)
+        shape, dtype, wants = self.tensors[0] if self.tensors else ((), torch.bool, False)
         if self.spec == _LEAF and self.tensors and len(shape) <= MAX_DIMS and dtype in DTYPES:
-            return [1, 0, DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))], b""
+            form = WANTS if wants else CONSTANT
+            return [form, 0, DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))], b""
         text = pickle.dumps(self)
-        return [0, len(text), *[0] * (HEADER - 2)], text
+        return [OTHER, len(text), *[0] * (HEADER - 2)], text
 
     @classmethod
     def read(cls, numbers: list[int]) -> "Form":
         """The inverse for a single tensor."""
         shape = tuple(numbers[4 : 4 + numbers[3]])
-        return cls(_LEAF, (None,), ((shape, DTYPES[numbers[2]]),))
+        return cls(_LEAF, (None,), ((shape, DTYPES[numbers[2]], numbers[0] == WANTS),))
 
     @property
     def values(self) -> list[Any]:
@@ -81,7 +85,7 @@ class Form:
         return [c[0] for c in self.constants if c is not None]
 
     def __str__(self) -> str:
-        return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors)
+        return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in self.tensors)
 
 
 class _Here:
@@ -92,7 +96,7 @@ _HERE = _Here()
 
 
 def _from_skeleton(skeleton: Any, tensors: tuple) -> Form:
-    leaves, spec = pytree.tree_flatten(skeleton)
+    leaves, spec = flatten(skeleton)
     return Form(spec, tuple(None if isinstance(leaf, _Here) else (leaf,) for leaf in leaves), tensors)
 
 
@@ -106,6 +110,12 @@ def _equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 def _check_form(action: Action, form: Form, known: Form) -> None:
     """Raise ValueError unless an output is like the first one of this step."""
     if known.tensors != form.tensors or (known.spec is not form.spec and known.spec != form.spec):
+        if str(known) == str(form) and known.spec == form.spec:
+            raise ValueError(
+                f"stage {action.stage} returns a tensor that wants a gradient for microbatch {action.microbatch}, "
+                "and wanted none before in this step; let it depend on trained parameters in every microbatch, or "
+                "in none"
+            )
         raise ValueError(
             f"stage {action.stage} returns {form} for microbatch {action.microbatch}, and returned {known} "
             "before in this step: within a step every microbatch must have the same shape (pad them); "
@@ -179,6 +189,8 @@ class Channel:
                 works += self._send_header(form, group, other)
             else:
                 _check_form(action, form, known)
+        if not tensors:  # a receive proves that what its sender had read has arrived: it must be one
+            tensors = [torch.zeros(1, dtype=torch.uint8, device=self._device)]
         self._sent[action] = works + [isend(t, other, group, header=False) for t in tensors]
 
     def _send_header(self, form: Form, group: Group, other: int) -> list[Sent]:
@@ -190,7 +202,7 @@ class Channel:
         return [isend(message, other, group, header=False) for message in messages]
 
     def take(self, action: Action) -> Any:
-        """Wait for a message: an output of the stage before (RECV_F) or gradients of its floating tensors (RECV_B).
+        """Wait for a message: an output of the stage before (RECV_F), or the gradients that it wants (RECV_B).
 
         Posts every receive up to it, in the sender's order, then `depth` more.
         """
@@ -209,7 +221,12 @@ class Channel:
         self._post_ahead(inbox)
         for send in self._plan.receipts.get(action, ()):
             self._settle(send, arrived=True)
-        return self.forms["F", action.stage].fill(tensors) if action.kind == "RECV_F" else tensors
+        form = self.forms[action.kind[-1], action.stage]
+        if action.kind == "RECV_B":
+            return tensors if any(wants for _, _, wants in form.tensors) else []
+        for tensor, (_, _, wants) in zip(tensors, form.tensors, strict=False):
+            tensor.requires_grad_(wants)
+        return form.fill(tensors)
 
     def _post(self, inbox: _Inbox) -> None:
         """Post the next receive of a peer; waits for the header of a boundary where that is not known yet."""
@@ -228,10 +245,9 @@ class Channel:
             else:
                 text = irecv((numbers[1],), torch.uint8, other, inbox.group, device=self._device, header=False).wait()
                 self.forms[key] = pickle.loads(text.cpu().numpy().tobytes())
-        form = self.forms[key]
-        wanted = form.tensors if key[0] == "F" else [form.tensors[i] for i in form.floating]
         inbox.posted[inbox.todo.popleft()] = [
-            irecv(shape, dtype, other, inbox.group, device=self._device, header=False) for shape, dtype in wanted
+            irecv(shape, dtype, other, inbox.group, device=self._device, header=False)
+            for shape, dtype in self.forms[key].messages(key[0])
         ]
 
     def _compare_rows(self, theirs: int, peer: int) -> None:

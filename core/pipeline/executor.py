@@ -121,12 +121,14 @@ class Executor:
             case "F":
                 keep = facts.training and (s, m) not in self._again
                 output = stage.forward(m, self._here.pop(("F", s, m), None), facts, keep=keep)
+                if not stage.last:
+                    self._here["F", s + 1, m] = output
+                elif keep or not facts.training:
+                    self.outputs[m] = output
+            case "R":
+                output = stage.recompute(m, facts)
                 if stage.last:
                     self.outputs[m] = output
-                else:
-                    self._here["F", s + 1, m] = output
-            case "R":
-                stage.recompute(m, facts)
             case "I":
                 gradients = None if stage.last else self._here.pop(("B", s, m))
                 found = stage.input_gradients(m, gradients, facts)

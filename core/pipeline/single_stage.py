@@ -26,6 +26,7 @@ from core.pipeline.step import (
     stage_seed,
     sums,
     told_by,
+    without_autocast,
 )
 
 
@@ -89,7 +90,8 @@ class SingleStage:
                 del output  # before backward: the graph holds what it needs
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
-                    loss_sum.backward(scale_like(loss_sum, loss_scale))
+                    with without_autocast(self.ps.device):
+                        loss_sum.backward(scale_like(loss_sum, loss_scale))
                 sync.after_input_grad(model)
                 sync.after_weight_grad(model)
                 found.append(sums(loss_sum, num_tokens, self.ps.device))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.compiled import give_ticket
-from core.autograd.statistics import norms_of, statistics_kept
+from core.autograd.statistics import Buffers
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
+from core.pipeline.boundary import alias, check_leaf, copied, flatten, tree_map
 from core.pipeline.step import (
     LossFn,
     call_next_stage,
@@ -24,20 +26,17 @@ from core.pipeline.step import (
     stage_seed,
     sums,
     told_by,
+    without_autocast,
 )
-
-
-def has_gradient(value: Any) -> bool:
-    """Whether it is a tensor of a dtype that can have one."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 @dataclass(eq=False)
 class _Held:
     """What a microbatch leaves behind between its F and its W.
 
-    received: the output of the stage before, its floating tensors leaves of this stage's graph (`leaves`).
-    ends: one per floating tensor of the output: where its gradient enters the graph, None if it has none. As
+    received: the output of the stage before; its tensors that want a gradient are leaves of this stage's graph
+    (`leaves`).
+    ends: one per tensor of the output that `wants` a gradient: where that enters the graph, None if it has none. As
     an edge and not as a tensor, so that the output itself is let go at once.
     """
 
@@ -46,8 +45,11 @@ class _Held:
     microbatch: int
     bag: WeightGradBag
     ends: list[GradientEdge | None] = field(default_factory=list)
+    wants: list[bool] = field(default_factory=list)  # of each tensor of the output, as the next stage was told
     seed: list[Tensor] = field(default_factory=list)  # the loss's own gradient, on the last stage
     versions: list[int] = field(default_factory=list)  # of what an R will start from, before F
+    buffers: list = field(default_factory=list)  # as they were before F, for R
+    given: Any = None  # the copy that F works on, where it may write into it
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,15 @@ class StepFacts:
 
 
 def _versions(*values: Any) -> list[int]:
-    return [version_of(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [version_of(leaf) for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+class _NeededError(Exception):
+    """A backward asked for a tensor that was not kept."""
+
+
+def _refuse(nothing: None) -> Tensor:
+    raise _NeededError
 
 
 class Stage:
@@ -94,7 +104,11 @@ class Stage:
                 raise
         self._arguments = forward_arguments(module)
         self._held: dict[int, _Held] = {}
-        self._compiled, self._norms = False, norms_of(module)
+        self._compiled, self._buffers = False, Buffers(module)
+        self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
+        self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
+        self._trained, self._key = (), None
+        self._writes: bool | None = None  # whether it writes into what it received; None until it was tried
         self._fresh: list[nn.Parameter] = []  # without a gradient so far
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
             give_ticket(parameter)
@@ -110,12 +124,13 @@ class Stage:
             self._undo.pop().remove()
 
     def prepare(self) -> None:
-        """Before a step: the norms that an R leaves alone, and whether compiled code will need a bag it can reach."""
-        self._norms = norms_of(self.module)
+        """Before a step: what is trained, which buffers there are, whether compiled code needs a bag it can reach."""
+        self._buffers.refresh()
         self._compiled = any(
             m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
         )
         self._fresh = [p for p in self.parameters if p.grad is None]
+        self._wants, self._trained = None, tuple(p.requires_grad for p in self.module.parameters())
 
     def waiting(self, m: int) -> list[Tensor]:
         """What waits for W of a microbatch."""
@@ -127,39 +142,73 @@ class Stage:
         self.context.release()
 
     def forward(self, m: int, received: Any, facts: StepFacts, *, keep: bool) -> Any:
-        """F: the output, detached, for the next stage; [2] sums on the last stage (the output without a loss).
+        """F: the output, detached, for the next stage, each tensor saying by `requires_grad` whether it wants a
+        gradient; [2] sums on the last stage (the output without a loss; None where R will make the sums).
 
         keep: whether backward follows from this graph; otherwise R makes it.
         """
         leaves: list[Tensor] = []
 
         def leaf(value: Any) -> Any:
-            if not has_gradient(value):
+            if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
             leaves.append(value.detach().requires_grad_())
             return leaves[-1]
 
         if facts.training:  # one tensor is the common case, and quicker
-            received = leaf(received) if isinstance(received, Tensor) else pytree.tree_map(leaf, received)
-        held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled))
-        if not keep:
-            held.versions = _versions(received, facts.parts[m])
+            received = leaf(received) if isinstance(received, Tensor) else tree_map(leaf, received)
+        held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled, open=False))
+        again = facts.training and not keep
+        if again:
+            held.versions, held.buffers = _versions(received, facts.parts[m]), self._buffers.before()
         facts.sync.before_forward(self.module)
+        ask = again and not self.last and self._wants is None and not self._has_learnt(received)
         with torch.set_grad_enabled(keep):
-            output = self._call(m, held, facts)
-        if facts.training:
-            self._held[m] = held
-        if keep:
-            self._keep(held, output, facts)
-        if self.last and facts.loss_fn is not None:
-            loss_sum, num_tokens = output
-            return sums(loss_sum, num_tokens, self.device)
-        if isinstance(output, Tensor):
-            return output.detach()
-        return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
+            output = self._call_asking(m, held, facts) if ask else self._call(m, held, facts, again=again)
+        if not facts.training:
+            return sums(*output, self.device) if self.last and facts.loss_fn is not None else self._evaluated(output)
+        self._held[m] = held
+        if again:
+            held.buffers = self._buffers.after(held.buffers)
+            self._see_writes(held)
+        if self.last:
+            if again:
+                return None
+            self._keep_loss(held, output, facts)
+            return sums(*output, self.device)
+        return self._hand_over(held, output, keep=keep, asked=ask)
 
-    def recompute(self, m: int, facts: StepFacts) -> None:
-        """R: the graph of the microbatch again, from the same input, weights and random numbers."""
+    def _has_learnt(self, received: Any) -> bool:
+        """Whether an earlier step, with the same parameters trained, told which outputs want gradients."""
+        self._key = self._trained, tuple(x.requires_grad for x in flatten(received)[0] if isinstance(x, Tensor))
+        self._wants = self._learnt.get(self._key)
+        return self._wants is not None
+
+    def _call_asking(self, m: int, held: _Held, facts: StepFacts) -> Any:
+        """A first F that R will repeat, with a graph that holds nothing: its outputs say whether they want gradients.
+
+        A module that takes derivatives in its forward needs what such a graph holds: it runs without one.
+        """
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse):
+                return self._call(m, held, facts, again=True)
+        except (_NeededError, RuntimeError) as error:
+            if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
+                raise
+        self._buffers.put_back(held.buffers)
+        return self._call(m, held, facts, again=True)
+
+    def _evaluated(self, output: Any) -> Any:
+        """An output that nothing follows from, for the next stage or the caller."""
+        if not self.last:
+            tree_map(partial(check_leaf, self.index), output)
+        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
+
+    def recompute(self, m: int, facts: StepFacts) -> Tensor | None:
+        """R: the graph of the microbatch again, from the same input, weights and random numbers.
+
+        Returns [2] sums on the last stage, whose loss is computed here and not in F.
+        """
         held = self._held[m]
         if held.versions != _versions(held.received, facts.parts[m]):
             raise RuntimeError(
@@ -167,11 +216,22 @@ class Stage:
                 "clone it in the stage, or use recompute='none'"
             )
         facts.sync.before_forward(self.module)
-        with torch.enable_grad(), statistics_kept(self._norms):
-            self._keep(held, self._call(m, held, facts), facts)
+        with torch.enable_grad(), self._buffers.as_before(held.buffers):
+            output = self._call(m, held, facts)
+        if self.last:
+            self._keep_loss(held, output, facts)
+            return sums(*output, self.device)
+        tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+        if any(y.requires_grad and not want for y, want in zip(tensors, held.wants, strict=True)):
+            raise RuntimeError(
+                f"stage {self.index} returned a tensor that wants a gradient for microbatch {m}, and wanted none "
+                "before in this step; let it depend on trained parameters in every microbatch, or in none"
+            )
+        self._keep(held, tensors)
+        return None
 
-    def _call(self, m: int, held: _Held, facts: StepFacts) -> Any:
-        """The module's output; on the last stage (loss_sum, num_tokens)."""
+    def _call(self, m: int, held: _Held, facts: StepFacts, *, again: bool = False) -> Any:
+        """The module's output; on the last stage (loss_sum, num_tokens), which is R's where it will run `again`."""
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part = facts.parts[m]
         seed = stage_seed(self.seed, facts.step, held.microbatch, self.index)
@@ -180,34 +240,78 @@ class Stage:
         if self.first:
             output = call_stage(self.module, part, self._arguments)
         else:
-            output = call_next_stage(self.module, held.received, part, self._arguments)
-        if self.last and facts.loss_fn is not None:
+            output = call_next_stage(self.module, self._given(held, again), part, self._arguments)
+        if self.last and facts.loss_fn is not None and not again:
             output = told_by(facts.loss_fn, output, part)
         self.context.release()  # a module of two stages defers into the one that has a bag
         return output
 
-    def _keep(self, held: _Held, output: Any, facts: StepFacts) -> None:
-        """Remember where gradients enter the graph of this output."""
-        if self.last:
-            leaves = [output[0]] if check_loss(*output) else []
-            held.seed = [scale_like(loss, facts.loss_scale) for loss in leaves]
-        elif isinstance(output, Tensor):
-            leaves = [output] if has_gradient(output) else []
-        else:
-            leaves = [leaf for leaf in pytree.tree_leaves(output) if has_gradient(leaf)]
-        held.ends = [get_gradient_edge(y) if y.requires_grad else None for y in leaves]
+    def _given(self, held: _Held, again: bool) -> Any:
+        """What the module is called with: it may write into it, as in one process; R starts from what is held."""
+        received = held.received
+        if not again or self._writes is False:
+            return alias(received) if isinstance(received, Tensor) else tree_map(alias, received)
+        held.given = tree_map(copied, received)
+        return held.given
+
+    def _see_writes(self, held: _Held) -> None:
+        """After a first F that R will repeat: whether the module wrote into the copy that it was given."""
+        if held.given is not None:
+            self._writes = bool(self._writes) or any(_versions(held.given))
+            held.given = None
+
+    def _hand_over(self, held: _Held, output: Any, *, keep: bool, asked: bool) -> Any:
+        """The output for the next stage; `asked`: R will make its graph, and this is the first such microbatch."""
+        leaves, spec = ([output], None) if isinstance(output, Tensor) else flatten(output)
+        for leaf in leaves:
+            check_leaf(self.index, leaf)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        before = self._wants
+        if before is not None and len(before) == len(tensors):
+            wants = [a or y.requires_grad for a, y in zip(before, tensors, strict=True)]
+        elif keep or any(y.requires_grad for y in tensors):
+            wants = [y.requires_grad for y in tensors]
+        else:  # nobody could tell
+            wants = [y.is_floating_point() or y.is_complex() for y in tensors]
+        held.wants = wants
+        if before is None:
+            self._wants = wants
+        if asked:
+            self._learnt[self._key] = wants
+        if keep:
+            self._keep(held, tensors)
+        rest = iter(wants)
+        made = [leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return made[0] if spec is None else pytree.tree_unflatten(made, spec)
+
+    def _keep(self, held: _Held, tensors: list[Tensor]) -> None:
+        """Remember where gradients enter the graph of these outputs."""
+        wanted = [y for y, want in zip(tensors, held.wants, strict=True) if want]
+        held.ends = [get_gradient_edge(y) if y.requires_grad else None for y in wanted]
+
+    def _keep_loss(self, held: _Held, output: tuple, facts: StepFacts) -> None:
+        """The same for the loss, whose gradient is known."""
+        if check_loss(*output):
+            held.ends, held.seed = [get_gradient_edge(output[0])], [scale_like(output[0], facts.loss_scale)]
 
     def input_gradients(self, m: int, gradients: list[Tensor] | None, facts: StepFacts) -> list[Tensor]:
-        """I: gradients of the output's floating tensors in, those of the input's out; the graph is gone after it.
+        """I: gradients of the outputs that want one in, those of the inputs that do out; the graph is gone after it.
 
         gradients: None on the last stage. An input that nothing depends on gets zeros: the stage before waits.
+        Without autocast, as torch recommends: every operation's backward has the dtype of its forward.
         """
         held = self._held[m]
         facts.sync.before_input_grad(self.module)
         given = zip(held.ends, held.seed if gradients is None else gradients, strict=True)
         pairs = [(end, gradient) for end, gradient in given if end is not None]
         if pairs:
-            torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+            # whoever runs a forward again in here (torch's checkpoint) finds the context of the first time
+            self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
+            held.bag.open = True
+            with without_autocast(self.device):
+                torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+            held.bag.open = False
+            self.context.release()
         facts.sync.after_input_grad(self.module, held.bag.parameters())
         found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
         self._own_gradients([*held.bag.tensors(), *found])
@@ -229,6 +333,10 @@ class Stage:
     def weight_gradients(self, m: int, facts: StepFacts) -> None:
         """W: empty the bag; a parameter is ready when the last of its thunks has run."""
         bag, sync = self._held.pop(m).bag, facts.sync
+        with without_autocast(self.device):
+            self._empty(bag, sync)
+
+    def _empty(self, bag: WeightGradBag, sync: GradSync) -> None:
         if isinstance(sync, NullGradSync):
             bag.run()
             return

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -102,6 +102,14 @@ def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
             "not detach it, and call step outside of no_grad"
         )
     return loss_sum.requires_grad
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Around a backward inside a user's autocast, which is meant for the forward."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:

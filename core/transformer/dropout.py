@@ -1,5 +1,6 @@
 """Dropout whose mask is a function of (seed, step, global microbatch, layer, site), so that it can be run again."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,8 +21,14 @@ class Dropout(nn.Module):
         self.key = (build.layer + 1, site, build.place.rank if sharded else 0)
 
     def seed(self) -> int:
-        """The seed of this site in the current microbatch."""
+        """The seed of this site in the current microbatch.
+
+        In plain use it is the seed of torch's own generator, as the model's forward began with: that travels with
+        the call, as `torch.utils.checkpoint` restores it.
+        """
         stage = self.stage
+        if stage.drawn and not stage.driven:
+            return mix32(torch.default_generator.initial_seed(), *self.key)
         return mix32(stage.seed, stage.step, stage.microbatch, *self.key)
 
     def forward(self, x: Tensor) -> Tensor:

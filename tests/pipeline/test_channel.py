@@ -33,7 +33,7 @@ def channel(ps, todo, depth):
 
 def value(boundary, m):
     """What crosses boundary s (between stages s and s + 1): a tensor or a nesting with integers, by boundary."""
-    x = torch.full((2, 1 + boundary), float(100 * boundary + m))
+    x = torch.full((2, 1 + boundary), float(100 * boundary + m), requires_grad=True)
     return {"x": [x, torch.tensor([m])], "n": boundary} if boundary % 2 else x
 
 
@@ -189,7 +189,7 @@ def dropped(late):
     found = []
     for action in todo.order:
         if action.kind == "SEND_F":
-            pipe.send(action, torch.full((1 << 16,), float(action.microbatch)))
+            pipe.send(action, torch.full((1 << 16,), float(action.microbatch), requires_grad=True))
             gc.collect()
         elif action.kind == "SEND_B":
             pipe.send(action, [torch.full((1 << 16,), -float(action.microbatch))])

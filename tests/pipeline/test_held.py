@@ -61,10 +61,6 @@ class Counted(nn.Module):
 
     def forward(self, x):
         self.calls[self.index, self.stage.microbatch] += 1
-        if self.index:  # the first one's is the batch
-            key = "input", self.index, self.stage.microbatch
-            self.alive[key] += 1
-            weakref.finalize(x, self.alive.subtract, [key])
         return Holds.apply(x, self.weight, self.stage, self.alive, self.index)
 
 
@@ -88,9 +84,14 @@ def watched_step(schedule, recompute, microbatches):
     alive, calls, peak = Counter(), Counter(), [0.0]
     pipe = tiny.pipeline(schedule, microbatches, lambda s: Counted(s, alive, calls), recompute=recompute)
 
-    def sampled(method):
+    def sampled(method, stage):
         def call(*args, **kwargs):
             result = method(*args, **kwargs)
+            if method.__name__ == "forward" and not stage.first:  # the first one's input is the batch
+                held = stage._held[args[0]]
+                key = "input", stage.index, held.microbatch
+                alive[key] += 1
+                weakref.finalize(held.leaves[0], alive.subtract, [key])
             peak[0] = max(peak[0], units(alive))
             return result
 
@@ -100,7 +101,7 @@ def watched_step(schedule, recompute, microbatches):
     try:
         for stage in pipe.stages.values():
             for name in ("forward", "recompute", "input_gradients", "weight_gradients"):
-                setattr(stage, name, sampled(getattr(stage, name)))
+                setattr(stage, name, sampled(getattr(stage, name), stage))
         pipe.step(tiny.rows(microbatches), tiny.squares)
         left = [key for key, count in alive.items() if count]
         for stage in pipe.stages.values():
