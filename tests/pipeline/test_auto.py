@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Costs, Pipeline, Schedule, play
 from core.pipeline.auto import first_schedule, measured_costs
@@ -187,3 +188,31 @@ def test_costs_are_medians_per_stage_and_the_delay_of_idle_ranks():
     found = measured_costs(schedule, Timeline(tuple(split)), {s: StageMemory(1 + s, 5, 3) for s in range(2)})
     assert (found.F, found.I, found.W, found.R) == ((1, 2), (3, 4), (5, 6), (1, 2))
     assert found.comm == 0.5 and found.saved == (1.0, 2.0) and found.graph == (5.0, 5.0)
+
+
+class Functional(nn.Module):
+    """A gradient inside of forward, by torch.func, which refuses hooks on saved tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(tiny.WIDTH, tiny.WIDTH).double()
+
+    def forward(self, x):
+        return self.inner(x) + torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
+
+
+def test_bytes_are_counted_in_stages_that_use_torch_func(capsys):
+    modules = [Functional(), Functional()]
+    pipe = Pipeline(modules, ps=ParallelState.single("cpu"), schedule="auto", num_microbatches=2)
+    for _ in range(3):
+        for module in modules:
+            module.zero_grad()
+        pipe.step(tiny.rows(4), tiny.squares)
+    got = [p.grad.clone() for module in modules for p in module.parameters()]
+    pipe.close()
+    for module in modules:
+        module.zero_grad()
+    modules[1](modules[0](tiny.rows(4))).square().sum().backward()
+    want = [p.grad for module in modules for p in module.parameters()]
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(got, want, strict=True))
+    assert "auto: predicted bubble" in capsys.readouterr().out
