@@ -1,9 +1,7 @@
 """One stage on its rank: forward, recomputation, input gradients and weight gradients of its microbatches."""
 
-import warnings
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,6 @@ from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.boundary import alias, check_leaf, copied, flatten, tree_map
-from core.pipeline.memory import MemoryProbe, StageMemory
 from core.pipeline.step import (
     LossFn,
     call_next_stage,
@@ -61,7 +58,6 @@ class StepFacts:
 
     step: its number. first: the global index of this replica's first microbatch. parts: the microbatches.
     loss_fn: None where outputs are wanted. training: whether backward follows. sync: who reduces gradients.
-    memory: where the bytes of each stage are noted, if they are counted.
     """
 
     step: int
@@ -71,15 +67,10 @@ class StepFacts:
     sync: GradSync
     training: bool = False
     loss_scale: float | Tensor = 1.0
-    memory: dict[int, StageMemory] | None = None
 
 
 def _versions(*values: Any) -> list[int]:
     return [version_of(leaf) for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
-
-
-def _watched(probe: MemoryProbe | None) -> AbstractContextManager[Any]:
-    return probe.watching() if probe is not None else nullcontext()
 
 
 class _NeededError(Exception):
@@ -140,6 +131,10 @@ class Stage:
         )
         self._fresh = [p for p in self.parameters if p.grad is None]
         self._wants, self._trained = None, tuple(p.requires_grad for p in self.module.parameters())
+
+    def waiting(self, m: int) -> list[Tensor]:
+        """What waits for W of a microbatch."""
+        return self._held[m].bag.tensors()
 
     def clear(self) -> None:
         """Forget everything held, after a step or a failure."""
@@ -241,39 +236,19 @@ class Stage:
 
     def _call(self, m: int, held: _Held, facts: StepFacts, *, again: bool = False) -> Any:
         """The module's output; on the last stage (loss_sum, num_tokens), which is R's where it will run `again`."""
-        if facts.memory is None:
-            return self._call_watched(m, held, facts, again)
-        try:
-            return self._call_watched(m, held, facts, again)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-        facts.memory.setdefault(self.index, StageMemory())
-        warnings.warn(
-            f"stage {self.index} takes derivatives by torch.func, where bytes kept for backward cannot be counted: "
-            "schedule='auto' takes them for 0; memory_limit does not cover them",
-            stacklevel=2,
-        )
-        return self._call_watched(m, held, replace(facts, memory=None), again)
-
-    def _call_watched(self, m: int, held: _Held, facts: StepFacts, again: bool) -> Any:
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
-        part, graph = facts.parts[m], torch.is_grad_enabled() and not again
-        probe = MemoryProbe(self.module, part) if facts.memory is not None and graph else None
+        part = facts.parts[m]
         seed = stage_seed(self.seed, facts.step, held.microbatch, self.index)
         for generator in generators_of(self.device):  # whose states the pipeline puts back after the step
             generator.manual_seed(seed)
-        with _watched(probe):
-            received, part = self._given(held, part, again)
-            if self.first:
-                output = call_stage(self.module, part, self._arguments)
-            else:
-                output = call_next_stage(self.module, received, part, self._arguments)
-            if self.last and facts.loss_fn is not None and not again:
-                output = told_by(facts.loss_fn, output, part)
+        received, part = self._given(held, part, again)
+        if self.first:
+            output = call_stage(self.module, part, self._arguments)
+        else:
+            output = call_next_stage(self.module, received, part, self._arguments)
+        if self.last and facts.loss_fn is not None and not again:
+            output = told_by(facts.loss_fn, output, part)
         self.context.release()  # a module of two stages defers into the one that has a bag
-        if probe is not None and facts.memory is not None:
-            facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
         return output
 
     def _given(self, held: _Held, part: Any, again: bool) -> tuple[Any, Any]:
@@ -343,9 +318,6 @@ class Stage:
             held.bag.open = False
             self.context.release()
         facts.sync.after_input_grad(self.module, held.bag.parameters())
-        if facts.memory is not None:
-            probe = MemoryProbe(self.module, facts.parts[m])
-            facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, probe)
         found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
         self._own_gradients([*held.bag.tensors(), *found])
         held.received, held.leaves, held.ends, held.seed = None, [], [], []
