@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from core.data_parallel.buffers import Buffer
 from core.data_parallel.grad_sync import GradientSums, Place
+from core.data_parallel.life import Phase
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.start import same_on_all
 from core.data_parallel.table import Members, Units, entries_of, stages_of
@@ -97,7 +98,8 @@ class DataParallel:
         )
         self._partial = self._partial_views()
         self._unused: list[str] = []
-        self.finished, self._steps, self._compare_every = False, 0, check_replicas_every
+        self.missing: list[str] = []
+        self._steps, self._compare_every = 0, check_replicas_every
         self._hooks = [
             place.parameter.register_post_accumulate_grad_hook(partial(self._sums.hooked, place)) for place in places
         ]
@@ -157,7 +159,7 @@ class DataParallel:
     def begin_step(self, pairs_per_param: Mapping[Parameter, int], *, split: bool = False) -> None:
         """A step starts. Raises ValueError: the last step's sums have not been zeroed, or it was not finished; a
         trainable parameter that was not here, or not trainable, when this was made."""
-        self._refuse_finished()
+        self._sums.phase.refuse_second()
         self._refuse_unknown(pairs_per_param)
         self._sums.begin_step(pairs_per_param, split)
         for units in self._units.values():
@@ -214,7 +216,8 @@ class DataParallel:
         Raises ValueError: called again without `zero_grad` between; with `require_gradients`, on every rank,
         parameters that got none; with `check_replicas_every`, see `check_replicas`.
         """
-        self._refuse_finished()
+        self._sums.phase.refuse_second()
+        self._refuse_unknown(self._appeared())
         self._sums.finish()
         for buffer in self.buffers:
             buffer.complete()
@@ -224,22 +227,27 @@ class DataParallel:
         for pending in gathers:
             if pending is not None:
                 pending.wait()
-        self.finished = True
         self._unused = [place.name for place in self._sums.places if not place.delivered]
-        if len(self._unused) == len(self._names):
-            self._refuse_unknown(p for _, p in named_parameters(self.module) if p.requires_grad)
+        self.missing = [place.name for place in self._sums.places if not (place.delivered or place.zeros)]
         if self.require_gradients:
             self._refuse_unused()
         self._steps += 1
         if self._compare_every and self._steps % self._compare_every == 0:
             self.check_replicas()  # before an update: after it every rank has just been sent the same
 
-    def _refuse_finished(self) -> None:
-        if self.finished:
-            raise ValueError(
-                "DataParallel: a second step or finish() after 1 zero_grad() would sum again what is already summed; "
-                "call zero_grad() after each optimizer step (microbatches are how to accumulate)"
-            )
+    def _appeared(self) -> list[Parameter]:
+        """Trainable parameters that nobody sums: unfrozen, replaced or added since this was made.
+
+        In every step, so without a function call per module.
+        """
+        found: list[Parameter] = []
+        known, modules = self._sums.known, list(self._stages)
+        for module in modules:  # grows while it is walked
+            modules += [child for child in module._modules.values() if child is not None]
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad and id(parameter) not in known:
+                    found.append(parameter)
+        return found
 
     def _refuse_unknown(self, parameters: Iterable[Tensor]) -> None:
         if unknown := self._sums.unknown(parameters):
@@ -278,17 +286,26 @@ class DataParallel:
         for buffer in reversed(self.buffers):
             buffer.wait()
 
-    def zero_grad(self) -> None:
+    @property
+    def finished(self) -> bool:
+        """Whether `gradients` of every buffer are the sums over all replicas, used up or not."""
+        return self._sums.phase is not Phase.OPEN
+
+    def stepped(self) -> None:
+        """An optimizer has used the gradients up: what arrives before `zero_grad` is dropped."""
+        self._sums.phase = Phase.STEPPED
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero every gradient in place; `main_grad` is never None.
 
         Of a step that nobody finished too (its sums that have begun are completed: then collective).
+        set_to_none: as in torch, a parameter that gets no gradient before the next step is not updated in it; with
+        False those that had one have zeros, and decay.
         """
-        if not self.finished:
-            self._sums.give_up()
+        self._sums.give_up()
         for buffer in self.buffers:
             buffer.zero()
-        self._sums.zeroed()
-        self.finished = False
+        self._sums.zeroed(set_to_none=set_to_none)
 
     def check_replicas(self) -> None:
         """Compare, bit for bit, what several ranks hold: whole parameters; at stage 3 the parts, where they repeat,

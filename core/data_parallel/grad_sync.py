@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffers import Buffer
+from core.data_parallel.life import Phase
 from core.data_parallel.units import Unit
 
 IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stages 2 and 3 whole gradients
@@ -74,13 +75,17 @@ class Round:
 
 
 class Place:
-    """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step."""
+    """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step.
 
-    __slots__ = ("buffer", "delivered", "index", "name", "pairs", "parameter", "round", "unit")
+    delivered: something came since the last `zero_grad`. zeros: `zero_grad(set_to_none=False)` left it zeros, which is
+    a gradient too.
+    """
+
+    __slots__ = ("buffer", "delivered", "index", "name", "pairs", "parameter", "round", "unit", "zeros")
 
     def __init__(self, parameter: Parameter, name: str, buffer: Buffer, index: int) -> None:
         self.parameter, self.name, self.buffer, self.index = parameter, name, buffer, index
-        self.delivered, self.pairs = False, 1
+        self.delivered, self.zeros, self.pairs = False, False, 1
         self.round: Round | None = None  # stages 0, 1
         self.unit: Unit | None = None  # stage 3
 
@@ -116,6 +121,7 @@ class GradientSums:
         for place in places:
             place.round = None if divided else round_of[place.buffer]
         self._hooked: list[Place] = []
+        self.phase = Phase.OPEN
         self._begin_plain()
 
     def _begin_plain(self) -> None:
@@ -149,18 +155,26 @@ class GradientSums:
         """The ids of those that are summed by nobody."""
         return set(map(id, parameters)) - self._place.keys()
 
+    @property
+    def known(self) -> Collection[int]:
+        """The ids of those that are summed here."""
+        return self._place.keys()
+
     def hooked(self, place: Place, parameter: Tensor) -> None:
         """Autograd is done with `parameter` in this backward: `.grad`, or None where operations added themselves.
 
         Raises RuntimeError: its bucket has been summed already.
         """
         gradient = parameter.grad
+        if place.unit is not None:
+            place.unit.to_come -= 1
+        if self.phase and self.phase.drops(place.name):
+            parameter.grad = None
+            return
         if gradient is not None:
             parameter.grad = None
             place.buffer.add(place.index, gradient)
         place.delivered = True
-        if place.unit is not None:
-            place.unit.to_come -= 1
         if self.split:
             self._hooked.append(place)
         else:
@@ -197,7 +211,7 @@ class GradientSums:
 
     def plain_backward(self, stage: nn.Module) -> None:
         """A backward begins that no executor has announced."""
-        if not self._driven:
+        if not (self._driven or self.phase):  # what comes in another phase is in no sum
             self.backward_begins(stage)
 
     def _begin(self, stage: nn.Module) -> None:
@@ -244,6 +258,7 @@ class GradientSums:
         for each in (*self._rounds.values(), self._shared):
             each.end()
         self._wait()
+        self.phase = Phase.SUMMED
 
     def _wait(self) -> None:
         for buffer in self._under_way:
@@ -260,6 +275,9 @@ class GradientSums:
                 each.end()
         self._wait()
 
-    def zeroed(self) -> None:
+    def zeroed(self, *, set_to_none: bool) -> None:
         """The next step begins."""
+        for place in self.places:
+            place.zeros = not set_to_none and (place.delivered or place.zeros)
+        self.phase = Phase.OPEN
         self._begin_plain()
