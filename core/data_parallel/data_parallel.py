@@ -80,6 +80,9 @@ class DataParallel:
             Buffer(number, bucket, parameters, ps, zero_stage=zero_stage, **dtypes)
             for number, bucket in enumerate(table)
         )
+        told: list[str] = []
+        for buffer in self.buffers:
+            buffer.told = told
         beside = any(b.ranks is not None and not b.ranks.composed for b in self.buffers)
         self.overlap = overlap if overlap is not None else beside or zero_stage >= 2 or backward_passes is not None
         places = [
@@ -200,13 +203,12 @@ class DataParallel:
         """Stage 3: gather the whole stage, and free nothing of it until `let_go`."""
         if (units := self._units.get(self._known(stage))) is not None:
             units.need()
-            units.held = True
+            units.keep(True)
 
     def let_go(self, stage: nn.Module) -> None:
         """The end of `hold`."""
         if (units := self._units.get(self._known(stage))) is not None:
-            units.held = False
-            units.free()
+            units.keep(False)
 
     def finish(self) -> None:
         """Until `gradients` of every buffer are the sums over all replicas; nothing divides, that is the optimizer's.
@@ -244,9 +246,8 @@ class DataParallel:
         known, modules = self._sums.known, list(self._stages)
         for module in modules:  # grows while it is walked
             modules += [child for child in module._modules.values() if child is not None]
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad and id(parameter) not in known:
-                    found.append(parameter)
+            held = module._parameters.values()
+            found += [p for p in held if p is not None and p.requires_grad and id(p) not in known]
         return found
 
     def _refuse_unknown(self, parameters: Iterable[Tensor]) -> None:
@@ -268,6 +269,14 @@ class DataParallel:
 
     # around the optimizer's step
 
+    def take_weights(self) -> None:
+        """Before an update: what somebody wrote into parameters, or put in the place of their data, is what counts.
+
+        Raises ValueError: values of another dtype, shape or device.
+        """
+        for buffer in self.buffers:
+            buffer.take_weights()
+
     def publish(self) -> None:
         """`weights` of the buffers have changed: bring them to all ranks. All-gather per bucket (stages 1, 2).
 
@@ -275,7 +284,7 @@ class DataParallel:
         gathered before is dropped.
         """
         for units in self._units.values():
-            units.free()
+            units.free(keep=False)
         for buffer in reversed(self.buffers):  # in the order of the next forward
             buffer.publish()
         if not (self.overlap and any(units.waits for units in self._units.values())):

@@ -77,8 +77,8 @@ class Round:
 class Place:
     """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step.
 
-    delivered: something came since the last `zero_grad`. zeros: `zero_grad(set_to_none=False)` left it zeros, which is
-    a gradient too.
+    delivered: something came since the last `zero_grad`. zeros: `zero_grad(set_to_none=False)` left it zeros, which
+    is a gradient too.
     """
 
     __slots__ = ("buffer", "delivered", "index", "name", "pairs", "parameter", "round", "unit", "zeros")

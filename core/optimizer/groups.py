@@ -1,4 +1,4 @@
-"""`param_groups` as torch has them: learning rate, decay and betas by group, changed by hand or by torch's schedulers."""
+"""`param_groups` as torch has them: rates, decay and betas by group, changed by hand or by torch's schedulers."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ class Groups:
         self._written = [group["lr"] for group in self.all]
 
     def check(self) -> None:
-        """Before an update: rates that somebody has changed are theirs from now on (told once, if there is a schedule)."""
+        """Before an update: rates that somebody has changed are theirs from now on; told, if there is a schedule."""
         if self._follows and [group["lr"] for group in self.all] != self._written:
             self._follows = False
             warnings.warn(
@@ -71,7 +71,7 @@ class Groups:
         return not self._follows
 
     def changed(self) -> list[dict[str, Any]]:
-        """`state`, if anybody has changed it since this was made; else nothing, and a configuration may say it anew."""
+        """`state`, if anybody has changed it since this was made; else nothing: a configuration may say it anew."""
         state = self.state()
         mine = self._first if self.theirs else [{**f, "lr": s["lr"]} for f, s in zip(self._first, state, strict=True)]
         return state if state != mine else []
@@ -87,7 +87,7 @@ class Groups:
         """What `state` gave. Raises ValueError: another number of groups."""
         if len(state) != len(self.all):
             raise ValueError(
-                f"{len(state)} param_groups were saved, this optimizer has {len(self.all)}; make it with the same groups"
+                f"{len(state)} param_groups were saved, this optimizer has {len(self.all)}; make it with the same"
             )
         for group, told in zip(self.all, state, strict=True):
             told = {key: value for key, value in told.items() if key not in ("params", "name")}

@@ -28,7 +28,7 @@ from core.parallel_state.layout import Layout
 class ShardedOptimizer(TorchFace):
     """What `AdamW` is to parameters, for the flat buffers of a `DataParallel`: same step, same states, same files.
 
-    A torch.optim.Optimizer: param_groups, torch's schedulers, closures, hooks and `zero_grad` mean what they do there.
+    A torch.optim.Optimizer: param_groups, schedulers, closures, hooks and `zero_grad` mean what they do there.
     Subclasses say which update (`kernel`) with which options and states. Weights of 16 bits have a float32 copy
     ("main"), others are their own; weights that somebody else writes (`load_state_dict`, by hand) are taken as they
     are. A parameter without a gradient on any rank is left out of the update, as in torch. At every ZeRO stage and
@@ -156,6 +156,7 @@ class ShardedOptimizer(TorchFace):
             )
         if not self.shard.finished:
             self.shard.finish()
+        self.shard.take_weights()
         scaled = self._scaler is not None and (self._scales or loss_scale is not None)
         divisor = self._number(self.ps.size("dp-cp") if num_tokens is None else num_tokens)
         if scaled:
@@ -377,7 +378,7 @@ def _main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:
             )
         if names and dtype.is_complex:
             raise ValueError(
-                f"{names[0]} is {str(dtype).removeprefix('torch.')}, and 0 of the fused updates know complex numbers; "
+                f"{names[0]} is {str(dtype).removeprefix('torch.')}, and 0 of the fused updates know that; "
                 "hold it as a real parameter of one dim more (torch.view_as_real) and view it as complex in forward"
             )
         if names:

@@ -68,6 +68,9 @@ class FakeShard:
         assert not self.finished
         self.finished = True
 
+    def take_weights(self):
+        pass
+
     def stepped(self):
         pass
 
