@@ -253,6 +253,7 @@ class Buffer(Weights):
     def remove(self) -> None:
         """Whole parameters in memory of their own; no `main_grad`."""
         self.gather()
+        self.take_weights()
         for parameter, view in zip(self.parameters, self._whole, strict=True):
             parameter.data = view.clone()
             del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]

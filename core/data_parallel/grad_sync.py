@@ -6,8 +6,9 @@ ends. So ranks that run different branches still call the same collectives in th
 ever.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -16,6 +17,11 @@ from core.data_parallel.life import Phase
 from core.data_parallel.units import Unit
 
 IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stages 2 and 3 whole gradients
+
+
+def at_the_end(call: Callable[[], None]) -> None:
+    """Of the backward that runs: `call()`, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 class Round:
@@ -99,7 +105,7 @@ class GradientSums:
 
     def __init__(
         self,
-        holders: Mapping[nn.Module, Sequence[Buffer]],
+        holders: dict[nn.Module, list[Buffer]],
         places: Sequence[Place],
         *,
         divided: bool,
@@ -117,6 +123,7 @@ class GradientSums:
         mine = {stage: [b for b in buffers if b not in shared] for stage, buffers in holders.items()}
         self._rounds = {stage: Round(buffers, self._under_way) for stage, buffers in mine.items()}
         self._running = next(iter(self._rounds.values()), self._shared)  # of the backward or W under way
+        self._stage_of = {b: stage for stage, buffers in reversed(holders.items()) for b in buffers}
         round_of = {b: r for r in (*self._rounds.values(), self._shared) for b in r.buffers}
         for place in places:
             place.round = None if divided else round_of[place.buffer]
@@ -171,6 +178,8 @@ class GradientSums:
         if self.phase and self.phase.drops(place.name):
             parameter.grad = None
             return
+        if self._divided and not (self._driven or self._running.open):  # nobody saw this backward begin
+            self.plain_backward(self._stage_of[place.buffer])
         if gradient is not None:
             parameter.grad = None
             place.buffer.add(place.index, gradient)
@@ -209,10 +218,13 @@ class GradientSums:
             self._wait()
             self._begin(stage)
 
-    def plain_backward(self, stage: nn.Module) -> None:
-        """A backward begins that no executor has announced."""
+    def plain_backward(self, stage: nn.Module) -> bool:
+        """Inside of a backward that no executor has announced: it has begun. Returns whether that is so."""
         if not (self._driven or self.phase):  # what comes in another phase is in no sum
             self.backward_begins(stage)
+            if self._divided:
+                at_the_end(self._rounds[stage].end)
+        return not self._driven
 
     def _begin(self, stage: nn.Module) -> None:
         self._summed, self._running = True, self._rounds[stage]

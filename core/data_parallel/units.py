@@ -109,8 +109,10 @@ class StageUnits:
             if now != self._backward:  # else one more output
                 self._backward = now
                 self._behind.clear()  # of a backward that failed, or did not reach every parameter
-                self._backward_begins()
+                plain = self._backward_begins()
                 self.begin_backward()
+                if plain and not torch.is_grad_enabled():  # of a graph of this backward weights are still needed
+                    torch.autograd.Variable._execution_engine.queue_callback(self.free)  # type: ignore[attr-defined]
             return
         if not self._frees or (unit in self._behind and unit.backward == now):  # one more output
             return

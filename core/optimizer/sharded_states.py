@@ -111,6 +111,7 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     call `shard.publish()`, or `optimizer.load_state_dict`), so nothing is gathered; the files are the same.
     """
     shard.wait()
+    shard.take_weights()
     if shard.zero_stage < 3:
         return dict(module_state_dict(shard.module, shard.ps))
     mapper = Mapper(shard.ps, named_stacks(shard.module))
