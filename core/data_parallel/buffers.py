@@ -254,7 +254,8 @@ class Buffer(Weights):
         """Whole parameters in memory of their own; no `main_grad`."""
         self.gather()
         self.take_weights()
-        for parameter, view in zip(self.parameters, self._whole, strict=True):
+        for parameter, view, kind in zip(self.parameters, self._whole, self._classes, strict=True):
+            parameter.__class__ = kind
             parameter.data = view.clone()
             del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]
             if self.stage == 3:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.data_parallel.buffer_copies import BufferCopies
 from core.data_parallel.buffers import Buffer
 from core.data_parallel.grad_sync import GradientSums, Place
 from core.data_parallel.life import Phase
@@ -41,6 +42,8 @@ class DataParallel:
     backward_passes: of a plain loop, how often `backward` is called per step: the last one then overlaps too.
     require_gradients: `finish` raises where a parameter got none. check_replicas_every: steps between two
         comparisons of what several ranks hold (by `finish`, before the update); 0 never.
+    broadcast_buffers: buffers that forwards write are the first data rank's: sent after each step, and before each
+        further forward of a step.
 
     Collective when it is made, gathers and sums: all ranks of a data group make the same calls in one order. When it
     is made every rank takes the parameters and buffers of the first rank of its data group, as under DDP.
@@ -62,6 +65,7 @@ class DataParallel:
         backward_passes: int | None = None,
         require_gradients: bool = False,
         check_replicas_every: int = 0,
+        broadcast_buffers: bool = True,
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage} is unknown; use 0, 1, 2 or 3")
@@ -103,6 +107,7 @@ class DataParallel:
         self._unused: list[str] = []
         self.missing: list[str] = []
         self._steps, self._compare_every = 0, check_replicas_every
+        self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self._hooks = [
             place.parameter.register_post_accumulate_grad_hook(partial(self._sums.hooked, place)) for place in places
         ]
@@ -242,13 +247,16 @@ class DataParallel:
 
         In every step, so without a function call per module.
         """
-        found: list[Parameter] = []
+        found: dict[int, Parameter] = {}
         known, modules = self._sums.known, list(self._stages)
         for module in modules:  # grows while it is walked
-            modules += [child for child in module._modules.values() if child is not None]
-            held = module._parameters.values()
-            found += [p for p in held if p is not None and p.requires_grad and id(p) not in known]
-        return found
+            for child in module._modules.values():
+                if child is not None:
+                    modules.append(child)  # noqa: PERF401
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in known and parameter.requires_grad:
+                    found[id(parameter)] = parameter
+        return list(found.values())
 
     def _refuse_unknown(self, parameters: Iterable[Tensor]) -> None:
         if unknown := self._sums.unknown(parameters):
@@ -303,6 +311,7 @@ class DataParallel:
     def stepped(self) -> None:
         """An optimizer has used the gradients up: what arrives before `zero_grad` is dropped."""
         self._sums.phase = Phase.STEPPED
+        self.copies.send()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero every gradient in place; `main_grad` is never None.
@@ -337,6 +346,7 @@ class DataParallel:
         """Undo: whole parameters of their own, gradients in `.grad` again. All-gather at stage 3."""
         for hook in self._hooks:
             hook.remove()
+        self.copies.remove()
         for units in self._units.values():
             units.remove()
         for buffer in self.buffers:

@@ -30,6 +30,27 @@ FACTS = {
 }
 
 
+set_data = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Whole(Parameter):
+    """The class of a parameter while it is gathered: a write to `.data` leaves no trace, so asking for it does."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As ever."""
+        self.bucket.untraced = True  # type: ignore[attr-defined]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        set_data(self, value)
+
+    def __deepcopy__(self, memo: dict) -> Parameter:
+        memo[id(self)] = copied = Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+
 class Freed(Parameter):
     """The class of a parameter while its values are not there; every function that wants them fetches them first."""
 
@@ -44,5 +65,5 @@ class Freed(Parameter):
 
     def __deepcopy__(self, memo: dict) -> Parameter:
         self.bucket.lend()  # type: ignore[attr-defined]
-        assert type(self) is not Freed  # it is there now, and of its own class
-        return self.__deepcopy__(memo)  # type: ignore[unreachable]
+        memo[id(self)] = copied = Parameter(Tensor.detach(self).clone(), self.requires_grad)
+        return copied

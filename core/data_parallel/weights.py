@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.data_parallel.freed import Freed
+from core.data_parallel.freed import Freed, Whole, set_data
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
 from core.parallel_state.collectives.ops import Pending
 from core.parallel_state.flat import Bucket
@@ -72,11 +72,9 @@ class Weights:
         self._tuple = tuple(self.parameters)
         self._classes = [type(p) for p in self.parameters]
         self._storage = Storage(flat)
-        self._pointers = [view.data_ptr() for view in self._whole]
         # stage 3. lent: whole until the next step, because somebody outside its unit reads it. kept: by `hold`.
-        # untraced: written where no version tells, so the own part is always taken back
+        # untraced: somebody has had its `.data`, where no version tells of writes
         self.lent = self.kept = self.untraced = False
-        self._looks = True
         self.told: list[str] = []  # of all buckets of one DataParallel: loans are told once
         self.weights = flat[slice(*self.held)]
         self.gathered = True
@@ -96,7 +94,7 @@ class Weights:
 
     def _point(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+            set_data(parameter, view)
 
     def _mark(self, version: int) -> None:
         """Views of parameters that autograd saved look at the storage itself: of another version they are an error,
@@ -131,8 +129,9 @@ class Weights:
         self.wait()
         if not self.gathered:
             self.gathered = True
+            self.untraced = False
             for parameter, kind in zip(self.parameters, self._classes, strict=True):
-                parameter.__class__ = kind
+                parameter.__class__ = Whole if kind is Parameter else kind
             self._point(self._whole)
             self._mark(0)
 
@@ -178,29 +177,26 @@ class Weights:
         if not self.gathered:
             return
         written = self.lent or self.kept or self.untraced
-        for parameter, pointer, view in zip(self.parameters, self._pointers, self._whole, strict=True):
-            if parameter.data_ptr() != pointer:
+        for parameter, view in zip(self.parameters, self._whole, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
                 self._adopt(parameter, view)
                 written = True
             written = written or parameter._version != 0
         if self.stage < 3:
             return
         assert self.ranks is not None
-        own = own_part(self._storage.flat, self.ranks)
-        if not written and self._looks:  # in the first step, for writes to `.data`, which are in no version
-            written = self.untraced = not torch.equal(own, self.weights)
         if written:
-            self.weights.copy_(own)
+            self.weights.copy_(own_part(self._storage.flat, self.ranks))
 
     def _adopt(self, parameter: Parameter, view: Tensor) -> None:
-        data = parameter.data
+        data = parameter.detach()
         if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
             raise ValueError(
                 f"DataParallel: the values of {self.words} do not lie in its buffers any more (model.to() or half() "
                 "after it was made?), so updates do not reach them; convert the model first"
             )
         view.copy_(data)
-        parameter.data = view
+        set_data(parameter, view)
 
     def end_loan(self) -> None:
         """What was written while it was lent counts."""
@@ -213,7 +209,6 @@ class Weights:
         self._leave()
         flat = torch.empty_like(self._storage.flat)
         self._storage, self._whole, self.lent = Storage(flat), self._views(flat), False
-        self._pointers = [view.data_ptr() for view in self._whole]
         self._storage.give_back()
 
     def publish(self) -> None:
@@ -223,7 +218,6 @@ class Weights:
                 self._storage.flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"
             )
         elif self.stage == 3:
-            self._looks = False
             if self.lent:
                 self._take_back()
             self.free(keep=False)

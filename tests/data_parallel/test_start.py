@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from core import dist_checkpointing
 from core.data_parallel import DataParallel, check_replicas
 from tests.parity.shards import whole_weights
 from tests.states import state

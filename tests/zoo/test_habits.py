@@ -24,7 +24,7 @@ def check(ranks, zero, cases):
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_few_habits(ranks, zero):
-    check(ranks, zero, FAMILY.cases[:: 4])
+    check(ranks, zero, FAMILY.cases[::4])
 
 
 @pytest.mark.full
