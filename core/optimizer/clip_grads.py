@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.optimizer.grad_norm import squared_shard_norm
+from core.optimizer.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state import ParallelState, current_state
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.layout import layout_of, true_part
@@ -54,7 +54,7 @@ def get_grad_norm(parameters: Parameters, norm_type: float = 2.0, *, parallel: P
             whole = gradient if parameter.grad.is_sparse else true_part(gradient, layout, ps.coordinate, ps.sizes)
             parts.append(whole.detach().reshape(-1))
     if norm_type == 2.0:
-        return squared_shard_norm(parts, ps).sqrt()
+        return sum_in_rank_order(shard_squares(parts, ps.device), None, ps)[0].sqrt()
     norms = [torch.linalg.vector_norm(part, norm_type).double().reshape(1) for part in parts]
     none = torch.zeros(1, dtype=torch.float64, device=ps.device)
     if math.isinf(norm_type):
