@@ -21,6 +21,7 @@ from core.pipeline.failure import ToldToAll
 from core.pipeline.lower import Plan, plan
 from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
+from core.pipeline.plain_loop import ScaleWatch, refuse_other_groups
 from core.pipeline.player import Played, check, check_gathers, play
 from core.pipeline.schedules import NAMED, auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
@@ -79,6 +80,7 @@ class Pipeline:
         self.stages: dict[int, Stage] = {}
         self._plans: dict[Schedule, Plan] = {}
         self._clock: Clock | None = None  # of the last step
+        self._scales = ScaleWatch(ps) if ps.size("pp") > 1 and grad_sync is None else None
         self._where = ""  # what was under way when a call failed
         self._agree(_given(schedule, num_microbatches, recompute))
         problem: Exception | None = None
@@ -121,6 +123,7 @@ class Pipeline:
         check(self.schedule, self.num_microbatches)
         check_gathers(self.schedule)
         play(self.schedule)  # ends, or says who waits for whom
+        refuse_other_groups(modules, ps)
         if alone:
             _refuse_main_grad(modules)
         count = self.schedule.stages
@@ -149,8 +152,10 @@ class Pipeline:
             for stage in self.stages.values():
                 for parameter in stage.parameters:
                     counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
-            self.grad_sync.begin_step(counts, split=True)
             alone = isinstance(self.grad_sync, NullGradSync)
+            if alone and self._scales is not None:
+                self._scales.before_step()
+            self.grad_sync.begin_step(counts, split=True)
             tied = set_apart(list(counts), self.schedule.placement) if alone else {}
             executor = self._executor(self.schedule, facts, batch)
             clock = Clock(self.ps.device)
@@ -159,6 +164,8 @@ class Pipeline:
             sum_apart(tied, self.ps)
             result = self._result(executor.sums(self.ps.device))
             clock.stop()
+        if alone and self._scales is not None:
+            self._scales.after_step(counts)
         self._clock = clock
         self.step_index += 1
         self._tune()

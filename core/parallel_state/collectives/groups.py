@@ -88,6 +88,11 @@ def backends(group: ProcessGroup | None = None) -> dict[str, str]:
     return dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
 
 
+def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a torch group, ascending."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 def available_backends() -> list[str]:
     """The backends of torch.distributed that this torch was built with."""
     if not dist.is_available():

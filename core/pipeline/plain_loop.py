@@ -1,0 +1,85 @@
+"""What a plain loop around a pipeline gets wrong without an error: a norm of one stage, a DDP over other stages."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from core.parallel_state.collectives import all_gather
+from core.parallel_state.collectives.groups import ranks_of
+from core.parallel_state.state import ParallelState
+
+
+class ScaleWatch:
+    """Compares, over the stages, by what factor gradients were scaled between a step's end and the optimizer's.
+
+    `torch.nn.utils.clip_grad_norm_` on each rank clips by the norm of its own stages. One gradient per rank is looked
+    at when an optimizer steps; the factors are compared before steps 2, 3, 5, 9 ... : one all-gather of one number
+    over the world, then.
+    """
+
+    def __init__(self, ps: ParallelState) -> None:
+        self._ps, self._steps = ps, 0
+        self._seen: tuple[Tensor, Tensor, Tensor] | None = (
+            None  # a gradient, where it was largest, and its value there
+        )
+        self._factor: Tensor | None = None
+        kept = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (watch := kept()) is not None:
+                watch._look(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    @torch.no_grad()
+    def after_step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember the smallest of the gradients as they are."""
+        found = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        self._seen, self._factor = None, None
+        if found and not self._steps & (self._steps - 1):
+            flat = min(found, key=Tensor.numel).view(-1)
+            place = flat.abs().argmax().reshape(1)
+            self._seen = flat, place, flat[place]
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._seen is not None and self._factor is None:
+            flat, place, before = self._seen
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            mine = {grad.untyped_storage().data_ptr() for grad in grads}
+            if flat.untyped_storage().data_ptr() in mine:
+                self._factor = (flat[place] / before).double()
+
+    def before_step(self) -> None:
+        """Raises ValueError, on every rank: factors that differ."""
+        self._steps += 1
+        looked, self._seen = self._steps > 1 and not (self._steps - 1) & (self._steps - 2), None
+        if not looked:
+            return
+        mine = self._factor if self._factor is not None else torch.full((1,), torch.nan, dtype=torch.float64)
+        factors = all_gather(mine.to(self._ps.device), self._ps.world)
+        known = factors[factors.isfinite()]
+        if known.numel() and known.max() - known.min() > 0.01 * known.max():
+            raise ValueError(
+                f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
+                f"another before the optimizer's step {self._steps - 1}: torch.nn.utils.clip_grad_norm_ takes the "
+                "norm of one rank's stages; use core.optimizer.clip_grad_norm_, which takes the model's"
+            )
+
+
+def refuse_other_groups(modules: Sequence[nn.Module], ps: ParallelState) -> None:
+    """Raise ValueError for a DistributedDataParallel whose ranks are not the replicas of its stage."""
+    group = ps.group("dp-cp")
+    mine = group.ranks if group is not None else (ps.rank,)
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, DistributedDataParallel) and (ranks := ranks_of(part.process_group)) != mine:
+                raise ValueError(
+                    f"DistributedDataParallel averages over ranks {list(ranks)}, the replicas of this stage "
+                    f"are {list(mine)}: others hold other stages; use core.data_parallel.DistributedDataParallel, or "
+                    "process_group=parallel_state.get_data_parallel_group()"
+                )

@@ -1,0 +1,106 @@
+"""What a plain loop around a pipeline gets wrong is told before the next step."""
+
+import pytest
+import torch
+from torch import nn
+
+from core.data_parallel import DistributedDataParallel
+from core.optimizer import clip_grad_norm_
+from core.pipeline import Pipeline, PipelineError
+from tests.pool import Pool
+from tests.states import state
+
+
+def stages(ps):
+    torch.manual_seed(1)
+    made = [nn.Linear(4, 4) for _ in range(2)]
+    return made[ps.index("pp")]
+
+
+def loss(y, part):
+    return y.square().sum(), len(y)
+
+
+def batch(step=0):
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def clipped(clip, steps, refused):
+    ps = state(pp=2)
+    model = stages(ps)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(steps):
+        if step == refused:
+            with pytest.raises(PipelineError, match=r"scaled by 0\.\d+ on one rank and by 0\.\d+ on another"):
+                pipeline.step(batch(step), loss)
+            return norms
+        pipeline.step(batch(step), loss)
+        norms.append(float(clip(model, ps)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def torchs(model, ps):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def ours(model, ps):
+    return clip_grad_norm_(model, 0.1, parallel=ps)
+
+
+def not_at_all(model, ps):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def test_a_norm_of_one_stage_is_refused_before_the_second_step():
+    pool = Pool(2)  # a failed step leaves its groups
+    try:
+        first, second = pool(clipped, torchs, 5, 1)
+    finally:
+        pool.close()
+    assert first != second
+
+
+def test_the_norm_of_the_model_is_one_processs(ranks):
+    first, second = ranks(clipped, ours, 5, None)
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)  # as in the pool
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch.set_default_dtype(torch.float32)
+    optimizer, want = torch.optim.SGD(whole.parameters(), lr=0.01), []
+    for step in range(5):
+        whole(batch(step)).square().sum().backward()
+        want.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first == second == pytest.approx(want, rel=1e-10)
+
+
+def test_no_clipping_is_nobodys_concern(ranks):
+    ranks(clipped, not_at_all, 6, None)
+
+
+def over_all_ranks():
+    ps = state(pp=2)
+    with pytest.raises(ValueError, match=r"averages over ranks \[0, 1\], the replicas of this stage are "):
+        Pipeline([nn.parallel.DistributedDataParallel(stages(ps))], ps=ps)
+
+
+def over_the_replicas():
+    ps = state(pp=2)
+    plain, model = stages(ps), DistributedDataParallel(stages(ps), parallel=ps)
+    for one in (plain, model):
+        Pipeline([one], ps=ps, num_microbatches=2).step(batch(), loss)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-12)
+
+
+def test_ddp_over_other_stages_is_refused(ranks):
+    ranks(over_all_ranks)
+
+
+def test_ddp_over_the_replicas_is_right(ranks):
+    ranks(over_the_replicas)
