@@ -8,10 +8,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from core.parallel_state.collectives import broadcast
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.random import mix32
-from core.parallel_state.state import ParallelState
 
 BLOCK = 1 << 20  # elements of one block: the unit of drawing, whatever the layout
 
@@ -22,15 +20,6 @@ class Init:
 
     std: float = 0.0
     mean: float = 0.0
-
-
-def common_seed(ps: ParallelState) -> int:
-    """A seed from what `torch.manual_seed` was told on the first rank of the world. Broadcast over the world.
-
-    Many scripts add the rank to it: the initial weights must not depend on that.
-    """
-    seed = mix32("initial weights", torch.initial_seed())
-    return seed if ps.world is None else int(broadcast(torch.tensor([seed], device=ps.device), ps.world))
 
 
 def initialize_parameters(

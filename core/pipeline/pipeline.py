@@ -26,7 +26,7 @@ from core.pipeline.player import Played, check, check_gathers, play
 from core.pipeline.schedules import NAMED, auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
 from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
-from core.pipeline.tied import set_apart, sum_apart, warn_of_copies
+from core.pipeline.tied import check_tables, set_apart, sum_apart
 from core.pipeline.timeline import Measured, Timeline
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
@@ -95,7 +95,7 @@ class Pipeline:
         except Exception:
             self.close()
             raise
-        warn_of_copies(self.modules, ps)
+        check_tables(self.modules, ps)
         self._connect(self.schedule)  # before anything can fail: others would wait for a connection, not in one
 
     def _build(

@@ -29,13 +29,30 @@ def _matrices(modules: Mapping[int, nn.Module]) -> dict[Place, tuple[nn.Paramete
     }
 
 
-def warn_of_copies(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
-    """Tell of an embedding whose values another rank's stage has as well: two copies of a tied table would drift.
+def _refuse_other_ends(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
+    """Raise ValueError, on every rank: a marked table whose two ends hold other values. All-gather over pp."""
+    marked = [p for module in modules.values() for p in module.parameters() if _is_marked(p) and not p.is_meta]
+    sums = [float(p.detach().abs().sum(dtype=torch.float64)) for p in marked]
+    found = [
+        (rank, total) for rank, theirs in enumerate(all_gather_objects(sums, ps.group("pp"))) for total in theirs
+    ]
+    if found and any(total != found[0][1] for _, total in found):
+        raise ValueError(
+            f"the tied table differs between pipeline ranks {found[0][0]} and {found[-1][0]}: the sums of its values "
+            f"are {found[0][1]:.6g} and {found[-1][1]:.6g}; call torch.manual_seed with one seed on all ranks before "
+            "the model is made, or load one checkpoint"
+        )
 
-    Two all-gathers over pp.
+
+def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
+    """Refuse tied ends that differ; tell of an embedding whose values another rank's stage has as well: two copies of
+    a tied table would drift.
+
+    Three all-gathers over pp.
     """
     if ps.size("pp") == 1:
         return
+    _refuse_other_ends(modules, ps)
     mine = _matrices(modules)
     tables = [place for place, (_, is_table) in mine.items() if is_table]
     everyone = all_gather_objects(tables, ps.group("pp"))

@@ -73,6 +73,7 @@ class SplitWatch:
         named = list(module.named_parameters())
         if not all(_is_whole(p) for _, p in named):
             return
+        self._refuse_other_numbers(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device))
         same = [(name, p) for name, p in named if "tp" not in layout_of(p).split]
         split = [p for _, p in named if "tp" in layout_of(p).split and p.dim() > 1]
         mine = torch.stack([_checksum(x) for x in (*inputs, *(p for _, p in same), *split)])
@@ -93,6 +94,15 @@ class SplitWatch:
                 "model.apply(...) draws the same on each: use GPTModel's own initial weights, or a generator per rank"
             )
 
+    def _refuse_other_numbers(self, numbers: Tensor) -> None:
+        """Messages of different lengths would be mixed up."""
+        every = all_gather(numbers, self._group).tolist()
+        if any(theirs != every[0] for theirs in every):
+            raise ValueError(
+                f"the tensor ranks {list(self._group.ranks)} have {[n for n, _ in every]} parameters and are called "
+                f"with {[n for _, n in every]} tensors; build one model on all of them, and call it alike"
+            )
+
     def _words(self, what: str, other: int) -> str:
         ranks = f"ranks {self._group.ranks[0]} and {self._group.ranks[other]}"
         if what == "the batch":
@@ -103,10 +113,10 @@ class SplitWatch:
             )
         if self._forwards == 1:
             return (
-                f"{what} should be the same on all tensor ranks, and differs between {ranks} before a step; "
-                "load one checkpoint on all of them, and seed parts of your own alike. If it is split: make it with "
-                "ColumnParallelLinear or RowParallelLinear, so that its halves are split alike "
-                "(docs/concepts/tensor_parallel.md)"
+                f"{what} should be the same on all tensor ranks, and differs between {ranks} before a step; call "
+                "torch.manual_seed with one seed on all of them before the model is made (s + rank is not), or load one "
+                "checkpoint. If it is split: ColumnParallelLinear and RowParallelLinear make halves that "
+                "are split alike (docs/concepts/tensor_parallel.md)"
             )
         return (
             f"{what} should be the same on all tensor ranks, and differs between {ranks} after an update, in forward "

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.autograd.second import no_second_derivative
-
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -39,6 +37,8 @@ class _SiluGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         if torch.is_grad_enabled():
+            from core.autograd.second import no_second_derivative  # a configuration is read without autograd
+
             raise no_second_derivative("the fused SwiGLU")
         (y,) = ctx.saved_tensors
         gate, up = y.chunk(2, -1)

@@ -224,7 +224,7 @@ class Plain(nn.Module):
 
 def trained(ps):
     torch.manual_seed(ps.rank)  # ranks need not seed alike: each layer's parts are built under a seed of their own
-    model = gpt(parallel=ps, spec=dataclasses.replace(gpt2_spec(), mlp=Plain))
+    model = gpt(parallel=ps, spec=dataclasses.replace(gpt2_spec(), mlp=Plain), seed=1)
     optimizer, (tokens, labels), losses = torch.optim.AdamW(model.parameters(), lr=1e-2), batch(), []
     for _ in range(4):
         loss = model(tokens, labels=labels).mean()
@@ -243,7 +243,7 @@ def summed_by_an_owner(sp):
     """The same, where `main_grad`'s owner sums: once, not once more in backward."""
     ps, (tokens, labels) = state(tp=2, sp=sp), batch()
     torch.manual_seed(ps.rank)
-    model = gpt(parallel=ps, spec=dataclasses.replace(gpt2_spec(), mlp=Plain))
+    model = gpt(parallel=ps, spec=dataclasses.replace(gpt2_spec(), mlp=Plain), seed=1)
     sync = PerParameterGradSync(model, ps)
     model(tokens, labels=labels).sum().backward()
     sync.finish()

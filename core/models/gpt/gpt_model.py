@@ -12,7 +12,6 @@ from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
 from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, either
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, mix32, seeded
 from core.parallel_state.collectives import broadcast
-from core.parallel_state.initial import common_seed
 from core.parallel_state.spread import keep_layouts
 from core.pipeline.partition import even
 from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
@@ -36,8 +35,8 @@ class GPTModel(nn.Module):
     share_embeddings_and_output_weights: one table for both (tied). ends_share_a_rank: whether the first and the
         last stage are on one rank, so that it is one parameter; tied_with: that first stage, for the last one.
     parallel: the layout of ranks; default: the current state (a single process needs none).
-    seed: of the initial weights, which are the same on every layout; default: that of `torch.manual_seed` on the
-        first rank (then making a model is collective over the world: one broadcast).
+    seed: of the initial weights, which are the same on every layout; default: that of `torch.manual_seed`, which
+        must then be one on all ranks that share a model.
     Inside `with torch.device("meta")` nothing is allocated: `to_empty`, then `init_weights` or `load_state_dict`.
 
     Raises ValueError: a config that does not fit the layout of ranks (all reasons at once).
@@ -69,7 +68,7 @@ class GPTModel(nn.Module):
         self.tied, self.parallel_output = share_embeddings_and_output_weights, parallel_output
         self.stage, spec = StageContext(), transformer_layer_spec
         self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
-        self.seed = seed if seed is not None else common_seed(ps)
+        self.seed = seed if seed is not None else mix32("initial weights", torch.initial_seed())
         build = Build(config, ps, self.stage, self.seed)
         self.place = build.place
         across = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
