@@ -82,14 +82,6 @@ def _watched(probe: MemoryProbe | None) -> AbstractContextManager[Any]:
     return probe.watching() if probe is not None else nullcontext()
 
 
-class _NeededError(Exception):
-    """A backward asked for a tensor that was not kept."""
-
-
-def _refuse(nothing: None) -> Tensor:
-    raise _NeededError
-
-
 class Stage:
     """Runs one module as stage `index` of `stages`, any `nn.Module`.
 
@@ -167,12 +159,10 @@ class Stage:
         if again:
             held.versions, held.before = _versions(received, facts.parts[m]), self._state.before()
         facts.sync.before_forward(self.module)
-        told, ask = keep, again and not self.last and self._wants is None and not self._has_learnt(received)
-        with torch.set_grad_enabled(keep):
-            if ask:
-                output, told = self._call_asking(m, held, facts)
-            else:
-                output = self._call(m, held, facts, again=again)
+        # the first F that R will repeat has a graph as well, until it returns: it says which outputs want gradients
+        told = keep or (again and not self.last and self._wants is None and not self._has_learnt(received))
+        with torch.set_grad_enabled(told):
+            output = self._call(m, held, facts, again=again)
         if not facts.training:
             return sums(*output, self.device) if self.last and facts.loss_fn is not None else self._evaluated(output)
         self._held[m] = held
@@ -191,21 +181,6 @@ class Stage:
         self._key = self._trained, tuple(x.requires_grad for x in flatten(received)[0] if isinstance(x, Tensor))
         self._wants = self._learnt.get(self._key)
         return self._wants is not None
-
-    def _call_asking(self, m: int, held: _Held, facts: StepFacts) -> tuple[Any, bool]:
-        """A first F that R will repeat, with a graph that holds nothing: its outputs say whether they want gradients.
-        Returns the output, and whether it does.
-
-        A module that takes derivatives in its forward needs what such a graph holds: it runs without one.
-        """
-        try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse):
-                return self._call(m, held, facts, again=True), True
-        except (_NeededError, RuntimeError) as error:
-            if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
-                raise
-        self._state.put_back(held.before)
-        return self._call(m, held, facts, again=True), False
 
     def _evaluated(self, output: Any) -> Any:
         """An output that nothing follows from, for the next stage or the caller."""
