@@ -94,7 +94,8 @@ def count_calls(step):
         nonlocal count
         count += event == "call"
 
-    step()
+    for _ in range(2):  # the second forward still compares what the ranks hold
+        step()
     sys.setprofile(profile)
     step()
     sys.setprofile(None)
@@ -117,7 +118,7 @@ def python_calls(shape, *, sequence):
     """Python function calls of one of our steps."""
     model = our_model(shape, torch.float32, sequence=sequence)
     tokens = torch.randint(shape.vocab, (4, shape.seq), generator=torch.Generator().manual_seed(1))
-    return count_calls(counted_step(model, lambda: model(tokens, labels=tokens).mean()))
+    return count_calls(counted_step(model, lambda: model(tokens, labels=tokens.roll(-1, 1)).mean()))
 
 
 def peer_python_calls(shape, *, sequence):

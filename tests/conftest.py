@@ -1,6 +1,7 @@
 """The session-wide pool of ranks, and quick failures that name a rank."""
 
 import pytest
+import torch
 
 from core.parallel_state import ParallelState
 from tests.pool import Pool
@@ -23,3 +24,9 @@ def ranks(_pool):
 def single():
     """One process on the CPU, whatever the machine has."""
     return ParallelState.single("cpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """The seed that the pool's ranks start from: a model takes its initial weights from it."""
+    torch.manual_seed(0)

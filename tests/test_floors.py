@@ -14,6 +14,7 @@ FLOORS = [
     {"transformer", "optimizer"},
     {"models", "planner"},
     {"training"},
+    {"interop"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted((ROOT / "core").rglob("*.py"))

@@ -64,7 +64,8 @@ class Checked:
 
     def __init__(self, module: nn.Module | None = None, leave: bool | None = None) -> None:
         self.state, self.leave = ModuleState(None), leave
-        self.handed_out, self.computed = False, []
+        self.handed_out = False
+        self.computed: list[tuple[nn.Module, str, Any]] = []
         self._trained: list[bool] = []
         self._wants: list[bool] = []
         if module is not None:

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.parallel_state.collectives import Group, all_reduce, own_part, start_gather_parts, start_sum_into_own
+from core.data_parallel.weights import Interval, Storage, Weights, gone
+from core.parallel_state.collectives import Group, all_reduce, start_gather_parts, start_sum_into_own
 from core.parallel_state.collectives.ops import Pending
 from core.parallel_state.flat import Bucket, flat_intervals
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
-
-Interval = tuple[int, int]
-FREED = 2**30  # version of parameters that are not there: autograd's message shows it
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -36,29 +34,7 @@ class Segment:
     at: Interval
 
 
-def _gone(tensor: Tensor) -> Tensor:
-    """Stands where memory was given back: the shape is right, reading gives NaN, writing fails."""
-    return tensor.new_full((1,) * tensor.dim(), torch.nan).expand(tensor.shape)
-
-
-class _Storage:
-    """A flat tensor whose memory comes and goes, while views of it stay what they are."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat, self._bytes = flat, flat.untyped_storage().nbytes()
-
-    @property
-    def there(self) -> bool:
-        return self.flat.untyped_storage().nbytes() > 0
-
-    def take(self) -> None:
-        self.flat.untyped_storage().resize_(self._bytes)
-
-    def give_back(self) -> None:
-        self.flat.untyped_storage().resize_(0)
-
-
-class Buffer:
+class Buffer(Weights):
     """One bucket on this rank. Written by `DataParallel`, read by optimizers.
 
     bucket: where each parameter lies. ranks: the group over which it is cut; copies: the group of ranks that hold
@@ -94,32 +70,15 @@ class Buffer:
         self._wire = reduce_dtype if narrower else None
         self._gathering: Pending | None = None
         self._summing: Pending | None = None
-        self._build_weights()
+        self._build_weights(ps.device)
         self._build_gradients()
-
-    def _build_weights(self) -> None:
-        flat = torch.zeros(self.bucket.size, dtype=self.dtype, device=self.ps.device)
-        self._whole = self._views(flat)
-        with torch.no_grad():
-            for view, parameter in zip(self._whole, self.parameters, strict=True):
-                view.copy_(parameter)
-        self._missing = [_gone(p.detach()) for p in self.parameters] if self.stage == 3 else []
-        self._tuple = tuple(self.parameters)
-        self._storage = _Storage(flat)
-        self.weights = flat[slice(*self.held)]
-        self.gathered = True
-        if self.stage == 3:
-            self.weights = self.weights.clone()
-            self.free()
-        else:
-            self._point(self._whole)
 
     def _build_gradients(self) -> None:
         size, dtype, device = self.bucket.size, self.grad_dtype, self.ps.device
         flat = torch.zeros(size, dtype=dtype, device=device)
         self._grads = self._views(flat)
-        self._gone_grads = [_gone(view) for view in self._grads]
-        self._grad_storage = _Storage(flat)
+        self._gone_grads = [gone(view) for view in self._grads]
+        self._grad_storage = Storage(flat)
         # which gradients hold nothing yet: the first contribution overwrites, and no pass of zeros is needed
         self._fresh = [False] * len(self.parameters)
         self._used = [False] * len(self.parameters)  # since the last zero(), by ways that ask before they add
@@ -133,21 +92,6 @@ class Buffer:
             self.gradients = torch.zeros(self.held[1] - self.held[0], dtype=dtype, device=device)
             self._give_back_gradients()
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        pairs = zip(self.bucket.slots, self.parameters, strict=True)
-        return [flat[slot.start : slot.stop].view(p.shape) for slot, p in pairs]
-
-    def _point(self, views: Sequence[Tensor]) -> None:
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
-
-    def _mark(self, version: int) -> None:
-        """Views of parameters that autograd saved look at the storage itself: of another version they are an error,
-        where a freed storage would be a crash of the process."""
-        torch._C._autograd._unsafe_set_version_counter(self._tuple, (version,) * len(self._tuple))
-
-    # weights
-
     @property
     def memory(self) -> dict[str, list[Tensor]]:
         """ "weights" and "gradients" -> the flat tensors that hold them, also those whose memory comes and goes."""
@@ -155,68 +99,6 @@ class Buffer:
             "weights": [self._storage.flat, self.weights],
             "gradients": [self._grad_storage.flat, self.gradients],
         }
-
-    @cached_property
-    def words(self) -> str:
-        """What errors call it."""
-        names = [slot.name for slot in self.bucket.slots]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"{names[0]}{more}"
-
-    def start_gather(self) -> None:
-        """Stage 3: take memory for the whole bucket and ask for the other parts. All-gather over `ranks`."""
-        if self.gathered or self._gathering is not None:
-            return
-        self._storage.take()
-        flat = self._storage.flat
-        assert self.ranks is not None
-        with torch.no_grad():
-            own_part(flat, self.ranks).copy_(self.weights)
-        self._gathering = start_gather_parts(
-            flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"
-        )
-
-    def gather(self) -> None:
-        """Until the whole parameters are there (`start_gather` if it was not called)."""
-        if self.gathered and self._gathering is None:
-            return
-        self.start_gather()
-        self.wait()
-        self.gathered = True
-        self._point(self._whole)
-        self._mark(0)
-
-    def free(self) -> None:
-        """Stage 3: give the memory of whole parameters back; they read as NaN until they are gathered again."""
-        self.wait()
-        if self.stage == 3 and (self.gathered or self._storage.there):
-            self.gathered = False
-            self._point(self._missing)
-            self._mark(FREED)
-            self._storage.give_back()
-
-    def publish(self) -> None:
-        """`weights` have changed: start to bring them to the other ranks. Stages 1, 2: all-gather over `ranks`.
-
-        Raises ValueError: parameters that are no views of them any more.
-        """
-        if self.stage < 3 and self.parameters[0].data_ptr() != self._whole[0].data_ptr():
-            raise ValueError(
-                f"DataParallel: the values of {self.words} do not lie in its buffers any more (model.to(), half() or "
-                "`.data = ...` after it was made?), so updates do not reach them; convert the model first"
-            )
-        if self.stage in (1, 2) and self.ranks is not None:
-            self._gathering = start_gather_parts(
-                self._storage.flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"
-            )
-        elif self.stage == 3:
-            self.free()
-
-    def wait(self) -> None:
-        """Until what is under way has arrived."""
-        if self._gathering is not None:
-            pending, self._gathering = self._gathering, None
-            pending.wait()
 
     # gradients
 
@@ -371,6 +253,10 @@ class Buffer:
     def remove(self) -> None:
         """Whole parameters in memory of their own; no `main_grad`."""
         self.gather()
-        for parameter, view in zip(self.parameters, self._whole, strict=True):
+        self.take_weights()
+        for parameter, view, kind in zip(self.parameters, self._whole, self._classes, strict=True):
+            parameter.__class__ = kind
             parameter.data = view.clone()
             del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]
+            if self.stage == 3:
+                del parameter.bucket  # type: ignore[attr-defined]

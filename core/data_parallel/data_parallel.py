@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.data_parallel.buffer_copies import BufferCopies
 from core.data_parallel.buffers import Buffer
 from core.data_parallel.grad_sync import GradientSums, Place
+from core.data_parallel.life import Phase
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.start import same_on_all
 from core.data_parallel.table import Members, Units, entries_of, stages_of
@@ -40,6 +42,8 @@ class DataParallel:
     backward_passes: of a plain loop, how often `backward` is called per step: the last one then overlaps too.
     require_gradients: `finish` raises where a parameter got none. check_replicas_every: steps between two
         comparisons of what several ranks hold (by `finish`, before the update); 0 never.
+    broadcast_buffers: buffers that forwards write are the first data rank's: sent after each step, and before each
+        further forward of a step.
 
     Collective when it is made, gathers and sums: all ranks of a data group make the same calls in one order. When it
     is made every rank takes the parameters and buffers of the first rank of its data group, as under DDP.
@@ -61,6 +65,7 @@ class DataParallel:
         backward_passes: int | None = None,
         require_gradients: bool = False,
         check_replicas_every: int = 0,
+        broadcast_buffers: bool = True,
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage} is unknown; use 0, 1, 2 or 3")
@@ -79,6 +84,9 @@ class DataParallel:
             Buffer(number, bucket, parameters, ps, zero_stage=zero_stage, **dtypes)
             for number, bucket in enumerate(table)
         )
+        told: list[str] = []
+        for buffer in self.buffers:
+            buffer.told = told
         beside = any(b.ranks is not None and not b.ranks.composed for b in self.buffers)
         self.overlap = overlap if overlap is not None else beside or zero_stage >= 2 or backward_passes is not None
         places = [
@@ -97,7 +105,9 @@ class DataParallel:
         )
         self._partial = self._partial_views()
         self._unused: list[str] = []
-        self.finished, self._steps, self._compare_every = False, 0, check_replicas_every
+        self.missing: list[str] = []
+        self._steps, self._compare_every = 0, check_replicas_every
+        self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self._hooks = [
             place.parameter.register_post_accumulate_grad_hook(partial(self._sums.hooked, place)) for place in places
         ]
@@ -157,7 +167,7 @@ class DataParallel:
     def begin_step(self, pairs_per_param: Mapping[Parameter, int], *, split: bool = False) -> None:
         """A step starts. Raises ValueError: the last step's sums have not been zeroed, or it was not finished; a
         trainable parameter that was not here, or not trainable, when this was made."""
-        self._refuse_finished()
+        self._sums.phase.refuse_second()
         self._refuse_unknown(pairs_per_param)
         self._sums.begin_step(pairs_per_param, split)
         for units in self._units.values():
@@ -198,13 +208,12 @@ class DataParallel:
         """Stage 3: gather the whole stage, and free nothing of it until `let_go`."""
         if (units := self._units.get(self._known(stage))) is not None:
             units.need()
-            units.held = True
+            units.keep(True)
 
     def let_go(self, stage: nn.Module) -> None:
         """The end of `hold`."""
         if (units := self._units.get(self._known(stage))) is not None:
-            units.held = False
-            units.free()
+            units.keep(False)
 
     def finish(self) -> None:
         """Until `gradients` of every buffer are the sums over all replicas; nothing divides, that is the optimizer's.
@@ -214,7 +223,8 @@ class DataParallel:
         Raises ValueError: called again without `zero_grad` between; with `require_gradients`, on every rank,
         parameters that got none; with `check_replicas_every`, see `check_replicas`.
         """
-        self._refuse_finished()
+        self._sums.phase.refuse_second()
+        self._refuse_unknown(self._appeared())
         self._sums.finish()
         for buffer in self.buffers:
             buffer.complete()
@@ -224,22 +234,29 @@ class DataParallel:
         for pending in gathers:
             if pending is not None:
                 pending.wait()
-        self.finished = True
         self._unused = [place.name for place in self._sums.places if not place.delivered]
-        if len(self._unused) == len(self._names):
-            self._refuse_unknown(p for _, p in named_parameters(self.module) if p.requires_grad)
+        self.missing = [place.name for place in self._sums.places if not (place.delivered or place.zeros)]
         if self.require_gradients:
             self._refuse_unused()
         self._steps += 1
         if self._compare_every and self._steps % self._compare_every == 0:
             self.check_replicas()  # before an update: after it every rank has just been sent the same
 
-    def _refuse_finished(self) -> None:
-        if self.finished:
-            raise ValueError(
-                "DataParallel: a second step or finish() after 1 zero_grad() would sum again what is already summed; "
-                "call zero_grad() after each optimizer step (microbatches are how to accumulate)"
-            )
+    def _appeared(self) -> list[Parameter]:
+        """Trainable parameters that nobody sums: unfrozen, replaced or added since this was made.
+
+        In every step, so without a function call per module.
+        """
+        found: dict[int, Parameter] = {}
+        known, modules = self._sums.known, list(self._stages)
+        for module in modules:  # grows while it is walked
+            for child in module._modules.values():
+                if child is not None:
+                    modules.append(child)  # noqa: PERF401
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in known and parameter.requires_grad:
+                    found[id(parameter)] = parameter
+        return list(found.values())
 
     def _refuse_unknown(self, parameters: Iterable[Tensor]) -> None:
         if unknown := self._sums.unknown(parameters):
@@ -260,6 +277,14 @@ class DataParallel:
 
     # around the optimizer's step
 
+    def take_weights(self) -> None:
+        """Before an update: what somebody wrote into parameters, or put in the place of their data, is what counts.
+
+        Raises ValueError: values of another dtype, shape or device.
+        """
+        for buffer in self.buffers:
+            buffer.take_weights()
+
     def publish(self) -> None:
         """`weights` of the buffers have changed: bring them to all ranks. All-gather per bucket (stages 1, 2).
 
@@ -267,7 +292,7 @@ class DataParallel:
         gathered before is dropped.
         """
         for units in self._units.values():
-            units.free()
+            units.free(keep=False)
         for buffer in reversed(self.buffers):  # in the order of the next forward
             buffer.publish()
         if not (self.overlap and any(units.waits for units in self._units.values())):
@@ -278,17 +303,27 @@ class DataParallel:
         for buffer in reversed(self.buffers):
             buffer.wait()
 
-    def zero_grad(self) -> None:
+    @property
+    def finished(self) -> bool:
+        """Whether `gradients` of every buffer are the sums over all replicas, used up or not."""
+        return self._sums.phase is not Phase.OPEN
+
+    def stepped(self) -> None:
+        """An optimizer has used the gradients up: what arrives before `zero_grad` is dropped."""
+        self._sums.phase = Phase.STEPPED
+        self.copies.send()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero every gradient in place; `main_grad` is never None.
 
         Of a step that nobody finished too (its sums that have begun are completed: then collective).
+        set_to_none: as in torch, a parameter that gets no gradient before the next step is not updated in it; with
+        False those that had one have zeros, and decay.
         """
-        if not self.finished:
-            self._sums.give_up()
+        self._sums.give_up()
         for buffer in self.buffers:
             buffer.zero()
-        self._sums.zeroed()
-        self.finished = False
+        self._sums.zeroed(set_to_none=set_to_none)
 
     def check_replicas(self) -> None:
         """Compare, bit for bit, what several ranks hold: whole parameters; at stage 3 the parts, where they repeat,
@@ -311,6 +346,7 @@ class DataParallel:
         """Undo: whole parameters of their own, gradients in `.grad` again. All-gather at stage 3."""
         for hook in self._hooks:
             hook.remove()
+        self.copies.remove()
         for units in self._units.values():
             units.remove()
         for buffer in self.buffers:

@@ -6,15 +6,22 @@ ends. So ranks that run different branches still call the same collectives in th
 ever.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffers import Buffer
+from core.data_parallel.life import Phase
 from core.data_parallel.units import Unit
 
 IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stages 2 and 3 whole gradients
+
+
+def at_the_end(call: Callable[[], None]) -> None:
+    """Of the backward that runs: `call()`, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 class Round:
@@ -74,13 +81,17 @@ class Round:
 
 
 class Place:
-    """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step."""
+    """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step.
 
-    __slots__ = ("buffer", "delivered", "index", "name", "pairs", "parameter", "round", "unit")
+    delivered: something came since the last `zero_grad`. zeros: `zero_grad(set_to_none=False)` left it zeros, which
+    is a gradient too.
+    """
+
+    __slots__ = ("buffer", "delivered", "index", "name", "pairs", "parameter", "round", "unit", "zeros")
 
     def __init__(self, parameter: Parameter, name: str, buffer: Buffer, index: int) -> None:
         self.parameter, self.name, self.buffer, self.index = parameter, name, buffer, index
-        self.delivered, self.pairs = False, 1
+        self.delivered, self.zeros, self.pairs = False, False, 1
         self.round: Round | None = None  # stages 0, 1
         self.unit: Unit | None = None  # stage 3
 
@@ -94,7 +105,7 @@ class GradientSums:
 
     def __init__(
         self,
-        holders: Mapping[nn.Module, Sequence[Buffer]],
+        holders: dict[nn.Module, list[Buffer]],
         places: Sequence[Place],
         *,
         divided: bool,
@@ -112,10 +123,12 @@ class GradientSums:
         mine = {stage: [b for b in buffers if b not in shared] for stage, buffers in holders.items()}
         self._rounds = {stage: Round(buffers, self._under_way) for stage, buffers in mine.items()}
         self._running = next(iter(self._rounds.values()), self._shared)  # of the backward or W under way
+        self._stage_of = {b: stage for stage, buffers in reversed(holders.items()) for b in buffers}
         round_of = {b: r for r in (*self._rounds.values(), self._shared) for b in r.buffers}
         for place in places:
             place.round = None if divided else round_of[place.buffer]
         self._hooked: list[Place] = []
+        self.phase = Phase.OPEN
         self._begin_plain()
 
     def _begin_plain(self) -> None:
@@ -149,18 +162,28 @@ class GradientSums:
         """The ids of those that are summed by nobody."""
         return set(map(id, parameters)) - self._place.keys()
 
+    @property
+    def known(self) -> Collection[int]:
+        """The ids of those that are summed here."""
+        return self._place.keys()
+
     def hooked(self, place: Place, parameter: Tensor) -> None:
         """Autograd is done with `parameter` in this backward: `.grad`, or None where operations added themselves.
 
         Raises RuntimeError: its bucket has been summed already.
         """
         gradient = parameter.grad
+        if place.unit is not None:
+            place.unit.to_come -= 1
+        if self.phase and self.phase.drops(place.name):
+            parameter.grad = None
+            return
+        if self._divided and not (self._driven or self._running.open):  # nobody saw this backward begin
+            self.plain_backward(self._stage_of[place.buffer])
         if gradient is not None:
             parameter.grad = None
             place.buffer.add(place.index, gradient)
         place.delivered = True
-        if place.unit is not None:
-            place.unit.to_come -= 1
         if self.split:
             self._hooked.append(place)
         else:
@@ -195,10 +218,13 @@ class GradientSums:
             self._wait()
             self._begin(stage)
 
-    def plain_backward(self, stage: nn.Module) -> None:
-        """A backward begins that no executor has announced."""
-        if not self._driven:
+    def plain_backward(self, stage: nn.Module) -> bool:
+        """Inside of a backward that no executor has announced: it has begun. Returns whether that is so."""
+        if not (self._driven or self.phase):  # what comes in another phase is in no sum
             self.backward_begins(stage)
+            if self._divided:
+                at_the_end(self._rounds[stage].end)
+        return not self._driven
 
     def _begin(self, stage: nn.Module) -> None:
         self._summed, self._running = True, self._rounds[stage]
@@ -244,6 +270,7 @@ class GradientSums:
         for each in (*self._rounds.values(), self._shared):
             each.end()
         self._wait()
+        self.phase = Phase.SUMMED
 
     def _wait(self) -> None:
         for buffer in self._under_way:
@@ -260,6 +287,9 @@ class GradientSums:
                 each.end()
         self._wait()
 
-    def zeroed(self) -> None:
+    def zeroed(self, *, set_to_none: bool) -> None:
         """The next step begins."""
+        for place in self.places:
+            place.zeros = not set_to_none and (place.delivered or place.zeros)
+        self.phase = Phase.OPEN
         self._begin_plain()

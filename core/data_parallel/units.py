@@ -40,10 +40,10 @@ class Unit:
         for buffer in self.buffers:
             buffer.gather()
 
-    def free(self) -> None:
-        """Give their memory back."""
+    def free(self, *, keep: bool = True) -> None:
+        """Give their memory back; keep: what was written into them counts."""
         for buffer in self.buffers:
-            buffer.free()
+            buffer.free(keep=keep)
 
 
 def _backward_now() -> int:
@@ -73,11 +73,13 @@ class StageUnits:
     def _hook(self, unit: Unit, place: int | None) -> None:
         @torch.compiler.disable
         def before(module: nn.Module, args: Any) -> None:
-            self._before_forward(unit, place)
+            if module is unit.module:  # a deep copy has the hooks too
+                self._before_forward(unit, place)
 
         @torch.compiler.disable
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._after_forward(unit, place, output)
+            if module is unit.module:
+                self._after_forward(unit, place, output)
 
         # first of all before, last of all after: the user's hooks see whole parameters
         self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True))
@@ -107,8 +109,10 @@ class StageUnits:
             if now != self._backward:  # else one more output
                 self._backward = now
                 self._behind.clear()  # of a backward that failed, or did not reach every parameter
-                self._backward_begins()
+                plain = self._backward_begins()
                 self.begin_backward()
+                if plain and not torch.is_grad_enabled():  # of a graph of this backward weights are still needed
+                    torch.autograd.Variable._execution_engine.queue_callback(self.free)  # type: ignore[attr-defined]
             return
         if not self._frees or (unit in self._behind and unit.backward == now):  # one more output
             return
@@ -134,12 +138,23 @@ class StageUnits:
             if self.layers:
                 self.layers[-1].start()
 
-    def free(self) -> None:
-        """After a backward, or when parameters have changed."""
+    def free(self, *, keep: bool = True) -> None:
+        """After a backward, or when parameters have changed (then not keep: what was gathered before is old)."""
         self._behind.clear()
         if self._frees and not self.held:
             for unit in (self.root, *self.layers):
-                unit.free()
+                unit.free(keep=keep)
+
+    def keep(self, held: bool) -> None:
+        """Free nothing from now on; or free all, what is lent too, with what was written meanwhile."""
+        self.held = held
+        if not held:
+            self.free()
+        for unit in (self.root, *self.layers):
+            for buffer in unit.buffers:
+                buffer.kept = held
+                if not held:
+                    buffer.end_loan()
 
     @property
     def waits(self) -> bool:

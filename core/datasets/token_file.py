@@ -123,6 +123,16 @@ class TokenFile:
         return self._lengths.size
 
     @property
+    def sequence_lengths(self) -> Array:
+        """Tokens of every sequence, int32 `[num_sequences]`, a view of the file."""
+        return self._lengths
+
+    @property
+    def document_indices(self) -> Array:
+        """The sequence at which every document begins, and their end: int64 `[num_documents + 1]`, a view."""
+        return self._indices
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of all documents together."""
         return self._tokens.size

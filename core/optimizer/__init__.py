@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from core.optimizer.adamw import StatePart as StatePart
     from core.optimizer.adamw import StepStats as StepStats
     from core.optimizer.build import build_optimizer as build_optimizer
+    from core.optimizer.clip_grads import GradScaler as GradScaler
+    from core.optimizer.clip_grads import clip_grad_norm_ as clip_grad_norm_
+    from core.optimizer.clip_grads import get_grad_norm as get_grad_norm
     from core.optimizer.config import OptimizerConfig as OptimizerConfig
     from core.optimizer.grad_norm import squared_grad_norm as squared_grad_norm
     from core.optimizer.muon import ShardedMuon as ShardedMuon
@@ -27,6 +30,9 @@ _HOME = {
     "StatePart": "adamw",
     "StepStats": "adamw",
     "build_optimizer": "build",
+    "GradScaler": "clip_grads",
+    "clip_grad_norm_": "clip_grads",
+    "get_grad_norm": "clip_grads",
     "OptimizerConfig": "config",
     "squared_grad_norm": "grad_norm",
     "ShardedMuon": "muon",

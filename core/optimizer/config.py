@@ -8,6 +8,7 @@ from core.optimizer.schedule import KINDS, LearningRate
 from core.parallel_state.config import raise_all
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
+MUON_LR = ("match_rms_adamw", "original")
 MOST_STEPS = 1 << 62  # a number of updates is multiplied by shares of it, in floats
 
 
@@ -61,8 +62,12 @@ class OptimizerConfig:
     optimizer: str = "adamw"
     """adamw, sgd or muon, as `build_optimizer` reads it."""
 
-    momentum: float = 0.9
-    """Of sgd, and of muon (usually 0.95)."""
+    momentum: float | None = None
+    """Of sgd and muon; None: 0.9 of sgd, 0.95 of muon, its publication's."""
+
+    muon_lr: str = "match_rms_adamw"
+    """Of muon, lr times: match_rms_adamw, 0.2 sqrt(max(rows, columns)), one lr for AdamW's parameters too; original,
+    sqrt(max(1, rows / columns)), the publication's and DeepSpeed's."""
 
     main_params: bool = True
     """Keep a float32 copy of 16-bit weights; without, bfloat16 weights are updated with stochastic rounding."""
@@ -111,10 +116,19 @@ class OptimizerConfig:
         yield self.adam_eps >= 0, f"adam_eps={self.adam_eps} must be at least 0"
         yield self.clip_grad >= 0, f"clip_grad={self.clip_grad} must be at least 0 (0 does not clip)"
         yield self.optimizer in OPTIMIZERS, f"optimizer={self.optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}"
-        yield 0 <= self.momentum < 1, f"momentum={self.momentum} must be at least 0 and below 1"
+        yield self.muon_lr in MUON_LR, f"muon_lr={self.muon_lr!r} is unknown; known: {', '.join(MUON_LR)}"
+        momentum = self.first_momentum
+        yield 0 <= momentum < 1, f"momentum={momentum} must be at least 0 and below 1"
         yield self.initial_loss_scale >= 1, f"initial_loss_scale={self.initial_loss_scale} must be at least 1"
         yield self.loss_scale_window >= 1, f"loss_scale_window={self.loss_scale_window} must be at least 1"
         yield self.max_skipped_steps >= 0, f"max_skipped_steps={self.max_skipped_steps} must be at least 0 (never)"
+
+    @property
+    def first_momentum(self) -> float:
+        """`momentum`, or what the optimizer begins with where that is None."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.95 if self.optimizer == "muon" else 0.9
 
     @property
     def learning_rate(self) -> LearningRate | Schedule:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.nn import Parameter
 
@@ -13,13 +14,22 @@ Span = tuple[int, int]
 Decays = Callable[[str, Layout], bool]
 
 
+class Key(NamedTuple):
+    """What the elements of one fused call share: their group, whether they decay, and how many updates they were
+    left out of."""
+
+    group: int
+    decays: bool
+    behind: int = 0
+
+
 @dataclass(frozen=True)
 class Run:
-    """Contiguous elements [start, stop) that one fused call takes as one tensor."""
+    """Contiguous elements [start, stop) that one fused call takes as one tensor; those of one key go together."""
 
     start: int
     stop: int
-    decays: bool
+    key: Key
 
 
 def default_decays(name: str, layout: Layout) -> bool:
@@ -27,28 +37,28 @@ def default_decays(name: str, layout: Layout) -> bool:
     return not is_vector(name, layout.shape)
 
 
-def make_runs(spans: Iterable[tuple[int, int, bool]]) -> list[Run]:
-    """Ascending (start, stop, decays) -> as few runs as possible.
+def make_runs(spans: Iterable[tuple[int, int, Key]]) -> list[Run]:
+    """Ascending (start, stop, key) -> as few runs as possible.
 
     What lies before a run's first multiple of `ALIGN` is a run by itself: kernels treat the elements after the last
     whole vector otherwise, so bits must not depend on where a bucket is cut, and cuts lie at such multiples.
     """
     merged: list[Run] = []
-    for start, stop, decays in spans:
-        if merged and merged[-1].stop == start and merged[-1].decays == decays:
+    for start, stop, key in spans:
+        if merged and merged[-1].stop == start and merged[-1].key == key:
             start = merged.pop().start
-        merged.append(Run(start, stop, decays))
+        merged.append(Run(start, stop, key))
     cut: list[Run] = []
     for run in merged:
         head = min(-(-run.start // ALIGN) * ALIGN, run.stop)
-        cut += [r for r in (Run(run.start, head, run.decays), Run(head, run.stop, run.decays)) if r.start < r.stop]
+        cut += [r for r in (Run(run.start, head, run.key), Run(head, run.stop, run.key)) if r.start < r.stop]
     return cut
 
 
 def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
     """The runs inside [start, stop), as seen from `start`."""
     return [
-        Run(max(r.start, start) - start, min(r.stop, stop) - start, r.decays)
+        Run(max(r.start, start) - start, min(r.stop, stop) - start, r.key)
         for r in runs
         if r.start < stop and start < r.stop
     ]

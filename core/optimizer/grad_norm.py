@@ -49,23 +49,23 @@ def _by_rows(gradient: Tensor) -> Tensor:
     return rows.double().square().sum() + rest.double().square()
 
 
-def squared_shard_norm(parts: Iterable[Tensor], ps: ParallelState) -> Tensor:
-    """Sum of squares over all ranks' `parts` (1-D, disjoint over ranks), as a float64 tensor of shape [].
-
-    One all-gather of one number over `ps.world`, summed in rank order: every rank, backend and way to cut the same
-    parts gets the same bits.
-    """
-    mine = torch.zeros((), dtype=torch.float64, device=ps.device)
+def shard_squares(parts: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of this rank's `parts` (1-D), as a float64 tensor of shape []."""
+    mine = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
         for block in part.split(BLOCK) if part.dtype.itemsize < 4 else (part,):  # widened a block at a time
-            mine = mine + _sum_of_squares([block.float() if block.dtype.itemsize < 4 else block], ps.device)
-    return sum_in_rank_order(mine, ps)
+            mine = mine + _sum_of_squares([block.float() if block.dtype.itemsize < 4 else block], device)
+    return mine
 
 
-def sum_in_rank_order(mine: Tensor, ps: ParallelState) -> Tensor:
-    """The sum of every rank's number (shape []). One all-gather over `ps.world`."""
-    numbers = all_gather(mine.reshape(1), ps.world)
-    total = numbers[0]
-    for number in numbers[1:]:
-        total = total + number
-    return total
+def sum_in_rank_order(mine: Tensor, beside: Tensor | None, ps: ParallelState) -> tuple[Tensor, list[Tensor]]:
+    """The sum of every rank's number (shape []), and what each rank sent beside it (1-D, float64, one length on all).
+
+    One all-gather over `ps.world`, summed in rank order: every rank, backend and way to cut gets the same bits.
+    """
+    message = mine.reshape(1) if beside is None else torch.cat((mine.reshape(1), beside))
+    rows = list(all_gather(message, ps.world).view(-1, message.numel()))
+    total = rows[0][0]
+    for row in rows[1:]:
+        total = total + row[0]
+    return total, rows

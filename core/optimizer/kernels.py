@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.optimizer.config import OptimizerConfig
 from core.optimizer.flat_shard import Run
 
 
@@ -15,13 +15,12 @@ class Factor:
     """What all elements of a step share, on one device: tensors of shape [].
 
     divisor: float64, gradients are divided by it. found_inf: float32, 1 changes nothing. step: float32, Adam's count
-    after this step. rate: the learning rate.
+    after this step.
     """
 
     divisor: Tensor
     found_inf: Tensor
     step: Tensor
-    rate: float
 
     def on_cpu(self) -> "Factor":
         """The same there; waits for an accelerator."""
@@ -57,7 +56,8 @@ class Batch:
         )
 
 
-Kernel = Callable[[Batch, Factor, float], None]  # with the weight decay
+Options = Mapping[str, Any]  # one of `param_groups`
+Kernel = Callable[[Batch, Factor, Options, float], None]  # with the weight decay
 
 
 def scaled(batch: Batch, factor: Factor) -> Tensor:
@@ -68,51 +68,50 @@ def scaled(batch: Batch, factor: Factor) -> Tensor:
     return torch.ones_like(factor.divisor, dtype=torch.float32)
 
 
-def adamw(config: OptimizerConfig) -> Kernel:
+def adamw(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> None:
     """torch.optim.AdamW (fused): kinds exp_avg, exp_avg_sq."""
-
-    def update(batch: Batch, factor: Factor, weight_decay: float) -> None:
-        torch._fused_adamw_(
-            batch.mains,
-            batch.gradients,
-            batch.states["exp_avg"],
-            batch.states["exp_avg_sq"],
-            [],
-            [factor.step] * len(batch.mains),
-            lr=factor.rate,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            weight_decay=weight_decay,
-            eps=config.adam_eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=scaled(batch, factor),
-            found_inf=factor.found_inf,
-        )
-
-    return update
+    beta1, beta2 = options["betas"]
+    torch._fused_adamw_(
+        batch.mains,
+        batch.gradients,
+        batch.states["exp_avg"],
+        batch.states["exp_avg_sq"],
+        [],
+        [factor.step] * len(batch.mains),
+        lr=options["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=options["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scaled(batch, factor),
+        found_inf=factor.found_inf,
+    )
 
 
-def sgd(config: OptimizerConfig) -> Kernel:
+def sgd(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> None:
     """torch.optim.SGD (fused): kind momentum_buffer, or none at momentum 0.
 
-    A buffer of zeros at the first step is what torch makes of none.
+    A buffer of zeros at the first step is what torch makes of none. Raises ValueError: a momentum that is set later.
     """
-
-    def update(batch: Batch, factor: Factor, weight_decay: float) -> None:
-        torch._fused_sgd_(
-            batch.mains,
-            batch.gradients,
-            batch.states["momentum_buffer"] if config.momentum else [],
-            weight_decay=weight_decay,
-            momentum=config.momentum,
-            lr=factor.rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=scaled(batch, factor),
-            found_inf=factor.found_inf,
+    momentum = options["momentum"]
+    if momentum and "momentum_buffer" not in batch.states:
+        raise ValueError(
+            f"momentum={momentum} in param_groups, but this optimizer was made with 0 and has no momentum buffers; "
+            "make it with OptimizerConfig(momentum=...) above 0"
         )
-
-    return update
+    torch._fused_sgd_(
+        batch.mains,
+        batch.gradients,
+        batch.states["momentum_buffer"] if momentum else [],
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=options["lr"],
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        grad_scale=scaled(batch, factor),
+        found_inf=factor.found_inf,
+    )

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import Buffer, DataParallel
-from core.optimizer.flat_shard import Decays, Piece, Run, clip_runs, make_runs, pieces_of
+from core.optimizer.flat_shard import Key, Piece, Run, clip_runs, make_runs, pieces_of
 from core.optimizer.kernels import Batch
 from core.optimizer.offload import Offload
 from core.parallel_state.layout import Layout, layout_of
 
+CHUNK = 1 << 18  # elements: what a core's cache holds of both
 Kinds = Callable[[str, Layout], tuple[str, ...]]
+Keys = Callable[[str, Layout], Key | None]  # None: no fused call updates it
 
 
 @dataclass(eq=False)
@@ -33,6 +35,7 @@ class Part:
     resident: bool = True
     main: Tensor | None = None
     states: dict[str, Tensor] = field(default_factory=dict)
+    _versions: int = -1
 
     @property
     def weights(self) -> Tensor:
@@ -60,32 +63,61 @@ class Part:
         main = self.updated
         return self.resident and main is not None and main.dtype == self.buffer.gradients.dtype
 
-    def batch(self, decays: bool) -> Batch | None:
-        """Its runs of one decay group; None if there are none."""
-        runs, main = [run for run in self.runs if run.decays == decays], self.updated
+    def batches(self) -> dict[Key, Batch]:
+        """Its runs by key, as views that stay what they are."""
+        main, found = self.updated, {}
         assert main is not None
-        return Batch.cut(runs, main, self.gradients, self.states) if runs else None
+        for key in dict.fromkeys(run.key for run in self.runs):
+            runs = [run for run in self.runs if run.key == key]
+            found[key] = Batch.cut(runs, main, self.gradients, self.states)
+        return found
+
+    def recut(self, key_of: Keys) -> None:
+        """Its runs again, after keys have changed."""
+        self.runs = clip_runs(_runs(self.buffer, key_of), self.start, self.stop)
+
+    def take_weights(self) -> None:
+        """Where weights are not their rounded main copy any more, somebody else wrote them, and they are what counts.
+
+        By value: `.data` and kernels of one's own leave no trace in version counters. Behind a bus versions must do.
+        """
+        if self.main is None:
+            return
+        if not self.resident and self.weights.device != self.main.device:
+            now = sum(piece.parameter._version for piece in self.pieces)
+            changed, self._versions = self._versions not in (-1, now), now
+            if not changed:
+                return
+        looks = self.weights.device.type == "cpu"  # else everything is written, and nobody waits
+        for main, weights in zip(self.main.split(CHUNK), self.weights.split(CHUNK), strict=True):
+            rounded = main.to(weights.dtype)
+            here = weights.to(main.device)
+            if not (looks and torch.equal(rounded, here)):
+                main.copy_(torch.where(rounded == here, main, here.to(main.dtype)))
 
     def needs(self) -> list[str]:
         """The states that some piece has, in a fixed order."""
         return list(dict.fromkeys(kind for piece in self.pieces for kind in self.kinds[piece.name]))
 
 
+def _runs(buffer: Buffer, key_of: Keys) -> list[Run]:
+    keyed = ((s.at, key_of(s.name, layout_of(s.parameter))) for s in buffer.segments)
+    return make_runs((*at, key) for at, key in keyed if key is not None)
+
+
 def make_parts(
     shard: DataParallel,
     *,
     kinds_of: Kinds,
-    fused: Decays,
-    decays: Decays,
+    key_of: Keys,
     offload: Offload | None,
 ) -> list[Part]:
     """One part per buffer, or two where an offload's fraction cuts it; without states."""
     parts = []
     for buffer in shard.buffers:
         size = buffer.weights.numel()
-        named = [(s, s.name, layout_of(s.parameter)) for s in buffer.segments]
-        runs = make_runs((*s.at, decays(name, layout)) for s, name, layout in named if fused(name, layout))
-        kinds = {name: kinds_of(name, layout) for _, name, layout in named}
+        runs = _runs(buffer, key_of)
+        kinds = {s.name: kinds_of(s.name, layout_of(s.parameter)) for s in buffer.segments}
         cut = offload.cut(size) if offload is not None else 0
         for first, last in ((0, cut), (cut, size)):
             if first < last:

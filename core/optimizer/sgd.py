@@ -1,7 +1,9 @@
 """torch.optim.SGD on flat buffers."""
 
+from typing import Any
+
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.kernels import Kernel, sgd
+from core.optimizer.kernels import sgd
 from core.optimizer.sharded import ShardedOptimizer
 from core.parallel_state.layout import Layout
 
@@ -9,10 +11,12 @@ from core.parallel_state.layout import Layout
 class ShardedSGD(ShardedOptimizer):
     """torch.optim.SGD (fused), decay added to the gradient as there: state momentum_buffer, none at momentum 0."""
 
-    def kernel(self, config: OptimizerConfig) -> Kernel:
-        """SGD's."""
-        return sgd(config)
+    kernel = staticmethod(sgd)
+
+    def options(self, config: OptimizerConfig) -> dict[str, Any]:
+        """As torch.optim.SGD names them."""
+        return {"lr": config.lr, "momentum": config.first_momentum, "weight_decay": config.weight_decay}
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """The momentum, if there is one."""
-        return ("momentum_buffer",) if self.config.momentum else ()
+        return ("momentum_buffer",) if self.config.first_momentum else ()

@@ -1,6 +1,7 @@
 """One optimizer step over flat buffers: each rank updates what it holds, with one fused call per decay group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,30 +10,38 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.optimizer.adamw import CLIP_EPS, StatePart, StepStats
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.flat_shard import Decays, Span, default_decays
+from core.optimizer.flat_shard import Decays, Key, Span, default_decays
+from core.optimizer.groups import Given, Groups
 from core.optimizer.kernels import Batch, Factor, Kernel, adamw
 from core.optimizer.loss_scale import LossScale
 from core.optimizer.offload import Offload
 from core.optimizer.parts import Part, allocate, make_parts
+from core.optimizer.reached import Reached
 from core.optimizer.rounding import Rounding
 from core.optimizer.sharded_states import States, load_states, sharded_parts, state_parts
 from core.optimizer.streamed import Streamer
+from core.optimizer.torch_face import TorchFace
 from core.optimizer.watch import GradientWatch
 from core.parallel_state.layout import Layout
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(TorchFace):
     """What `AdamW` is to parameters, for the flat buffers of a `DataParallel`: same step, same states, same files.
 
-    Subclasses say which update (`kernel`) with which states (`kinds_of`). Weights of 16 bits have a float32 copy
-    ("main"), others are their own. At every ZeRO stage and however buckets are cut, float32 parameters get the same
-    bits: the norm is summed per part in float64 in rank order, and cuts lie at multiples of 64 elements.
+    A torch.optim.Optimizer: param_groups, schedulers, closures, hooks and `zero_grad` mean what they do there.
+    Subclasses say which update (`kernel`) with which options and states. Weights of 16 bits have a float32 copy
+    ("main"), others are their own; weights that somebody else writes (`load_state_dict`, by hand) are taken as they
+    are. A parameter without a gradient on any rank is left out of the update, as in torch. At every ZeRO stage and
+    however buckets are cut, float32 parameters get the same bits: the norm is summed per part in float64 in rank
+    order, and cuts lie at multiples of 64 elements.
 
     shard: a `DataParallel`. decays(name, layout): which parameters decay; by default all of two or more dims that are
-        not biases. offload: which states live in host memory or on disk.
-    step_count: calls of `step`, skipped ones included; the schedule reads it.
+        not biases. offload: which states live in host memory or on disk. groups: see `Groups`; parameters of none
+        have the configuration's options.
+    step_count: calls of `step`, skipped ones included; the configuration's schedule reads it.
 
-    Raises ValueError: main parameters of float32 and float64 in one optimizer; main_params=False with float16.
+    Collective when it is made. Raises ValueError: main parameters of float32 and float64 in one optimizer;
+    main_params=False with float16; complex parameters.
     """
 
     def __init__(
@@ -42,21 +51,19 @@ class ShardedOptimizer:
         *,
         decays: Decays | None = None,
         offload: Offload | None = None,
+        groups: Given = (),
     ) -> None:
         self.shard, self.ps, self.config = shard, shard.ps, config
         self.step_count = 0
         self._used = False
-        self._schedule = config.learning_rate
-        self._kernel = self.kernel(config)
+        self._groups = Groups(shard, config, self.options(config), groups)
+        self._face(self._groups.all, self.options(config))
+        self._decays = decays if decays is not None else default_decays
         self._dtype = _main_dtype(shard, config)
-        self._parts = make_parts(
-            shard,
-            kinds_of=self.kinds_of,
-            fused=self.fused,
-            decays=decays if decays is not None else default_decays,
-            offload=offload,
-        )
+        self._reached = Reached(shard, self.ps)
+        self._parts = make_parts(shard, kinds_of=self.kinds_of, key_of=self._key_of, offload=offload)
         allocate(self._parts, self._dtype, offload, self.ps.rank, main_params=config.main_params)
+        self._batches: dict[Key, Batch] | None = None
         self._step = self._number(0.0, torch.float32)
         self._skipped = torch.zeros((), dtype=torch.int64, device=self.ps.device)
         self._in_row = torch.zeros_like(self._skipped)
@@ -66,10 +73,13 @@ class ShardedOptimizer:
         half = any(buffer.weights.dtype == torch.float16 for buffer in shard.buffers)
         window, initial = config.loss_scale_window, config.initial_loss_scale
         self._scaler = LossScale(initial, window, self.ps.device) if half else None
+        self._scales = False  # somebody has asked for the loss scale, so losses are multiplied by it
 
-    def kernel(self, config: OptimizerConfig) -> Kernel:
-        """The fused update."""
+    def options(self, config: OptimizerConfig) -> dict[str, Any]:
+        """What a param group says: lr, weight_decay and the kernel's own, at their first values."""
         raise NotImplementedError
+
+    kernel: Kernel  # the fused update, a static method
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """The states of a parameter, beside "main"."""
@@ -82,10 +92,19 @@ class ShardedOptimizer:
     def update_rest(self, factor: Factor) -> None:
         """Update the parameters that are not `fused`, main parameters only."""
 
+    def _key_of(self, name: str, layout: Layout) -> Key | None:
+        if not self.fused(name, layout) or name in self._reached.left_out:
+            return None
+        group = self._groups.of[name]
+        decays = group in self._groups.decays_all or self._decays(name, layout)
+        return Key(group, decays, self._reached.behind.get(name, 0))
+
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
-        return self._schedule.at(self.step_count)
+        """The rate of the next step, of the first param group."""
+        if not self._groups.theirs:
+            self._groups.follow(self.step_count)
+        return float(self.param_groups[0]["lr"])
 
     @property
     def skipped_steps(self) -> int:
@@ -94,20 +113,42 @@ class ShardedOptimizer:
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """What the next loss is to be multiplied by: of float16 weights a float64 tensor of shape [], else 1."""
+        """What the next loss is to be multiplied by: of float16 weights a float64 tensor of shape [], else 1.
+
+        Nothing scales a loss for you: until somebody has read this, `step` takes gradients as they are.
+        """
+        self._scales = True
         return 1.0 if self._scaler is None else self._scaler.value
 
     @torch.no_grad()
-    def step(self, num_tokens: float | Tensor | None = None, loss_scale: float | Tensor | None = None) -> StepStats:
-        """Update every parameter. Collectives: `shard.finish()` if nobody called it, the norm's all-gather of one
-        number over the world, `shard.publish()`. No wait for an accelerator, but for offloaded states and Muon.
+    def step(
+        self,
+        num_tokens: float | Tensor | Callable[[], Any] | None = None,
+        loss_scale: float | Tensor | None = None,
+        *,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Update every parameter; a `StepStats`. Collectives: `shard.finish()` if nobody called it, the norm's
+        all-gather of a few numbers over the world, `shard.publish()`. No wait for an accelerator, but for offloaded
+        states, Muon, and parameters without a gradient.
 
         num_tokens: as in `AdamW.step`; None divides by the number of data and context replicas.
-        loss_scale: what the loss was multiplied by; by default `self.loss_scale`.
+        loss_scale: what the loss was multiplied by; by default `self.loss_scale`, if somebody has read it.
+        closure (also as the first argument, as in torch): zeroes, computes and returns the loss, which is returned.
         A norm that is not finite (also: 0 tokens) leaves parameters and states as they were on every rank.
         After the call gradients hold no defined value until `zero_grad`.
         Raises ValueError: a second step on the same gradients. RuntimeError: see `max_skipped_steps`.
         """
+        if callable(num_tokens):
+            closure, num_tokens = num_tokens, None
+        if closure is None:
+            return self._one_step(num_tokens, loss_scale)
+        with torch.enable_grad():
+            loss = closure()
+        self._one_step(num_tokens, loss_scale)
+        return loss
+
+    def _one_step(self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None) -> StepStats:
         if self._used and self.shard.finished:
             raise ValueError(
                 f"step {self.step_count + 1}: the gradients were used up by step {self.step_count}; call zero_grad() "
@@ -115,17 +156,29 @@ class ShardedOptimizer:
             )
         if not self.shard.finished:
             self.shard.finish()
+        self.shard.take_weights()
+        scaled = self._scaler is not None and (self._scales or loss_scale is not None)
         divisor = self._number(self.ps.size("dp-cp") if num_tokens is None else num_tokens)
-        divisor = divisor * self._number(self.loss_scale if loss_scale is None else loss_scale)
-        norm = self._watch.squared_norm().sqrt() / divisor.abs()
+        if scaled:
+            divisor = divisor * self._number(self._scaler.value if loss_scale is None else loss_scale)  # type: ignore[union-attr]
+        elif loss_scale is not None:
+            divisor = divisor * self._number(loss_scale)
+        missing = self.shard.missing
+        squared, rows = self._watch.squared_norm(self._reached.message(missing))
+        norm = squared.sqrt() / divisor.abs()
         found_inf = ~torch.isfinite(norm)
         self._watch.keep(found_inf)
+        if self._reached.hear(rows, missing, found_inf):
+            for part in self._parts:
+                part.recut(self._key_of)
+            self._batches = None
         if self.config.clip_grad > 0:
             divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
         self._update(divisor, found_inf)
         self._used = True
+        self.shard.stepped()
         self.shard.publish()
-        self._count(found_inf)
+        self._count(found_inf, scaled=scaled)
         return StepStats(norm, found_inf, found_inf)
 
     def _number(self, value: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -135,19 +188,34 @@ class ShardedOptimizer:
         return torch.full((), value, dtype=dtype, device=self.ps.device)
 
     def _update(self, divisor: Tensor, found_inf: Tensor) -> None:
+        self._groups.check()
+        if not self._groups.theirs:
+            self._groups.follow(self.step_count)
         self._step += 1 - found_inf.float()
-        factor = Factor(divisor, found_inf.float(), self._step, self.learning_rate)
-        direct = [part for part in self._parts if part.direct]
-        for decays in (True, False):
-            batches = [batch for part in direct if (batch := part.batch(decays)) is not None]
-            if batches:
-                self._apply(Batch.joined(batches), factor, decays)
+        factor = Factor(divisor, found_inf.float(), self._step)
+        for part in self._parts:
+            part.take_weights()
+        if self._batches is None:
+            self._batches = self._cut()
+        for key, batch in self._batches.items():
+            self._apply(batch, factor, key)
         self.update_rest(factor)
         self._to_weights()
         self._streamer.run([part for part in self._parts if not part.direct], self._dtype, factor)
 
-    def _apply(self, batch: Batch, factor: Factor, decays: bool) -> None:
-        self._kernel(batch, factor, self.config.weight_decay if decays else 0.0)
+    def _cut(self) -> dict[Key, Batch]:
+        """One batch per key of all that is updated where it is."""
+        found: dict[Key, list[Batch]] = {}
+        for part in self._parts:
+            for key, batch in part.batches().items() if part.direct else ():
+                found.setdefault(key, []).append(batch)
+        return {key: Batch.joined(batches) for key, batches in found.items()}
+
+    def _apply(self, batch: Batch, factor: Factor, key: Key) -> None:
+        options = self.param_groups[key.group]
+        if key.behind:
+            factor = replace(factor, step=factor.step - key.behind)
+        self.kernel(batch, factor, options, options["weight_decay"] if key.decays else 0.0)
 
     def _round(self, mains: Tensor, part: Part, span: Span) -> Tensor:
         rounded, rounding = mains.to(torch.bfloat16), self._rounding
@@ -163,11 +231,12 @@ class ShardedOptimizer:
         for part in copies:
             part.weights.copy_(part.main)  # type: ignore[arg-type]
 
-    def _count(self, found_inf: Tensor) -> None:
+    def _count(self, found_inf: Tensor, *, scaled: bool) -> None:
         self._skipped += found_inf
         self._in_row = torch.where(found_inf, self._in_row + 1, 0)
         self.step_count += 1
-        if self._scaler is not None:
+        self._groups.follow(self.step_count)
+        if self._scaler is not None and scaled:
             self._scaler.update(found_inf)
         most = self.config.max_skipped_steps
         looks = most and (self.ps.device.type == "cpu" or self.step_count % most == 0)
@@ -190,9 +259,9 @@ class ShardedOptimizer:
         """
         return self._watch.non_finite()
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self.shard.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; see `DataParallel.zero_grad`."""
+        self.shard.zero_grad(set_to_none)
         self._used = False
 
     @torch.no_grad()
@@ -226,15 +295,24 @@ class ShardedOptimizer:
         return sharded_parts(self._parts, self.shard, self._counts())
 
     def _counts(self) -> dict[str, Any]:
-        counts = {"step_count": self.step_count, "skipped_steps": self.skipped_steps}
+        count: Any = self.step_count
+        behind, groups = self._reached.behind, self._groups.changed()
+        if behind or groups:
+            count = {"steps": count, "behind": behind, "groups": groups}
+        counts = {"step_count": count, "skipped_steps": self.skipped_steps}
         return counts if self._scaler is None else counts | {"loss_scale": self._scaler.state()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After a checkpoint filled the memory that `sharded_state_dict` named: take the counts from `state`.
+        """What `state_dict` gave on this rank at the same layout; or, after a checkpoint filled the memory that
+        `sharded_state_dict` named, the counts from `state`.
 
         Weights stay as they are, a model is loaded by itself; but `shard.publish()` tells all ranks of them.
+        Raises ValueError: another rank's part.
         """
+        if "local" in state:
+            self.load_local(state)
+            return
         self._resume(state["step_count"], state["skipped_steps"])
         if self._scaler is not None:
             self._scaler.load(state["loss_scale"])
@@ -251,23 +329,40 @@ class ShardedOptimizer:
         self._to_weights(all_parts=True)
         self.shard.publish()
 
-    def _resume(self, step_count: int, skipped_steps: int) -> None:
-        self.step_count = step_count
+    def _resume(self, step_count: Any, skipped_steps: int) -> None:
+        more = step_count if isinstance(step_count, Mapping) else {"steps": step_count}
+        self.step_count = int(more["steps"])
+        self._reached.load(more.get("behind", {}))
+        for part in self._parts:
+            part.recut(self._key_of)
+        self._batches = None
+        if more.get("groups"):
+            self._groups.load(more["groups"], step=self.step_count)
+        else:
+            self._groups.follow(self.step_count)
         self._skipped.fill_(skipped_steps)
         self._in_row.zero_()
-        self._step.fill_(step_count - skipped_steps)
+        self._step.fill_(self.step_count - skipped_steps)
 
 
 class ShardedAdamW(ShardedOptimizer):
     """torch.optim.AdamW (fused) on flat buffers: states exp_avg and exp_avg_sq."""
 
-    def kernel(self, config: OptimizerConfig) -> Kernel:
-        """AdamW's."""
-        return adamw(config)
+    kernel = staticmethod(adamw)
+
+    def options(self, config: OptimizerConfig) -> dict[str, Any]:
+        """As torch.optim.AdamW names them."""
+        return adamw_options(config)
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """Both moments."""
         return "exp_avg", "exp_avg_sq"
+
+
+def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
+    """A param group's of torch.optim.AdamW."""
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
 
 
 def _main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:
@@ -280,6 +375,11 @@ def _main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:
             raise ValueError(
                 f"main_params=False rounds to bfloat16, but {names[0] if names else 'a weight'} is float16; use "
                 "bfloat16 weights, or main_params=True"
+            )
+        if names and dtype.is_complex:
+            raise ValueError(
+                f"{names[0]} is {str(dtype).removeprefix('torch.')}, and 0 of the fused updates know that; "
+                "hold it as a real parameter of one dim more (torch.view_as_real) and view it as complex in forward"
             )
         if names:
             first.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, names[0])

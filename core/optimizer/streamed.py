@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.optimizer.flat_shard import Span, clip_runs
+from core.optimizer.flat_shard import Key, Span, clip_runs
 from core.optimizer.kernels import Batch, Factor
 from core.optimizer.parts import Part
 
 CHUNK = 1 << 18  # elements: what a core's cache holds of gradients, mains and moments
 FAR_CHUNK = 1 << 22  # over a bus to an accelerator: few messages
-Update = Callable[[Batch, Factor, bool], None]
+Update = Callable[[Batch, Factor, Key], None]
 Round = Callable[[Tensor, Part, Span], Tensor]
 
 
@@ -86,10 +86,10 @@ class Streamer:
     def _step(self, chunk: _Chunk, factor: Factor) -> None:
         first, last = chunk.span
         states = {kind: state[first:last] for kind, state in chunk.part.states.items()}
-        for decays in (True, False):
-            runs = [run for run in clip_runs(chunk.part.runs, first, last) if run.decays == decays]
-            if runs:
-                self._update(Batch.cut(runs, chunk.mains, chunk.gradients, states), factor, decays)
+        inside = clip_runs(chunk.part.runs, first, last)
+        for key in dict.fromkeys(run.key for run in inside):
+            runs = [run for run in inside if run.key == key]
+            self._update(Batch.cut(runs, chunk.mains, chunk.gradients, states), factor, key)
 
     def _fetch(self, part: Part, span: Span, slot: int, dtype: torch.dtype) -> _Chunk:
         """Gradients, and mains that are not there, into scratch."""

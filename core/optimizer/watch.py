@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import Buffer
-from core.optimizer.grad_norm import squared_shard_norm, sum_in_rank_order
+from core.optimizer.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.state import ParallelState
 
@@ -30,13 +30,14 @@ class GradientWatch:
         self._latest = torch.zeros(len(self._parts), dtype=torch.float64, device=ps.device)
         self._kept = torch.zeros_like(self._latest)
 
-    def squared_norm(self) -> Tensor:
-        """Of all true gradients of the model, each counted once: float64, shape []. One all-gather over the world."""
+    def squared_norm(self, beside: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Of all true gradients of the model, each counted once: float64, shape []. One all-gather over the world,
+        which brings `beside` (float64, 1-D) of every rank, after one number each."""
         if self._eager:
             counted = (b.gradients[first:last] for b in self._buffers for first, last in b.counted)
-            return squared_shard_norm(counted, self._ps)
+            return sum_in_rank_order(shard_squares(counted, self._ps.device), beside, self._ps)
         self._latest = self._norms()
-        return sum_in_rank_order(self._latest.square().sum(), self._ps)
+        return sum_in_rank_order(self._latest.square().sum(), beside, self._ps)
 
     def keep(self, found_inf: Tensor) -> None:
         """After the norm, before gradients are overwritten."""

@@ -8,8 +8,10 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from core.parallel_state.collectives import broadcast
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.random import mix32
+from core.parallel_state.state import ParallelState
 
 BLOCK = 1 << 20  # elements of one block: the unit of drawing, whatever the layout
 
@@ -22,6 +24,15 @@ class Init:
     mean: float = 0.0
 
 
+def common_seed(ps: ParallelState) -> int:
+    """A seed from what `torch.manual_seed` was told on the first rank of the world. Broadcast over the world.
+
+    Many scripts add the rank to it: the initial weights must not depend on that.
+    """
+    seed = mix32("initial weights", torch.initial_seed())
+    return seed if ps.world is None else int(broadcast(torch.tensor([seed], device=ps.device), ps.world))
+
+
 def initialize_parameters(
     module: nn.Module,
     *,
@@ -30,14 +41,14 @@ def initialize_parameters(
     sizes: Mapping[str, int],
     draw_on_cpu: bool = True,
 ) -> None:
-    """Fill every parameter that carries an `Init` with its part of the whole tensor's initial values.
+    """Fill every parameter that carries an `Init` with its part of the whole tensor's initial values; not on meta.
 
     Each rank draws only the blocks that touch its part. With `draw_on_cpu` the values are the same on every
     kind of device; without it each device draws for itself, faster, from the same seeds.
     """
     for name, parameter in module.named_parameters():
         init = getattr(parameter, "initial", None)
-        if init is not None:
+        if init is not None and not parameter.is_meta:
             fill(parameter, name, init, seed=seed, at=at, sizes=sizes, draw_on_cpu=draw_on_cpu)
 
 

@@ -6,6 +6,8 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.parallel_state.spread import keep_layouts
+
 Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]  # a mapping names the stages
 T = TypeVar("T", bound=Tensor)
 _Named = Callable[[nn.Module, str], Iterator[tuple[str, T]]]
@@ -19,20 +21,23 @@ def modules_of(modules: Modules) -> dict[int, nn.Module]:
 
 
 def named_parameters(modules: Modules) -> Iterator[tuple[str, Parameter]]:
-    """Every parameter once, by its global name.
+    """Every parameter once, by its global name, each with the layout that its module knows (`keep_layouts`).
 
     Stages of our models say that their names are global (`stacks`): layer 7 is `layers.7` on every stage. Names of
     other stages in a mapping start with `stages.N.`, so that a checkpoint can tell them apart on all ranks; those in
     a list do where two different parameters have the same name.
     """
+    for module in modules_of(modules).values():
+        keep_layouts(module)
     return _named(modules, lambda module, prefix: module.named_parameters(prefix))
 
 
 def named_buffers(modules: Modules) -> Iterator[tuple[str, Tensor]]:
     """Every buffer that belongs to the modules' state once, named as parameters are."""
-    kept = {id(t) for module in modules_of(modules).values() for t in module.state_dict(keep_vars=True).values()}
+    parts = (part for module in modules_of(modules).values() for part in module.modules())
+    aside = {id(part._buffers[name]) for part in parts for name in part._non_persistent_buffers_set}
     found = _named(modules, lambda module, prefix: module.named_buffers(prefix))
-    return ((name, buffer) for name, buffer in found if id(buffer) in kept)
+    return ((name, buffer) for name, buffer in found if id(buffer) not in aside)
 
 
 def _named(modules: Modules, of: _Named[T]) -> Iterator[tuple[str, T]]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 COMPUTE = ("F", "B", "I", "W", "R")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
 KINDS = (*COMPUTE, *COMMUNICATION)
-_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d*)")
+LONGEST = 12  # characters of a kind or a number
+_ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(KINDS, key=len, reverse=True))})([0-9]*)")
 
 
 class Action(NamedTuple):
@@ -31,9 +32,9 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> "Action":
         """The inverse of `str`. Raises ValueError."""
         found = _ACTION.fullmatch(text.strip())
-        if found is None:
+        if found is None or max(map(len, found.groups())) > LONGEST:
             raise ValueError(
-                f"{text!r} is not an action; write stage, kind, microbatch as in 2I5, kinds: {', '.join(KINDS)}"
+                f"{text[:40]!r} is not an action; write stage, kind, microbatch as in 2I5, kinds: {', '.join(KINDS)}"
             )
         stage, kind, microbatch = found.groups()
         return cls(kind, int(stage), int(microbatch) if microbatch else None)
@@ -93,8 +94,11 @@ class Schedule:
         """From `text()`. Raises ValueError: something that is not an action, or no placement."""
         head, *rows = text.removesuffix("\n").split("\n")
         name, colon, placement = head.rpartition(":")
-        if not colon or not all(word.isdigit() for word in placement.split()):
-            raise ValueError(f"a schedule's text starts with `name: rank of stage 0, of stage 1 ...`, got {head!r}")
+        words = placement.split()
+        if not colon or not words or not all(w.isascii() and w.isdecimal() and len(w) < LONGEST for w in words):
+            raise ValueError(
+                f"a schedule's text starts with `name: rank of stage 0, of stage 1 ..`, got {head[:60]!r}"
+            )
         orders = [[Action.parse(word) for word in row.split()] for row in rows]
         return cls.make(map(int, placement.split()), orders, name)
 

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.state import ParallelState
 from core.pipeline.actions import Schedule
-from core.pipeline.memory import StageMemory
+from core.pipeline.flat import Flat
+from core.pipeline.memory import MemoryWatch, StageMemory, live_peaks
 from core.pipeline.player import Costs, play
 from core.pipeline.schedules import NAMED, candidates
 from core.pipeline.search import Found, search
@@ -16,6 +18,7 @@ from core.pipeline.timeline import Measured, Timeline
 
 MEMORY = ("saved", "graph", "waiting")  # those of the costs that are bytes
 MIB = 2**20
+ENOUGH = 0.01  # more than this part of a step must be possible, for all other ranks to wait for a search
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:
@@ -68,21 +71,25 @@ def _delay(schedule: Schedule, timeline: Timeline) -> float:
 class Tuner:
     """After the first step of a pipeline (memory) and the second (times), a schedule for the following ones.
 
-    limit: bytes of activations per rank; by default what the first schedule holds on its fullest rank.
+    limit: bytes that may live on a rank, beside parameters, gradients and the batch; by default what does under the
+    first schedule, on its fullest rank. depth: receives posted ahead. seconds: how long rank 0 may search while the
+    others wait. recomputed: stages with an R.
     """
 
     ps: ParallelState
     microbatches: int
-    recomputed: Sequence[int]
     limit: float | None
-    memory: dict[int, StageMemory] = field(default_factory=dict)
+    depth: int
+    seconds: float = 10.0
+    recomputed: Sequence[int] = ()
+    memory: MemoryWatch = field(default_factory=MemoryWatch)
     found: Found | None = None
     steps: int = 0
 
     @property
-    def wants_memory(self) -> bool:
-        """Whether this step is the one in which bytes are counted."""
-        return self.steps == 0
+    def watch(self) -> MemoryWatch | None:
+        """What counts bytes, in the step in which they are counted."""
+        return self.memory if self.steps == 0 else None
 
     @property
     def done(self) -> bool:
@@ -99,12 +106,12 @@ class Tuner:
             self._compare(timeline)
             return None
         memory: dict[int, StageMemory] = {}
-        for part in all_gather_objects(self.memory, self.ps.group("pp")):
+        for part in all_gather_objects(self.memory.stages, self.ps.group("pp")):
             memory |= part
         text, error = "", None
         if self.ps.rank == 0:
             try:
-                self.found = self._search(schedule, measured_costs(schedule, timeline, memory))
+                self.found = self._search(schedule, measured_costs(schedule, timeline, memory), memory)
                 text = self.found.schedule.text()
                 print(self.found.summary(" MiB"), flush=True)
             except Exception as problem:  # the others wait for the answer, whatever it is
@@ -114,20 +121,47 @@ class Tuner:
             raise ValueError(error)
         return Schedule.parse(text)
 
-    def _search(self, schedule: Schedule, costs: Costs) -> Found:
-        limit = self.limit if self.limit is not None else play(schedule, costs).peak
+    def _search(self, schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory]) -> Found:
+        """The best schedule found of which no more than the limit lives.
+
+        The search knows what is held between actions; what lives beside it (`live_peaks`) depends on the schedule
+        and is taken off the limit: of the first schedule, then of what was found, last of one microbatch at a time.
+        """
+        limit = max(live_peaks(schedule, memory, self.depth)) if self.limit is None else self.limit
         mebi: dict[str, Any] = {
             name: tuple(costs.at(name, s) / MIB for s in range(schedule.stages)) for name in MEMORY
         }
+        costs = replace(costs, **mebi)
         named = candidates(schedule.placement, self.microbatches)
-        return search(
-            schedule.placement,
-            self.microbatches,
-            replace(costs, **mebi),
-            recompute=self.recomputed,
-            memory_limit=limit / MIB,
-            candidates=[*named, schedule] if schedule.name not in NAMED else named,
-        )
+        flat = Flat(schedule.placement, self.microbatches, costs, self.recomputed)
+        least = flat.schedule(flat.one_by_one(), "one microbatch at a time")
+        _refuse_too_little(limit, live_peaks(least, memory, self.depth))
+        margins = _margins(schedule, costs, memory, self.depth)
+        end = perf_counter() + self.seconds
+        for _ in range(3):
+            try:
+                found = search(
+                    schedule.placement,
+                    self.microbatches,
+                    costs,
+                    recompute=self.recomputed,
+                    memory_limit=[limit / MIB - margin for margin in margins],
+                    seconds=max(0.0, end - perf_counter()),
+                    enough=ENOUGH,
+                    candidates=[*named, schedule] if schedule.name not in NAMED else named,
+                )
+            except ValueError:  # less would live beside a schedule that holds less
+                margins = _margins(least, costs, memory, self.depth)
+                continue
+            real = _margins(found.schedule, costs, memory, self.depth)
+            found = replace(found, beside=real, cut=self.seconds if found.cut else 0.0)
+            if max(live_peaks(found.schedule, memory, self.depth)) <= limit:
+                return found
+            margins = tuple(map(max, real, margins))
+        steps = ((least.name, play(least, costs).makespan),)
+        beside = _margins(least, costs, memory, self.depth)
+        limits = tuple(limit / MIB - each for each in beside)
+        return Found(least, play(least, costs), max(flat.work), flat.bound(), limits, steps, 0, beside=beside)
 
     def _compare(self, timeline: Timeline) -> None:
         if self.found is not None:
@@ -137,3 +171,20 @@ class Tuner:
                 f"bubble predicted {100 * played.bubble:.1f} %, measured {100 * timeline.bubble:.1f} %",
                 flush=True,
             )
+
+
+def _margins(schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory], depth: int) -> tuple[float, ...]:
+    """MiB that live on each rank at most, beyond what the player counts."""
+    live = live_peaks(schedule, memory, depth)
+    return tuple(b / MIB - held for b, held in zip(live, play(schedule, costs).peaks, strict=True))
+
+
+def _refuse_too_little(limit: float, least: Sequence[float]) -> None:
+    """Raise ValueError where not even one microbatch at a time stays within the limit."""
+    rank = max(range(len(least)), key=lambda r: least[r])
+    if least[rank] > limit:
+        raise ValueError(
+            f"no schedule meets the memory limit {limit / MIB:g} of rank {rank}: one microbatch at a time already "
+            f"takes {least[rank] / MIB:.6g}, messages and the inside of an action included; the smallest limit that "
+            f"works is {least[rank]:.0f} bytes. Raise the limit, recompute more stages, or use smaller microbatches"
+        )

@@ -29,7 +29,7 @@ class _Opened:
 
 def _close(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
     kind, names = context
-    made = object.__new__(kind)  # as it was: nobody's __init__ or __post_init__ runs again
+    made: Any = object.__new__(kind)  # as it was: nobody's __init__ or __post_init__ runs again
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.collectives import Group, Received, irecv, isend
+from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.p2p import DTYPES, MAX_DIMS, Sent
 from core.pipeline.actions import Action
 from core.pipeline.boundary import flatten
 from core.pipeline.lower import Plan
 
-HEADER = 4 + MAX_DIMS  # int64: form, bytes of a description, dtype, dims, sizes ...
+HEADER = 4 + MAX_DIMS  # int64: form, bytes of a description, dtype, dims, sizes ... and the batch's rows after it
 OTHER, CONSTANT, WANTS = 0, 1, 2  # form: any nesting; a tensor that wants no gradient; one that does
 
 
@@ -146,7 +147,8 @@ class Channel:
     """The messages of one rank in one step.
 
     groups: (sender, receiver) -> group, where this rank is -1. depth: how many receives are posted beyond
-    the one that is needed. names: peer -> global rank, for messages to people.
+    the one that is needed. names: peer -> global rank, for messages to people. rows: of this rank's batch; without
+    one it takes those that it is told for its own.
     """
 
     def __init__(
@@ -156,7 +158,9 @@ class Channel:
         names: Callable[[int], int],
         device: torch.device,
         depth: int,
+        rows: int | None = None,
     ) -> None:
+        self._rows = rows
         self._plan, self._groups, self._names, self._device, self._depth = plan, groups, names, device, depth
         self.forms: dict[tuple[str, int], Form] = {}  # (F or B, receiving stage)
         self._inboxes = {
@@ -191,7 +195,8 @@ class Channel:
 
     def _send_header(self, form: Form, group: Group, other: int) -> list[Sent]:
         numbers, text = form.header()
-        messages = [torch.tensor(numbers, device=self._device)]
+        rows = -1 if self._rows is None else self._rows
+        messages = [torch.tensor([*numbers, rows], device=self._device)]
         if text:
             messages.append(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
         return [isend(message, other, group, header=False) for message in messages]
@@ -207,9 +212,11 @@ class Channel:
                 self._post(inbox)
             tensors = [received.wait() for received in inbox.posted.pop(action)]
         except RuntimeError as error:
-            raise RuntimeError(
-                f"waiting for {action} from rank {self._names(inbox.peer)}, which did not send it within "
-                f"{inbox.group.timeout.total_seconds():g} s or is gone: {str(error).splitlines()[0]}"
+            peer = self._names(inbox.peer)
+            raise Unanswered(
+                f"waiting for {action} from rank {peer}, which did not send it within "
+                f"{inbox.group.timeout.total_seconds():g} s or is gone: {str(error).splitlines()[0]}",
+                (peer,),
             ) from error
         self._post_ahead(inbox)
         for send in self._plan.receipts.get(action, ()):
@@ -230,8 +237,9 @@ class Channel:
             assert key[0] == "F", "a gradient comes after the output that it belongs to was sent"
             self._expect_header(inbox)
             assert inbox.header is not None
-            numbers = inbox.header.wait().tolist()
+            *numbers, rows = inbox.header.wait().tolist()
             inbox.header = None
+            self._compare_rows(rows, inbox.peer)
             if numbers[0]:
                 self.forms[key] = Form.read(numbers)
             else:
@@ -242,10 +250,19 @@ class Channel:
             for shape, dtype in self.forms[key].messages(key[0])
         ]
 
+    def _compare_rows(self, theirs: int, peer: int) -> None:
+        """Raise ValueError unless the batches have as many rows: microbatches would not belong together."""
+        if theirs >= 0 and self._rows not in (None, theirs):
+            raise ValueError(
+                f"the batch of this rank has {self._rows} rows, that of rank {self._names(peer)} (or one before) has "
+                f"{theirs}: give every pipeline rank the same batch, or None where its stages take nothing from it"
+            )
+        self._rows = theirs if theirs >= 0 else self._rows
+
     def _expect_header(self, inbox: _Inbox) -> None:
         if inbox.header is None:
             other = 1 - inbox.group.rank
-            inbox.header = irecv((HEADER,), torch.int64, other, inbox.group, device=self._device, header=False)
+            inbox.header = irecv((HEADER + 1,), torch.int64, other, inbox.group, device=self._device, header=False)
 
     def _post_ahead(self, inbox: _Inbox) -> None:
         while inbox.todo and len(inbox.posted) < self._depth:

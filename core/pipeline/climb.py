@@ -6,6 +6,7 @@ Standard library only; the same seed gives the same schedule on every machine.
 import math
 import random
 from collections.abc import Sequence
+from time import perf_counter
 
 from core.pipeline.flat import F, Flat, I, Orders
 
@@ -70,10 +71,11 @@ class Climber:
         return rank, at, to if to < at else to + 1
 
     def needs(self, first: int, then: int) -> bool:
-        """Whether `then` can only come after `first`, on the same rank: both of one microbatch, F F .. I I .."""
+        """Whether `then` must stay behind `first` on its rank: both of one microbatch, F F .. I I .., or both F of
+        one stage, whose microbatches keep their order (batch norms, random numbers, whoever counts in a loss)."""
         step = self.flat.step
         if (first % step ^ then % step) > 3:
-            return False
+            return first & 3 == then & 3 == F and first // step == then // step
         if then & 3 == F or (first & 3 == I and then & 3 == I):
             return True
         return (first & 3 == F and then & 3 == I) or first // step == then // step
@@ -96,8 +98,8 @@ class Climber:
         self.makespan, self.end = found
         return True
 
-    def anneal(self, budget: int, bound: float) -> None:
-        """Until `budget` actions are looked at or the makespan is `bound`."""
+    def anneal(self, budget: int, bound: float, end: float) -> None:
+        """Until `budget` actions are looked at, the makespan is `bound`, or it is `end` (of the process's clock)."""
         draw = self.rng.random
         begin, stop = self.spent, self.spent + budget
         self.restart()
@@ -107,6 +109,8 @@ class Climber:
             move = self.propose(segments[int(draw() * len(segments))])
             if move is None:
                 continue
+            if perf_counter() > end:
+                return
             heat = self.unit * HOT * (COLD / HOT) ** ((self.spent - begin) / budget)
             if not self.attempt(*move, self.makespan - heat * math.log(1.0 - draw())):
                 continue

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from core.pipeline.actions import Action
 from core.pipeline.channel import Channel
 from core.pipeline.lower import Plan
+from core.pipeline.memory import MemoryWatch
 from core.pipeline.stage import Stage, StepFacts
 from core.pipeline.timeline import Event, Measured
 
@@ -58,10 +60,19 @@ class Executor:
 
     stages: the stages of this rank by index. outputs[m]: what the last stage gave for microbatch m, on the rank
     that has it: [2] sums with a loss, else the output. where: what is under way, for the report of a failure.
+    watch: counts bytes, in a step for the automatic schedule.
     """
 
-    def __init__(self, plan: Plan, stages: Mapping[int, Stage], channel: Channel, facts: StepFacts) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, Stage],
+        channel: Channel,
+        facts: StepFacts,
+        watch: MemoryWatch | None = None,
+    ) -> None:
         self.plan, self.stages, self.channel, self.facts = plan, stages, channel, facts
+        self._watch = watch
         self.outputs: dict[int, Any] = {}
         self.doing: Action | None = None
         self._here: dict[tuple[str, int, int | None], Any] = {}  # (F or B, stage that needs it, microbatch)
@@ -69,11 +80,12 @@ class Executor:
 
     def run(self, clock: Clock) -> None:
         """Every action in order, then wait until what was sent has arrived."""
+        compute = self._compute if self._watch is None else partial(self._watched, self._watch)
         for action in self.plan.order:
             self.doing = action
             if action.kind in "FIWR":
                 start = clock.now()
-                self._compute(action)
+                compute(action)
                 clock.add(action, start)
             else:
                 self._communicate(action)
@@ -88,6 +100,18 @@ class Executor:
         kind, stage, microbatch = self.doing
         of = "" if microbatch is None else f", microbatch {microbatch}"
         return f"stage {stage}{of}, action {kind} ({self.doing})"
+
+    def _watched(self, watch: MemoryWatch, action: Action) -> None:
+        kind, s, m = action
+        assert m is not None
+
+        def run() -> tuple[Any, Any]:
+            self._compute(action)
+            handed = self._here.get(("F", s + 1, m) if kind == "F" else ("B", s - 1, m))
+            return handed, self.stages[s].waiting(m) if kind == "I" else (s, m) not in self._again or kind == "R"
+
+        received = self._here.get(("F" if kind == "F" else "B", s, m)) if kind in "FI" else None
+        watch.around(action, self.stages[s].module, self.facts.parts[m], received, run)
 
     def _compute(self, action: Action) -> None:
         kind, s, m = action

@@ -1,10 +1,11 @@
 """A failure on one rank ends the step on every rank, and every rank says where it began."""
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from core.parallel_state.collectives.failure import first_failure
+from core.parallel_state.collectives.failure import LONGEST, Board, Report, said, waited
 from core.parallel_state.state import ParallelState
 
 
@@ -16,26 +17,48 @@ class PipelineValueError(PipelineError, ValueError):
     """The first failure was a ValueError, such as a batch that does not divide."""
 
 
-@contextmanager
-def told_to_all(ps: ParallelState, key: str, where: Callable[[], str]) -> Iterator[None]:
-    """Turn an exception in the block into a PipelineError of the first failure of the job, on every rank.
+@dataclass
+class ToldToAll:
+    """Around a block: turns an exception in it into a PipelineError of the first failure of the job, on every rank.
 
     Others wait for this rank in messages and collectives: after publishing what happened it leaves its groups,
-    which makes their calls fail at once. A single process sees its own exception. where: what was under way.
+    which makes their calls fail at once. Who only waited in vain names the rank that does not answer; it takes a
+    tenth of the timeout and a second to find out. A single process sees its own exception, an interrupted one its
+    interrupt. key: of the pipeline, the same on all ranks. call: the user's, compared between ranks. where: what was
+    under way.
+
+    A class: of a generator, contextlib takes our error for the generator's own where a StopIteration is the cause,
+    and a `for` loop of the user's would end without a word.
     """
-    try:
-        yield
-    except Exception as error:
-        if ps.world is None:
-            raise
-        mine = f"rank {ps.rank}, {where()}: {type(error).__name__}: {error}"
-        kind, _, text = first_failure(
-            key, f"{int(isinstance(error, ValueError))}:{traceback.format_exc()}{mine}"
-        ).partition(":")
+
+    ps: ParallelState
+    key: str
+    call: str
+    where: Callable[[], str]
+
+    def __enter__(self) -> None:
+        """Nothing is to be done before."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """After an exception: a PipelineError."""
+        ps = self.ps
+        if error is None or ps.world is None:
+            return
+        ranks, late = waited(error, ps.world.ranks, ps.rank)
+        mine = f"rank {ps.rank}, {self.where()}: {type(error).__name__}: {said(error)}"
+        if not ranks:
+            mine = "".join(line[:LONGEST] for line in traceback.format_exception(error)) + mine
+        timeout = ps.world.timeout.total_seconds()
+        board = Board(self.key, ps.rank, ps.world.size, min(timeout, 1 + timeout / 10))
         _let_go(error)
+        report = Report(ps.rank, self.call, mine, late, ranks, isinstance(error, ValueError))
+        board.tell(report)
         ps.abandon()
-        made = PipelineValueError if kind == "1" else PipelineError
-        raise made(f"the step failed. The first failure, its traceback before it:\n{text}") from error
+        first = board.first_failure(report)
+        board.linger(first)
+        if isinstance(error, Exception):
+            made = PipelineValueError if first.wrong else PipelineError
+            raise made(f"the step failed. The first failure, its traceback before it:\n{first.text}") from error
 
 
 def _let_go(error: BaseException) -> None:

@@ -158,7 +158,7 @@ class _Memory:
             self.oldest[rank] += 1
 
 
-class _Run:
+class Run:
     """One pass: the state of every rank, in the order of time."""
 
     def __init__(self, flat: Flat, limits: Sequence[float], policy: Policy) -> None:
@@ -274,4 +274,4 @@ def list_schedule(flat: Flat, limits: Sequence[float], policy: Policy) -> Orders
 
     With limits that let one microbatch at a time through, a careful one never does.
     """
-    return _Run(flat, limits, policy).go()
+    return Run(flat, limits, policy).go()

@@ -1,10 +1,12 @@
 """`get_forward_backward_func()` with Megatron's keywords, over `Pipeline`: a training script's step runs as it is."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from core.autograd import GradSync, NullGradSync
 from core.parallel_state import ParallelState, current_state
@@ -108,6 +110,20 @@ def _scaled(outputs: tuple, num_microbatches: int) -> tuple[Tensor, Any]:
     return loss / num_microbatches, report
 
 
+def _tell_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
+    """Warn, once, where gradients stay those of one replica and nothing is there that would sum them."""
+    first = models[0]
+    summed = isinstance(first, DistributedDataParallel) or hasattr(first, "finish_grad_sync")
+    if not summed and not first.__dict__.get("_told_of_replicas"):
+        first.__dict__["_told_of_replicas"] = True
+        warnings.warn(
+            f"forward_backward without grad_sync on {replicas} data ranks: gradients stay each rank's own, and "
+            f"{replicas} models are trained; pass grad_sync=DataParallel(...), or wrap the model in "
+            "core.interop.megatron.distributed.DistributedDataParallel and call finalize_model_grads",
+            stacklevel=3,
+        )
+
+
 def forward_backward(
     *,
     forward_step_func: ForwardStep,
@@ -134,6 +150,8 @@ def forward_backward(
         raise ValueError(f"{len(data)} data iterators for {len(models)} model chunks; give one for each chunk")
     ps = getattr(models[0], "parallel", None)
     ps = ps if isinstance(ps, ParallelState) else current_state()
+    if grad_sync is None and not forward_only and ps.size("dp-cp") > 1:
+        _tell_of_replicas(models, ps.size("dp-cp"))
     kept = _pipeline(models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only)
     assert kept.pipeline is not None
     for chunk, iterator in zip(kept.chunks, data, strict=True):

@@ -25,6 +25,12 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
     return Schedule.make(schedule.placement, map(row, schedule.orders), schedule.name)
 
 
+def without_recompute(schedule: Schedule) -> Schedule:
+    """Without any R: every F keeps its graph."""
+    orders = ([a for a in order if a.kind != "R"] for order in schedule.orders)
+    return Schedule.make(schedule.placement, orders, schedule.name)
+
+
 def add_gathers(schedule: Schedule) -> Schedule:
     """UNSHARD before the first F of each stage, RESHARD after its last I or B: sharded parameters (ZeRO-3) are
     gathered once per step and stay whole meanwhile, where memory allows it."""

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from math import gcd
 from typing import Any
 
@@ -17,7 +17,7 @@ from core.pipeline.actions import Schedule, check_placement
 from core.pipeline.auto import Tuner, first_schedule, measured_costs
 from core.pipeline.channel import Channel
 from core.pipeline.executor import Clock, Executor
-from core.pipeline.failure import told_to_all
+from core.pipeline.failure import ToldToAll
 from core.pipeline.lower import Plan, plan
 from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
@@ -40,7 +40,8 @@ class Pipeline:
     schedule: a name (`python -m core.pipeline.simulate --list`), a `Schedule`, a function
         (ranks, microbatches) -> Schedule, or "auto": two steps are measured (the first counts bytes, the second
         times), then the best schedule found for these costs is used, and said on rank 0.
-    memory_limit: of "auto", bytes of activations per rank; default: what the first schedule holds.
+    memory_limit, search_seconds: of "auto", bytes of activations per rank (default: what the first schedule holds),
+        and how long rank 0 may search while the others wait.
     recompute: "none", "selective", "layer" (see `apply_recompute`), "stage" (the whole stage, as an action of
         the schedule), or a list with one of these (or names and classes of modules) per stage of the model.
     grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
@@ -63,12 +64,15 @@ class Pipeline:
         grad_sync: GradSync | None = None,
         seed: int = 0,
         memory_limit: float | None = None,
+        search_seconds: float = 10.0,
         receive_ahead: int | None = None,
     ) -> None:
         self.ps, self.num_microbatches, self.seed = ps, num_microbatches, seed
         # gloo gains by more; on an accelerator a posted receive occupies it
         default = 4 if ps.device.type == "cpu" else 2
         self.receive_ahead = default if receive_ahead is None else receive_ahead
+        auto = Tuner(ps, num_microbatches, memory_limit, self.receive_ahead, search_seconds)
+        self._tuner = auto if schedule == "auto" else None
         self.step_index, self._calls = 0, 0
         self._ranks = ps.grid.members(ps.rank, "pp")
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
@@ -80,7 +84,7 @@ class Pipeline:
         problem: Exception | None = None
         resolved: list[str] = []
         try:
-            self._build(stages, schedule, recompute, memory_limit, alone=grad_sync is None)
+            self._build(stages, schedule, recompute, alone=grad_sync is None)
             resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
@@ -97,7 +101,6 @@ class Pipeline:
         stages: Modules,
         schedule: ScheduleLike,
         recompute: str | Sequence[Any],
-        memory_limit: float | None,
         *,
         alone: bool,
     ) -> None:
@@ -113,7 +116,8 @@ class Pipeline:
             _check_policy(policy)
         again = [s for s, policy in enumerate(policies) if policy == "stage"]
         self.schedule = add_recompute(self.schedule, again)
-        self._tuner = Tuner(ps, self.num_microbatches, again, memory_limit) if schedule == "auto" else None
+        if self._tuner is not None:
+            self._tuner.recomputed = again
         check(self.schedule, self.num_microbatches)
         check_gathers(self.schedule)
         play(self.schedule)  # ends, or says who waits for whom
@@ -139,7 +143,7 @@ class Pipeline:
         Raises PipelineError: any rank's failure, on every rank; it is a ValueError as well if that failure was one (a
         batch that does not divide, another shape within a step). A single process raises the failure itself.
         """
-        with self._told_to_all():
+        with self._told_to_all("step"):
             facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
             counts: dict[Any, int] = {}
             for stage in self.stages.values():
@@ -148,7 +152,7 @@ class Pipeline:
             self.grad_sync.begin_step(counts, split=True)
             alone = isinstance(self.grad_sync, NullGradSync)
             tied = set_apart(list(counts), self.schedule.placement) if alone else {}
-            executor = self._executor(self.schedule, facts)
+            executor = self._executor(self.schedule, facts, batch)
             clock = Clock(self.ps.device)
             self._run(executor, clock)
             self.grad_sync.finish()
@@ -162,13 +166,13 @@ class Pipeline:
 
     def evaluate(self, batch: Batch | None, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows."""
-        with self._told_to_all():
+        with self._told_to_all("evaluate"):
             return self._result(self._forward(batch, loss_fn).sums(self.ps.device))
 
     def forward(self, batch: Batch | None) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0; None on ranks
         without the last stage."""
-        with self._told_to_all():
+        with self._told_to_all("forward"):
             outputs = self._forward(batch, None).outputs
         return join_outputs([outputs[m] for m in sorted(outputs)]) if outputs else None
 
@@ -192,10 +196,12 @@ class Pipeline:
 
     def _forward(self, batch: Batch | None, loss_fn: LossFn | None) -> Executor:
         sizes = all_gather_objects(rows_of(batch), self.ps.group("pp"))  # ranks without a batch follow the others
-        known = next((n for n in sizes if n is not None), self.num_microbatches)
-        count = gcd(known, self.num_microbatches)
+        known = {n for n in sizes if n is not None} or {self.num_microbatches}
+        if len(known) > 1:
+            raise ValueError(f"the pipeline ranks' batches have {sizes} rows; give all the same, or None")
+        count = gcd(*known, self.num_microbatches)
         facts = self._facts(batch, count, loss_fn)
-        executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts)
+        executor = self._executor(forward_only(self.schedule.placement, self.schedule.ranks, count), facts, batch)
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(evaluating(stage.module))
@@ -205,8 +211,7 @@ class Pipeline:
     def _facts(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **more: Any) -> StepFacts:
         parts = split_microbatches(batch, count) if batch is not None else [None] * count
         first = self.ps.index("dp") * count
-        memory = self._tuner.memory if self._tuner is not None and self._tuner.wants_memory else None
-        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, memory=memory, **more)
+        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, **more)
 
     def _tune(self) -> None:
         """After the first steps of "auto": measured costs, and the schedule that they lead to."""
@@ -222,11 +227,11 @@ class Pipeline:
         """This rank's part of the timeline; the device is waited for here and not in every step."""
         return self._clock.measured() if self._clock is not None else Measured()
 
-    def _told_to_all(self) -> AbstractContextManager[None]:
+    def _told_to_all(self, call: str) -> ToldToAll:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
         self._calls += 1
         self._where = "before its first action"
-        return told_to_all(self.ps, f"{self._key}/{self._calls}", lambda: self._where)
+        return ToldToAll(self.ps, self._key, f"{call} (call {self._calls})", lambda: self._where)
 
     def _connect(self, schedule: Schedule) -> Plan:
         """This rank's plan; connected to all whom it talks to. Collective over pp where the schedule is new."""
@@ -239,12 +244,13 @@ class Pipeline:
         """The global rank of a pipeline rank; of this one for -1."""
         return self.ps.rank if index == -1 else self._ranks[index]
 
-    def _executor(self, schedule: Schedule, facts: StepFacts) -> Executor:
+    def _executor(self, schedule: Schedule, facts: StepFacts, batch: Batch | None) -> Executor:
         todo = self._connect(schedule)
         made = self.ps.connect((self._rank(a), self._rank(b)) for a, b in todo.links)
         groups = {(a, b): made[self._rank(a), self._rank(b)] for a, b in todo.links}
-        channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead)
-        return Executor(todo, self.stages, channel, facts)
+        channel = Channel(todo, groups, self._rank, self.ps.device, self.receive_ahead, rows_of(batch))
+        watch = self._tuner.watch if self._tuner is not None and facts.training else None
+        return Executor(todo, self.stages, channel, facts, watch)
 
     def _run(self, executor: Executor, clock: Clock) -> None:
         for stage in self.stages.values():
@@ -314,8 +320,8 @@ def _refuse_main_grad(modules: Sequence[nn.Module]) -> None:
 
 def _resolve(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microbatches: int) -> Schedule:
     """The schedule for the stages at hand. Raises ValueError where they do not fit together."""
-    if microbatches < 1:
-        raise ValueError(f"num_microbatches={microbatches} must be at least 1")
+    if not hasattr(microbatches, "__index__") or microbatches < 1:
+        raise ValueError(f"num_microbatches={microbatches!r} must be at least 1, a whole number")
     modules = modules_of(stages)
     if isinstance(schedule, Schedule):
         found = schedule

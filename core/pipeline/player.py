@@ -191,7 +191,8 @@ def play(schedule: Schedule, costs: Costs | None = None, *, fused_backward: bool
 
 
 def _memory(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tuple[tuple[float, float], ...]:
-    """(time, memory) of one rank: an F or R takes its memory when it starts, an I or W gives it when it ends."""
+    """(time, memory) of one rank: an F or R takes its memory when it starts, an I or W gives it when it ends; of a B
+    the I ends first, and what waits for its W is there in between."""
     changes: list[tuple[float, float]] = []
     for (kind, s, m), start, end in row:
         again = (s, m) in schedule.recomputed
@@ -202,8 +203,11 @@ def _memory(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tuple[tup
             changes.append((start, graph - saved))
         elif kind == "I":
             changes.append((end, waiting - graph))
+        elif kind == "B":
+            changes.append((end - costs.at("W", s), waiting - graph))
+            changes.append((end, -waiting))
         else:
-            changes.append((end, -waiting if kind == "W" else -graph))
+            changes.append((end, -waiting))
     held, curve = 0.0, []
     for time, change in changes:
         held += change

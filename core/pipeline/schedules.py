@@ -13,6 +13,7 @@ from typing import NamedTuple
 from core.pipeline.actions import Action, Schedule, looped, v_shape
 from core.pipeline.passes import only_microbatches
 from core.pipeline.player import check, play
+from core.pipeline.squeeze import squeeze
 
 Generator = Callable[[int, int], Schedule]
 
@@ -148,7 +149,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _repeated(
     name: str, ranks: int, microbatches: int, slopes: Sequence[int], pauses: Sequence[int], most: int
 ) -> Schedule:
-    """Every microbatch does the same, six units after the one before (the building blocks of 2405.15362).
+    """Every microbatch does the same, six units after the one before (the building blocks of 2405.15362), squeezed.
 
     A unit is one F, I or W of a chunk. One microbatch's F goes down the V, up again, then its I down and up;
     `slopes` says how many units apart neighbouring ranks are on these four legs, `pauses` how many more than
@@ -157,6 +158,7 @@ def _repeated(
     waits, not to cause them. Only where `most` chunk activations are held, a W must go before an F.
     """
     last, legs = ranks - 1, ("F0", "F1", "I1", "I0")
+    pattern: dict[tuple[str, int, int], int] = {}
 
     def row(rank: int) -> Iterator[Action]:
         starts, begin = {}, 0
@@ -173,12 +175,13 @@ def _repeated(
                 held -= 1
             if leg != "W":
                 stage = rank if leg[1] == "0" else 2 * ranks - 1 - rank
+                pattern[leg[0], stage, m] = unit
                 yield Action(leg[0], stage, m)
                 held += leg[0] == "F"
                 waiting += [(unit, Action("W", stage, m))] if leg[0] == "I" else []
         yield from (action for _, action in waiting)
 
-    return Schedule.make(v_shape(ranks), map(row, range(ranks)), name)
+    return squeeze(Schedule.make(v_shape(ranks), map(row, range(ranks)), name), pattern, most)
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
@@ -229,6 +232,8 @@ def _named(name: str) -> Named:
 
 
 def _at_least_one(count: int, what: str) -> None:
+    if not hasattr(count, "__index__"):
+        raise ValueError(f"a schedule needs a whole number of {what}s, got {count!r}; convert it with int()")
     if count < 1:
         raise ValueError(f"a schedule needs at least 1 {what}, got {count}")
 
@@ -281,7 +286,14 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
         return _named(schedule).generator(ranks, microbatches, *([each] if _named(schedule).any_chunks else []))
     if chunks is not None:
         raise ValueError(f"chunks {chunks} is for named schedules; a generator of your own places its stages itself")
+    if not callable(schedule):
+        raise ValueError(
+            f"schedule={schedule!r} is no schedule: give a name ({', '.join(NAMED)}, auto), a Schedule, or a "
+            "function (ranks, microbatches) -> Schedule"
+        )
     made = schedule(ranks, microbatches)
+    if not isinstance(made, Schedule):
+        raise ValueError(f"the function for the schedule returned {made!r}, not a Schedule; use Schedule.make")
     if (made.ranks, made.microbatches) != (ranks, microbatches):
         raise ValueError(
             f"schedule {made.name!r} is for {made.ranks} ranks and {made.microbatches} microbatches, asked for were "

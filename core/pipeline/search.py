@@ -1,12 +1,13 @@
 """The automatic schedule: named ones, list scheduling, then annealing, under a memory limit.
 
-Standard library only, and pure: the same arguments give the same schedule.
+Standard library only; the same arguments give the same schedule, unless a limit of seconds ends the search.
 """
 
 import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
+from time import perf_counter
 
 from core.pipeline.actions import Schedule, check_placement
 from core.pipeline.climb import Climber
@@ -27,7 +28,8 @@ class Found:
 
     ideal: time of the busiest rank's work, every R counted. bound: no schedule is faster. limits: per rank, empty
     without limit. named: (name, step) of the candidates that fit, fastest first. spent: work done, in the units
-    of `budget`.
+    of `budget`. cut: the seconds after which it was ended, 0 if it came to its own end. beside: per rank, memory that
+    lives beside what is held between actions, where it was counted: `limits` are what was left for the schedule.
     """
 
     schedule: Schedule
@@ -37,6 +39,8 @@ class Found:
     limits: tuple[float, ...]
     named: tuple[tuple[str, float], ...]
     spent: int
+    cut: float = 0.0
+    beside: tuple[float, ...] = ()
 
     @property
     def over_ideal(self) -> float:
@@ -48,14 +52,16 @@ class Found:
         peaks = self.played.peaks
         # of several ranks the one that is closest to its limit
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - (self.limits[r] if self.limits else 0.0))
-        limit = f" of {self.limits[rank]:.4g}" if self.limits else ""
+        beside = self.beside[rank] if self.beside else 0.0
+        limit = f" of {self.limits[rank] + beside:.4g}" if self.limits else ""
         step, against = self.played.makespan, "no named schedule fits"
         if self.named:
             name, best = self.named[0]
             against = f"{step / best if best else 1.0:.3f} of the best named schedule's step ({name})"
         possible = f"at most {100 * (1 - self.bound / step if step else 0.0):.1f} % more is possible"
         bubble = f"auto: predicted bubble {100 * self.played.bubble:.1f} %"
-        return f"{bubble}, peak {peaks[rank]:.4g}{limit}{unit}; {against}, {possible}"
+        cut = f"; the search was ended after {self.cut:g} s" if self.cut else ""
+        return f"{bubble}, peak {peaks[rank] + beside:.4g}{limit}{unit}; {against}, {possible}{cut}"
 
 
 def search(
@@ -67,6 +73,8 @@ def search(
     memory_limit: float | Sequence[float] | None = None,
     candidates: Iterable[Schedule] = (),
     budget: int | None = None,
+    seconds: float = INFINITE,
+    enough: float = SLACK,
     seed: int = 0,
 ) -> Found:
     """The fastest schedule found whose ranks stay within `memory_limit` (one number, or one per rank).
@@ -74,10 +82,12 @@ def search(
     recompute: stages whose F keeps no graph; they get an R, except where I follows F directly. candidates: named
     schedules of this placement, with or without R; the result is never slower than the best that fits, and is that
     candidate itself where nothing is faster. budget: how many actions to look at, over all schedules tried
-    (default: `default_budget`); candidates are always played.
+    (default: `default_budget`); seconds: how long at most; candidates are always played. enough: it ends
+    when no more than this part is possible.
     Raises ValueError: no schedule meets the limit (names the smallest that works), a candidate of another placement
     or number of microbatches, a rank without a stage.
     """
+    end = perf_counter() + seconds
     check_placement(placement, max(placement) + 1)
     if microbatches < 1:
         raise ValueError(f"{microbatches} microbatches; a step needs at least 1")
@@ -91,7 +101,7 @@ def search(
     starts.add(flat.one_by_one())
     if not named and not starts.best:
         raise ValueError(_refusal(flat, limits))
-    spent = _climb(flat, starts, default_budget(flat.actions) if budget is None else budget, seed)
+    spent = _climb(flat, starts, default_budget(flat.actions) if budget is None else budget, seed, end, enough)
     makespan, orders = starts.best[0] if starts.best else (INFINITE, [])
     if named and named[0][1].makespan <= makespan:
         schedule, played = named[0]
@@ -99,7 +109,8 @@ def search(
         schedule = flat.schedule(orders)
         played = play(schedule, costs)
     steps = tuple((s.name, p.makespan) for s, p in named)
-    return Found(schedule, played, max(flat.work), flat.bound(), limits, steps, spent)
+    cut = seconds if perf_counter() > end else 0.0
+    return Found(schedule, played, max(flat.work), flat.bound(), limits, steps, spent, cut)
 
 
 def default_budget(actions: int) -> int:
@@ -157,12 +168,13 @@ class _Starts:
         return makespan
 
 
-def _climb(flat: Flat, starts: _Starts, budget: int, seed: int) -> int:
-    """Improve `starts` until the budget is spent or the bound is reached; returns what was spent."""
-    rng, bound = random.Random(seed), flat.bound() * (1 + SLACK)
+def _climb(flat: Flat, starts: _Starts, budget: int, seed: int, end: float, enough: float) -> int:
+    """Improve `starts` until the budget is spent, the time over or the bound as good as reached; returns what was
+    spent."""
+    rng, bound = random.Random(seed), flat.bound() * (1 + enough)
     # half for list scheduling, but at most so many passes that nothing new is to be expected
     passes = min(budget // 2 // (PASS * max(1, flat.actions)), 1500)
-    spent = _list_schedules(flat, starts, passes, bound, rng) * PASS * flat.actions
+    spent = _list_schedules(flat, starts, passes, bound, rng, end) * PASS * flat.actions
     looks = (budget - spent) // max(1, flat.actions)
     count = min(len(starts.best), CLIMBERS, looks // 1000 + 1)
     climbers = [Climber(flat, orders, starts.allowed, rng) for _, orders in starts.best[:count]]
@@ -172,7 +184,7 @@ def _climb(flat: Flat, starts: _Starts, budget: int, seed: int) -> int:
         for climber in climbers:
             if climbers[0].best > bound:
                 before = climber.spent
-                climber.anneal(share, bound)
+                climber.anneal(share, bound, end)
                 spent += climber.spent - before
             climbers.sort(key=lambda c: c.best)
         climbers = climbers[: max(1, len(climbers) // 2)]
@@ -181,12 +193,12 @@ def _climb(flat: Flat, starts: _Starts, budget: int, seed: int) -> int:
     return spent
 
 
-def _list_schedules(flat: Flat, starts: _Starts, passes: int, bound: float, rng: random.Random) -> int:
+def _list_schedules(flat: Flat, starts: _Starts, passes: int, bound: float, rng: random.Random, end: float) -> int:
     """Policies at random, then variations of the best ones; returns how many passes that took."""
     policies = Policies(flat, rng)
     tried: dict = {}
     for number in range(passes):
-        if starts.best and starts.best[0][0] <= bound:
+        if starts.best and (starts.best[0][0] <= bound or perf_counter() > end):
             return number
         policy = policies.draw()
         if number > passes // 2:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from core.pipeline.actions import Schedule
 from core.pipeline.draw import draw_svg, draw_text, draw_trace
-from core.pipeline.passes import add_recompute
+from core.pipeline.passes import add_recompute, without_recompute
 from core.pipeline.player import Costs, Played, play
 from core.pipeline.schedules import NAMED, auto_placement, candidates, make
 from core.pipeline.search import search
@@ -146,13 +146,16 @@ def _write(options: argparse.Namespace, plain: Schedule, outcome: Outcome, title
     texts: dict[str, Callable[[], str]] = {
         "svg": lambda: draw_svg(outcome.played.timeline, title),
         "trace": lambda: draw_trace(outcome.played.timeline),
-        "csv": lambda: write_csv(plain),
+        "csv": lambda: write_csv(without_recompute(plain)),
     }
     for name, text in texts.items():
         path: Path | None = getattr(options, name)
         if path is not None:
             path.write_text(text())
-            print(f"wrote {path}")
+            note = (
+                " without its R, which torch does not have" if name == "csv" and outcome.schedule.recomputed else ""
+            )
+            print(f"wrote {path}{note}")
 
 
 def _search(options: argparse.Namespace, costs: Costs) -> Schedule:

@@ -1,9 +1,7 @@
 """One stage on its rank: forward, recomputation, input gradients and weight gradients of its microbatches."""
 
-import warnings
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,6 @@ from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.boundary import alias, check_leaf, copied, flatten, tree_map
-from core.pipeline.memory import MemoryProbe, StageMemory
 from core.pipeline.step import (
     LossFn,
     call_next_stage,
@@ -61,7 +58,6 @@ class StepFacts:
 
     step: its number. first: the global index of this replica's first microbatch. parts: the microbatches.
     loss_fn: None where outputs are wanted. training: whether backward follows. sync: who reduces gradients.
-    memory: where the bytes of each stage are noted, if they are counted.
     """
 
     step: int
@@ -71,15 +67,10 @@ class StepFacts:
     sync: GradSync
     training: bool = False
     loss_scale: float | Tensor = 1.0
-    memory: dict[int, StageMemory] | None = None
 
 
 def _versions(*values: Any) -> list[int]:
     return [version_of(leaf) for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
-
-
-def _watched(probe: MemoryProbe | None) -> AbstractContextManager[Any]:
-    return probe.watching() if probe is not None else nullcontext()
 
 
 class Stage:
@@ -108,7 +99,8 @@ class Stage:
         self._compiled, self._state = False, ModuleState(module)
         self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
         self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
-        self._trained, self._key = (), None
+        self._trained: tuple[bool, ...] = ()
+        self._key: Any = None
         self._writes: bool | None = None  # whether it writes into what it received; None until it was tried
         self._fresh: list[nn.Parameter] = []  # without a gradient so far
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
@@ -132,6 +124,10 @@ class Stage:
         )
         self._fresh = [p for p in self.parameters if p.grad is None]
         self._wants, self._trained = None, tuple(p.requires_grad for p in self.module.parameters())
+
+    def waiting(self, m: int) -> list[Tensor]:
+        """What waits for W of a microbatch."""
+        return self._held[m].bag.tensors()
 
     def clear(self) -> None:
         """Forget everything held, after a step or a failure."""
@@ -164,7 +160,11 @@ class Stage:
         with torch.set_grad_enabled(told):
             output = self._call(m, held, facts, again=again)
         if not facts.training:
-            return sums(*output, self.device) if self.last and facts.loss_fn is not None else self._evaluated(output)
+            return (
+                sums(output[0], output[1], self.device)
+                if self.last and facts.loss_fn is not None
+                else self._evaluated(output)
+            )
         self._held[m] = held
         if again:
             self._state.after(held.before)
@@ -173,7 +173,7 @@ class Stage:
             if again:
                 return None
             self._keep_loss(held, output, facts)
-            return sums(*output, self.device)
+            return sums(output[0], output[1], self.device)
         return self._hand_over(held, output, keep=keep, told=told)
 
     def _has_learnt(self, received: Any) -> bool:
@@ -204,7 +204,7 @@ class Stage:
             output = self._call(m, held, facts)
         if self.last:
             self._keep_loss(held, output, facts)
-            return sums(*output, self.device)
+            return sums(output[0], output[1], self.device)
         tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
         if any(y.requires_grad and not want for y, want in zip(tensors, held.wants, strict=True)):
             raise RuntimeError(
@@ -216,39 +216,19 @@ class Stage:
 
     def _call(self, m: int, held: _Held, facts: StepFacts, *, again: bool = False) -> Any:
         """The module's output; on the last stage (loss_sum, num_tokens), which is R's where it will run `again`."""
-        if facts.memory is None:
-            return self._call_watched(m, held, facts, again)
-        try:
-            return self._call_watched(m, held, facts, again)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-        facts.memory.setdefault(self.index, StageMemory())
-        warnings.warn(
-            f"stage {self.index} takes derivatives by torch.func, where bytes kept for backward cannot be counted: "
-            "schedule='auto' takes them for 0; memory_limit does not cover them",
-            stacklevel=2,
-        )
-        return self._call_watched(m, held, replace(facts, memory=None), again)
-
-    def _call_watched(self, m: int, held: _Held, facts: StepFacts, again: bool) -> Any:
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
-        part, graph = facts.parts[m], torch.is_grad_enabled() and not again
-        probe = MemoryProbe(self.module, part) if facts.memory is not None and graph else None
+        part = facts.parts[m]
         seed = stage_seed(self.seed, facts.step, held.microbatch, self.index)
         for generator in generators_of(self.device):  # whose states the pipeline puts back after the step
             generator.manual_seed(seed)
-        with _watched(probe):
-            received, part = self._given(held, part, again)
-            if self.first:
-                output = call_stage(self.module, part, self._arguments)
-            else:
-                output = call_next_stage(self.module, received, part, self._arguments)
-            if self.last and facts.loss_fn is not None and not again:
-                output = told_by(facts.loss_fn, output, part)
+        received, part = self._given(held, part, again)
+        if self.first:
+            output = call_stage(self.module, part, self._arguments)
+        else:
+            output = call_next_stage(self.module, received, part, self._arguments)
+        if self.last and facts.loss_fn is not None and not again:
+            output = told_by(facts.loss_fn, output, part)
         self.context.release()  # a module of two stages defers into the one that has a bag
-        if probe is not None and facts.memory is not None:
-            facts.memory.setdefault(self.index, StageMemory()).see_graph(probe, held.leaves)
         return output
 
     def _given(self, held: _Held, part: Any, again: bool) -> tuple[Any, Any]:
@@ -294,7 +274,7 @@ class Stage:
         wanted = [y for y, want in zip(tensors, held.wants, strict=True) if want]
         held.ends = [get_gradient_edge(y) if y.requires_grad else None for y in wanted]
 
-    def _keep_loss(self, held: _Held, output: tuple, facts: StepFacts) -> None:
+    def _keep_loss(self, held: _Held, output: tuple[Tensor, Tensor | float], facts: StepFacts) -> None:
         """The same for the loss, whose gradient is known."""
         if check_loss(*output):
             held.ends, held.seed = [get_gradient_edge(output[0])], [scale_like(output[0], facts.loss_scale)]
@@ -318,9 +298,6 @@ class Stage:
             held.bag.open = False
             self.context.release()
         facts.sync.after_input_grad(self.module, held.bag.parameters())
-        if facts.memory is not None:
-            probe = MemoryProbe(self.module, facts.parts[m])
-            facts.memory.setdefault(self.index, StageMemory()).see_bag(held.bag, probe)
         found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
         self._own_gradients([*held.bag.tensors(), *found])
         held.received, held.leaves, held.ends, held.seed = None, [], [], []

@@ -36,11 +36,23 @@ def _parts(cell: str) -> list[str]:
 def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv") -> Schedule:
     """A schedule that torch wrote, or somebody by hand.
 
-    Without `placement`, a stage is on the rank that does its F. Raises ValueError, naming line and cell:
-    something that is not an action; a stage with F on two ranks or on none; a rank without stages.
+    Without `placement`, a stage is on the rank that does its F. A B beside a W of the same stage and microbatch is
+    the input half, as torch before 2.6 wrote it. Empty lines at the end are none. Raises ValueError, naming line and
+    cell: no text, something that is not an action; a stage with F on two ranks or on none; a rank without stages.
     """
-    orders = [list(_actions(line, row)) for line, row in enumerate(csv.reader(io.StringIO(text)), start=1)]
+    if not isinstance(text, str) or not text.strip("\ufeff \r\n\t,"):
+        what = f"a {type(text).__name__}" if not isinstance(text, str) else "no action"
+        raise ValueError(
+            f"a schedule's CSV has one line per rank, of cells such as 0F0, and this is {what}; read the file"
+        )
+    lines = csv.reader(text.removeprefix("\ufeff").rstrip("\r\n\t ").splitlines())
+    try:
+        orders = [_new_letters(list(_actions(line, row))) for line, row in enumerate(lines, start=1)]
+    except csv.Error as error:
+        raise ValueError(f"line {lines.line_num}: {error}; it is no CSV, write it again") from None
     place = tuple(_placement(orders) if placement is None else placement)
+    if text.endswith(("\n\n", "\n\r\n")):  # the last ranks of a given placement may have nothing to do
+        orders += [[]] * (1 + max(place, default=-1) - len(orders))
     check_placement(place, len(orders))
     return Schedule.make(place, orders, name)
 
@@ -51,6 +63,12 @@ def _actions(line: int, row: Iterable[str]) -> Iterator[Action]:
             yield from map(Action.parse, _parts(cell))
         except ValueError as error:
             raise ValueError(f"line {line}, cell {number}: {error}") from None
+
+
+def _new_letters(order: list[Action]) -> list[Action]:
+    """B is both halves, unless the weights' half stands in the same line: then it is what we call I."""
+    halves = {a[1:] for a in order if a.kind == "W"} - {a[1:] for a in order if a.kind == "I"}
+    return [a._replace(kind="I") if a.kind == "B" and a[1:] in halves else a for a in order]
 
 
 def _placement(orders: Iterable[Iterable[Action]]) -> Iterator[int]:

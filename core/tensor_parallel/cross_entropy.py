@@ -13,6 +13,7 @@ from torch import Tensor
 
 from core.autograd.second import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
+from core.tensor_parallel.mappings import outside_graphs
 
 _CPU_CHUNK = 1 << 19  # elements handled at a time: what stays in a core's cache
 _DEVICE_CHUNK = 1 << 27  # ... or what keeps an accelerator busy without a float32 copy of everything
@@ -138,5 +139,10 @@ def vocab_parallel_cross_entropy(
         )
     vocab = logits.shape[-1] * (1 if group is None else group.size) if vocab_size is None else vocab_size
     own = logits if inplace and logits.is_contiguous() else logits.clone(memory_format=torch.contiguous_format)
-    loss: Tensor = _CrossEntropy.apply(own, labels, group, vocab, label_smoothing, ignore_index)
+    return _loss(own, group, labels, vocab, label_smoothing, ignore_index)
+
+
+@outside_graphs
+def _loss(logits: Tensor, group: Group | None, labels: Tensor, vocab: int, smoothing: float, ignore: int) -> Tensor:
+    loss: Tensor = _CrossEntropy.apply(logits, labels, group, vocab, smoothing, ignore)
     return loss

@@ -1,9 +1,10 @@
 """A vocabulary split over ranks, padded in memory only."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.autograd import deferred_embedding
 from core.parallel_state import Init, Layout
+from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.placement import Placement
 
 
@@ -28,7 +29,7 @@ def vocab_layout(vocab_size: int, hidden_size: int, tp: int, partial: frozenset[
     return Layout((vocab_size, hidden_size), {"tp": 0}, partial, padding)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(SpreadModule):
     """ids -> rows of a [v, h] table, rank r holding rows r*v_padded/tp and on.
 
     ids: [s, b] the same on every rank -> [s, b, h] on every rank ([s/tp, b, h] under sequence parallelism).

@@ -5,15 +5,16 @@ Shapes: s sequence, b microbatch, i input features, o output features, tp size o
 
 from math import prod
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.autograd import deferred_linear
 from core.parallel_state import Init, Layout
+from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.mappings import gather_from_tensor_region
 from core.tensor_parallel.placement import Placement
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(SpreadModule):
     """y = x W^T + b with the output features split: each rank has its own columns of y.
 
     x: [s, b, i] the same on every rank ([s/tp, b, i] under sequence parallelism) -> y: [s, b, o/tp], or
@@ -59,7 +60,7 @@ class ColumnParallelLinear(nn.Module):
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SpreadModule):
     """y = sum over ranks of x_r W_r^T, plus b once, with the input features split.
 
     x: [s, b, i/tp], each rank its own columns -> y: [s, b, o] the same on every rank ([s/tp, b, o] under

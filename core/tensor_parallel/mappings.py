@@ -4,6 +4,8 @@ Each forward's collective is the other's backward. All of them are the identity 
 The linear layers have these built in; the functions are for modules of a user's own.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,6 +17,18 @@ from core.parallel_state import Layout
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout
 from core.tensor_parallel.placement import sequence_shard
+
+
+def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A compiled graph breaks here: messages between ranks cannot be traced. With a group of None it does not."""
+    alone = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(x: Tensor, group: Group | None, *args: Any, **options: Any) -> Tensor:
+        apart = group is not None and torch.compiler.is_compiling()
+        return alone(x, group, *args, **options) if apart else function(x, group, *args, **options)
+
+    return call
 
 
 def _gather_last(x: Tensor, group: Group) -> Tensor:
@@ -135,31 +149,37 @@ class _SumGradient(torch.autograd.Function):
         return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
+@outside_graphs
 def copy_to_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """Identity forward; backward all-reduces over `group`. Shape unchanged."""
     return x if group is None else _Copy.apply(x, group)
 
 
+@outside_graphs
 def reduce_from_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """All-reduce over `group` forward; identity backward. Shape unchanged."""
     return x if group is None else _Reduce.apply(x, group)
 
 
+@outside_graphs
 def scatter_to_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """[..., h] the same on every rank -> [..., h/tp], this rank's columns; backward all-gathers."""
     return x if group is None else _Scatter.apply(x, group)
 
 
+@outside_graphs
 def gather_from_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """[..., h/tp] -> [..., h] by all-gather; backward takes this rank's columns."""
     return x if group is None else _Gather.apply(x, group)
 
 
+@outside_graphs
 def scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
     """[s, b, h] the same on every rank -> [s/tp, b, h]; backward all-gathers."""
     return x if group is None else _ScatterSequence.apply(x, group)
 
 
+@outside_graphs
 def gather_from_sequence_region(x: Tensor, group: Group | None, *, to_tensor_region: bool = True) -> Tensor:
     """[s/tp, b, h] -> [s, b, h] by all-gather.
 
@@ -169,11 +189,13 @@ def gather_from_sequence_region(x: Tensor, group: Group | None, *, to_tensor_reg
     return x if group is None else _GatherSequence.apply(x, group, to_tensor_region)
 
 
+@outside_graphs
 def reduce_scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
     """[s, b, h], each rank a part of the sum -> [s/tp, b, h]; backward all-gathers."""
     return x if group is None else _ReduceScatterSequence.apply(x, group)
 
 
+@outside_graphs
 def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     """The parameter itself; its gradient, partial on each rank, is all-reduced over `group` in backward.
 

@@ -21,16 +21,6 @@ from core.parallel_state.collectives import (
 from core.parallel_state.layout import set_layout
 
 
-class SpreadParameter(Parameter):
-    """A parameter that keeps its layout and its initial distribution when it is copied."""
-
-    def __deepcopy__(self, memo: dict) -> Parameter:
-        copy: Parameter = super().__deepcopy__(memo)
-        for name in ("parallel_layout", "initial"):
-            setattr(copy, name, getattr(self, name))
-        return copy
-
-
 @dataclass(frozen=True, eq=False)
 class Placement:
     """The tensor-parallel group (None: one rank), how activations travel between layers, dtype and device.
@@ -71,7 +61,7 @@ class Placement:
         Raises ValueError: the split dim does not divide over the group.
         """
         local = layout.local_shape({"tp": self.tp})
-        parameter = SpreadParameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
+        parameter = Parameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
         set_layout(parameter, layout)
         parameter.initial = init  # type: ignore[attr-defined]
         return parameter

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from core.autograd.second import no_second_derivative
 from core.parallel_state import Init, Layout
+from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
 from core.transformer.spec import Build
 
@@ -44,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None
 
 
-class _Norm(nn.Module):
+class _Norm(SpreadModule):
     """Weight [h], whole on every rank; under sequence parallelism (or over heads) each rank sees a part of the rows,
     so its gradient is partial over tp, which the layout says."""
 

@@ -1,16 +1,20 @@
 """Where a token stands: learned embeddings to add, or rotary tables for the attention."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.parallel_state import Init, Layout
+from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
 from core.tensor_parallel.placement import sequence_shard
 from core.transformer.spec import Build
 
 
-class LearnedPositions(nn.Module):
+class LearnedPositions(SpreadModule):
     """weight [max_sequence_length, h], whole on every rank; partial over tp under sequence parallelism."""
 
     def __init__(self, build: Build, max_sequence_length: int) -> None:
@@ -44,11 +48,33 @@ class Rotary(nn.Module):
                 f"rotary needs an even number of dims per head, got {width} of kv_channels={config.head_size}; "
                 "change kv_channels, num_attention_heads or rotary_percent"
             )
-        power = torch.arange(0, width, 2, dtype=torch.float64) / width
-        angle = torch.outer(torch.arange(max_sequence_length, dtype=torch.float64), config.rotary_base**-power)
-        place = {"device": build.parallel.device, "dtype": config.params_dtype}
-        self.register_buffer("cos", angle.cos().to(**place), persistent=False)
-        self.register_buffer("sin", angle.sin().to(**place), persistent=False)
+        self.width, self.base, self.positions = width, config.rotary_base, max_sequence_length
+        self.device = build.parallel.device
+        for name, table in self._tables(build.place.device, config.params_dtype).items():
+            self.register_buffer(name, table, persistent=False)
+
+    def _tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """cos and sin [positions, d/2], computed in float64."""
+        power = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
+        position = torch.arange(self.positions, dtype=torch.float64, device="cpu")
+        angle = torch.outer(position, self.base**-power)
+        return {"cos": angle.cos().to(device, dtype), "sin": angle.sin().to(device, dtype)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """No checkpoint holds the tables: they are computed where the module moves, also from meta (`to_empty`)."""
+        super()._apply(fn, recurse)
+        self._rebuild(self.cos.device)
+        return self
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *more: Any) -> None:
+        """A model on meta that is loaded with `assign=True` is then where its weights are."""
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+        if self.cos.is_meta and metadata.get("assign_to_params_buffers"):
+            self._rebuild(self.device)
+
+    def _rebuild(self, device: torch.device) -> None:
+        for name, table in self._tables(device, self.cos.dtype).items():
+            setattr(self, name, table)
 
     def forward(self, s: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [b or 1, 1, s, d/2]: ready to multiply [b, heads, s, d/2]."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from core.autograd import StageContext
 from core.parallel_state import ParallelState
+from core.parallel_state.spread import building_device
 from core.tensor_parallel import Placement
 from core.transformer.transformer_config import TransformerConfig
 
@@ -35,7 +36,7 @@ class Build:
             group=self.parallel.group("tp"),
             sequence_parallel=self.parallel.config.sequence_parallel,
             dtype=self.config.params_dtype,
-            device=self.parallel.device,
+            device=building_device(self.parallel.device),
             stage=self.stage,
         )
 

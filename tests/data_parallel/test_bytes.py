@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
+from core.data_parallel.freed import Freed
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.pipeline import SingleStage
 from tests.states import state
@@ -54,7 +55,8 @@ def promised(shard, dtype):
 
 def held(shard, optimizer):
     """Bytes of the different storages behind weights, gradients and states, as large as they are now."""
-    tensors = [t for p in shard.named_parameters().values() for t in (p.data, p.main_grad)]
+    parameters = shard.named_parameters().values()
+    tensors = [p.main_grad for p in parameters] + [p.data for p in parameters if type(p) is not Freed]
     for buffer in shard.buffers:
         tensors += [buffer.weights, buffer.gradients, *buffer._whole, *buffer._grads]
     for part in optimizer._parts:

@@ -45,7 +45,7 @@ def test_parameters_moved():
     model, _, optimizer, _ = made()
     model.double()
     model(X.double()).sum().backward()
-    with pytest.raises(ValueError, match=r"the values of 1.weight and 1 more do not lie in its buffers any more"):
+    with pytest.raises(ValueError, match=r"the values of 1.bias and 1 more do not lie in its buffers any more"):
         optimizer.step()
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from core import dist_checkpointing
 from core.data_parallel import DataParallel, check_replicas
 from tests.parity.shards import whole_weights
 from tests.states import state
@@ -53,13 +52,15 @@ def test_ranks_with_other_parameters_are_refused(ranks, change, name):
         assert f"ranks 0 and 1 do not train the same parameters: {name} (" in text
 
 
-def saves_nothing(directory):
+def saves_whole_values():
     ps = state()
     model = net(1)
+    before = {name: p.detach().clone() for name, p in net(1).state_dict().items()}
     DataParallel(model, ps, zero_stage=3)
-    with pytest.raises(ValueError, match=r"sharded \(ZeRO-3\); take the model's state from core.optimizer"):
-        dist_checkpointing.save({"model": model.state_dict()}, directory, ps=ps)
+    with pytest.warns(UserWarning, match=r"ZeRO stage 3: .*; to save, sharded_state_dict"):
+        found = model.state_dict()
+    assert found.keys() == before.keys() and all(torch.equal(found[name], p) for name, p in before.items())
 
 
-def test_a_state_dict_without_memory_is_not_saved(ranks, tmp_path):
-    ranks(saves_nothing, str(tmp_path / "step"), world=2)
+def test_a_state_dict_under_zero_3_is_whole_and_told(ranks):
+    ranks(saves_whole_values, world=2)

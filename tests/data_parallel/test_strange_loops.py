@@ -180,9 +180,8 @@ def alone(make):
 
     def zero():
         for p in named.values():
-            p.grad = torch.zeros_like(p)  # a parameter without a gradient decays, as ours do
+            p.grad = None
 
-    zero()
     return loop(model, lambda x: x, zero, optimizer.step), named
 
 

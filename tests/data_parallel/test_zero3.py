@@ -174,15 +174,21 @@ def freed():
     before = copy.deepcopy(model.state_dict())
     shard = DataParallel(model, ps, zero_stage=3)
     weight = model["last"].weight
-    assert weight.shape == (8, 8) and weight.isnan().all() and weight.main_grad.isnan().all()
-    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+    assert weight.shape == (8, 8) and weight.requires_grad and not any(b.gathered for b in shard.buffers)
+    assert weight.main_grad.isnan().all(), "its gradient has no memory either"
+    with pytest.warns(UserWarning, match="last.weight was read outside of its module's forward"), torch.no_grad():
         weight.add_(1)
+    twin = copy.deepcopy(model)  # told once
+    shard.let_go(model)
+    assert not any(b.gathered for b in shard.buffers), "the end of all loans"
     shard.remove()
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-    assert not hasattr(weight, "main_grad")
+    before["last.weight"] += 1
+    for name, p in model.state_dict().items():
+        assert torch.equal(p, before[name]) and torch.equal(twin.state_dict()[name], p), name
+    assert not hasattr(weight, "main_grad") and type(weight) is nn.Parameter
 
 
-def test_a_freed_parameter_reads_as_nan_and_comes_back(ranks):
+def test_a_freed_parameter_is_fetched_where_it_is_read(ranks):
     ranks(freed, world=2)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt2_spec
 from core.parallel_state import ParallelConfig, ParallelState
+from core.parallel_state.initial import fill
 from core.tensor_parallel.embedding import padded_vocab_rows
 from tests.models.gpt import POSITIONS, VOCAB, B, S, batch, config, gpt
 from tests.parity.whole import assert_same, whole_gradients, whole_parameters
@@ -195,9 +196,11 @@ def test_a_dtype_between_stages_that_is_not_the_parameters_is_refused():
 def test_each_device_draws_for_itself_only_if_told_so():
     """The meta device cannot draw: that it is asked to shows that the option is heard."""
     nowhere = ParallelState(ParallelConfig().for_world(1), device=torch.device("meta"))
-    gpt(parallel=nowhere, facts={"use_cpu_initialization": True})
+    weight = gpt(parallel=nowhere).output_layer.weight
+    there = {"at": nowhere.coordinate, "sizes": nowhere.sizes, "seed": 1}
+    fill(weight, "output_layer.weight", weight.initial, draw_on_cpu=True, **there)
     with pytest.raises(RuntimeError, match="META device"):
-        gpt(parallel=nowhere, facts={"use_cpu_initialization": False})
+        fill(weight, "output_layer.weight", weight.initial, draw_on_cpu=False, **there)
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="the same weights on an accelerator")

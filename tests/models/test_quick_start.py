@@ -32,6 +32,7 @@ import os, torch
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 tensor_model_parallel_size, pipeline_model_parallel_size = world_size, 1
 device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+torch.manual_seed(0)
 tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
 labels, position_ids, attention_mask = tokens.roll(-1, 1), torch.arange(16, device=device).expand(2, 16), None
 """

@@ -17,6 +17,7 @@ class FakeShard:
     def __init__(self, module, *, zero_stage=0, ranks=1, rank=0, buckets=None, grad_dtype=None, ps=None):
         self.ps = ps or ParallelState.single("cpu")
         self.module, self.zero_stage, self.finished = module, zero_stage, False
+        self.missing, self.copies = [], SimpleNamespace(send=lambda: None)
         self._names = {name: p for name, p in named_parameters(module) if p.requires_grad}
         if buckets is None:
             dtypes = dict.fromkeys(p.dtype for p in self._names.values())
@@ -67,7 +68,13 @@ class FakeShard:
         assert not self.finished
         self.finished = True
 
-    def zero_grad(self):
+    def take_weights(self):
+        pass
+
+    def stepped(self):
+        pass
+
+    def zero_grad(self, set_to_none=True):
         for buffer in self.buffers:
             buffer.whole.zero_()
         self.finished = False

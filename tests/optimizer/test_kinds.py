@@ -73,8 +73,8 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_elsewhere(dtype):
     model, twin = Stacked(dtype), with_grads(Stacked(dtype).float())
     ours = build_optimizer(FakeShard(model), config)
     hidden = [twin.layers[0].weight, twin.layers[1].weight]
-    matrix = nn.Parameter(twin.layers[1].wide.detach().view(8, 8))  # the same memory
-    muon = torch.optim.Muon([*hidden, matrix], lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    experts = [nn.Parameter(matrix) for matrix in twin.layers[1].wide.detach()]  # the same memory
+    muon = torch.optim.Muon([*hidden, *experts], lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     vectors = [twin.layers[0].bias, twin.layers[1].bias]
     groups = [{"params": [twin.embedding.weight, twin.head.weight]}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
@@ -85,7 +85,8 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_elsewhere(dtype):
         ours.zero_grad()
         if step != 1:
             give(twin, step)
-            matrix.grad = twin.layers[1].wide.main_grad.view(8, 8)
+            for matrix, gradient in zip(experts, twin.layers[1].wide.main_grad, strict=True):
+                matrix.grad = gradient
             torch_step(twin, muon, step, float("inf"))
             adamw.step()
     assert isinstance(ours, ShardedMuon)
@@ -95,11 +96,44 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_elsewhere(dtype):
         torch.testing.assert_close(kinds["main"].tensor, twin.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_muon_without_stacks_goes_by_names():
+def muons(model, **options):
+    with pytest.warns(UserWarning, match="ShardedMuon: AdamW updates .* hidden=lambda name, layout"):
+        ours = ShardedMuon(FakeShard(model), OptimizerConfig(optimizer="muon", clip_grad=0.0, **options))
+    return ours, {name for name, kinds in ours.states().items() if "momentum_buffer" in kinds}
+
+
+def test_muon_without_stacks_goes_by_kind():
     model = nn.ModuleDict({"wte": nn.Embedding(8, 8), "hidden": nn.Linear(8, 8), "lm_head": nn.Linear(8, 8)})
-    ours = ShardedMuon(FakeShard(model), OptimizerConfig())
-    found = {name for name, kinds in ours.states().items() if "momentum_buffer" in kinds}
-    assert found == {"hidden.weight"}
+    assert muons(model)[1] == {"hidden.weight"}
+    named_otherwise = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 5))
+    assert muons(named_otherwise)[1] == {"1.weight"}, "the last matrix gives the logits"
+    said = ShardedMuon(FakeShard(model), OptimizerConfig(), hidden=lambda name, _: name.startswith("wte"))
+    assert {name for name, kinds in said.states().items() if "momentum_buffer" in kinds} == {"wte.weight"}
+
+
+def test_muon_knows_t5s_tables_and_outputs():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    facts = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    _, found = muons(T5ForConditionalGeneration(T5Config(**facts, tie_word_embeddings=False)))
+    assert found and all(".block." in name and "relative_attention_bias" not in name for name in found)
+
+
+@pytest.mark.parametrize("muon_lr", ["original", "match_rms_adamw"])
+def test_muon_takes_convolutions_as_out_times_the_rest(muon_lr):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"conv": nn.Conv2d(3, 16, 3, bias=False), "head": nn.Linear(16, 4)}).double()
+    matrix = nn.Parameter(model["conv"].weight.detach().clone().view(16, 27))
+    ours, found = muons(model, muon_lr=muon_lr, lr=0.1)
+    assert found == {"conv.weight"} and ours.param_groups[0]["momentum"] == 0.95
+    torchs = torch.optim.Muon([matrix], lr=0.1, weight_decay=0.01, adjust_lr_fn=muon_lr)
+    for step in range(2):
+        give(model, step)
+        matrix.grad = model["conv"].weight.main_grad.clone().view(16, 27)
+        ours.step(num_tokens=1)
+        ours.zero_grad()
+        torchs.step()
+        assert torch.equal(model["conv"].weight.detach().view(16, 27), matrix.detach())
 
 
 def test_muon_wants_whole_matrices():

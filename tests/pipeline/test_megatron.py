@@ -1,6 +1,7 @@
 """A step in Megatron's words gives what one process gives with the mean over microbatches."""
 
 import copy
+import warnings
 from functools import cache
 
 import pytest
@@ -149,3 +150,18 @@ def tied():
 
 def test_tied_ends(ranks):
     ranks(tied, world=2)
+
+
+def replicas_without_a_sum():
+    model = gpt("llama", parallel=state())
+    arguments = {"forward_step_func": forward_step, "data_iterator": data(), "model": model, "num_microbatches": 1}
+    with pytest.warns(UserWarning, match="on 2 data ranks: gradients stay each rank's own"):
+        get_forward_backward_func()(**arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_forward_backward_func()(**arguments)  # told once
+        get_forward_backward_func()(**arguments, forward_only=True)
+
+
+def test_replicas_that_nobody_sums_are_told(ranks):
+    ranks(replicas_without_a_sum)

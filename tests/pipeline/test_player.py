@@ -103,7 +103,7 @@ def test_memory_curve():
     assert played.memory == (((0, 0.25), (1, 1.25), (2, 2.0), (4, 1.5), (5, 1.0), (6, 0.5), (7, 0.0)),)
     assert played.peaks == (2.0,)
     fused = play(written("0F0 0B0 0F1 0B1", (0,)), costs)
-    assert [held for _, held in fused.memory[0]] == [1.0, 0.0, 1.0, 0.0]
+    assert [held for _, held in fused.memory[0]] == [1.0, 0.5, 0.0, 1.0, 0.5, 0.0]  # B: I ends before its W
 
 
 def test_memory_ends_at_nothing_and_peaks_are_those_of_the_curve():

@@ -115,6 +115,25 @@ def test_v_half_and_v_min_hold_and_wait_as_published(ranks):
         assert over_ideal(play_whole(schedule)) <= 1 + rate * ranks / (4 * ranks)
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "equal", "uneven"),
+    [
+        ("v-half", 4, 8, 1.104, 1.247),
+        ("v-half", 4, 12, 1.069, 1.165),
+        ("v-half", 6, 18, 1.102, 1.225),
+        ("v-half", 8, 16, 1.177, 1.341),
+        ("v-half", 8, 32, 1.089, 1.187),
+        ("v-min", 6, 18, 1.157, 1.527),
+    ],
+)
+def test_v_half_and_v_min_are_as_fast_as_their_authors(name, ranks, microbatches, equal, uneven):
+    """equal: what the authors' own program reaches at F = I = W. uneven: ours at F=1 I=1.2 W=.8 comm=.1; theirs,
+    which is told the costs, reaches 1.242, 1.161, 1.202, 1.331, 1.166 (and ours, told them too, is "auto")."""
+    schedule = make(name, ranks, microbatches)
+    for costs, most in ((Costs(), equal), (Costs(F=1, I=1.2, W=0.8, comm=0.1), uneven)):
+        assert over_ideal(play(schedule, costs.divided(2))) < most + 0.0006
+
+
 def test_step_over_ideal_of_the_notes():
     """P=4 M=8 and P=8 M=16 at F=I=W, the figures that torch's own schedules reach too (peak in brackets)."""
     expected = {
@@ -125,7 +144,7 @@ def test_step_over_ideal_of_the_notes():
         "dualpipe-v": ((1.0625, 4.5), (1.0729, 8.5)),
         "zb-h1": ((1.125, 4), (1.1458, 8)),
         "zb-h2": ((1.125, 7), (1.1458, 15)),
-        "v-half": ((1.1875, 3), (1.21875, 5)),
+        "v-half": ((1.10417, 3), (1.17708, 5)),
         "v-min": ((1.2292, 2), (1.28125, 4)),
     }
     for name, figures in expected.items():

@@ -1,11 +1,13 @@
 """The automatic schedule: near the optimum, within memory, never slower than a candidate, the same every time."""
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.pipeline import schedules
 from core.pipeline.actions import Action, Schedule, looped, v_shape
 from core.pipeline.flat import Flat
 from core.pipeline.list_scheduling import Policies, list_schedule
@@ -142,6 +144,33 @@ def test_every_result_is_complete_and_fits_and_beats_the_candidates(problem, roo
     for s, m in again:  # an R is left out only where I follows F directly
         order = found.schedule.orders[placement[s]]
         assert order[order.index(Action("F", s, m)) + 1].kind in "IB"
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.sampled_from([None, 1.0, 1.3, 2.0]), st.integers(0, 99))
+def test_every_stage_does_its_microbatches_in_order(problem, room, seed):
+    """Batch norms and losses see them one after the other, whatever the search found."""
+    placement, microbatches, costs, recompute = problem
+    limit = None if room is None else [room * peak for peak in least_memory(*problem)]
+    found = search(placement, microbatches, costs, recompute=recompute, memory_limit=limit, budget=60_000, seed=seed)
+    for stage, rank in enumerate(placement):
+        order = [a.microbatch for a in found.schedule.orders[rank] if a.kind == "F" and a.stage == stage]
+        assert order == list(range(microbatches))
+
+
+def test_the_search_ends_after_the_seconds_it_has_and_says_so():
+    facts = dict(placement=v_shape(8), microbatches=64, costs=DELAYED.divided(2), memory_limit=5.0)
+    begin = time.perf_counter()
+    found = search(**facts, candidates=[schedules.make("v-half", 8, 64)], seconds=0.3)
+    assert time.perf_counter() - begin < 3, "beyond it only what is under way: one pass, and playing the result"
+    assert found.cut == 0.3 and "the search was ended after 0.3 s" in found.summary()
+    assert found.played.makespan <= found.named[0][1]
+
+
+def test_the_search_ends_where_little_is_possible():
+    facts = dict(placement=v_shape(4), microbatches=32, costs=Costs().divided(2))
+    found = search(**facts, candidates=schedules.candidates(v_shape(4), 32), enough=0.01)
+    assert found.spent == 0 and found.cut == 0 and found.played.makespan <= found.bound * 1.01
 
 
 @settings(max_examples=40, deadline=None)

@@ -63,7 +63,9 @@ def test_fused_backward(capsys):
 def test_writes_picture_trace_and_csv(tmp_path, capsys):
     files = {name: str(tmp_path / f"out.{name}") for name in ("svg", "trace", "csv")}
     assert main(["zb-v", "--recompute", *(word for name, path in files.items() for word in (f"--{name}", path))]) == 0
-    assert capsys.readouterr().out.endswith("".join(f"wrote {path}\n" for path in files.values()))
+    assert capsys.readouterr().out.endswith(
+        "".join(f"wrote {path}\n" for path in files.values())[:-1] + " without its R, which torch does not have\n"
+    )
     assert "zb-v, 4 ranks, 8 microbatches, recompute" in Path(files["svg"]).read_text()
     assert json.loads(Path(files["trace"]).read_text())["traceEvents"]
     assert read_csv(Path(files["csv"]).read_text(), name="zb-v") == make("zb-v", 4, 8)

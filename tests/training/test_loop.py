@@ -32,7 +32,13 @@ class Job:
         self.corpus = open_corpus(self.data, self.training, ps)
         vocab, self.config = self.corpus.tokenizer.vocab_size, MODEL.transformer()
         self.model = GPTModel(
-            self.config, MODEL.spec(), vocab, S, parallel=ps, share_embeddings_and_output_weights=True
+            self.config,
+            MODEL.spec(),
+            vocab,
+            S,
+            parallel=ps,
+            share_embeddings_and_output_weights=True,
+            seed=MODEL.seed,
         )
         sync = PerParameterGradSync(self.model, ps)
         self.optimizer = AdamW(self.model, ps, OptimizerConfig(lr=lr), grad_sync=sync)

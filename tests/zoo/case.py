@@ -48,6 +48,7 @@ class Seen:
 
     outcome: str
     message: str = ""
+    trace: str = ""
 
 
 def worst(pairs: Pairs) -> tuple[float, str]:
@@ -77,7 +78,7 @@ def observe(run: Callable[..., Pairs], *args: Any, tolerance: float = TOLERANCE,
         try:
             pairs = run(*args, **kwargs)
         except Exception as error:
-            return Seen("refused", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            return Seen("refused", f"{type(error).__name__}: {error}", traceback.format_exc())
     told = [str(w.message) for w in caught if not issubclass(w.category, (DeprecationWarning, FutureWarning))]
     if told:
         return Seen("told", "\n".join(told))
@@ -93,7 +94,7 @@ def judge(case: Case, seen: Iterable[Seen], variation: Any = None) -> None:
     assert outcome == "right" or says, f"{case.what}: state what the message says"
     for rank, one in enumerate(seen):
         assert one.outcome == outcome, (
-            f"{case.what} ({variation}), rank {rank}: {one.outcome}, not {outcome}\n{one.message}"
+            f"{case.what} ({variation}), rank {rank}: {one.outcome}, not {outcome}\n{one.message}\n{one.trace}"
         )
         assert re.search(says, one.message), (
             f"{case.what} ({variation}), rank {rank} does not say {says!r}:\n{one.message}"

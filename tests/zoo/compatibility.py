@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.zoo.case import Case, Family
 
 # every module here has `FAMILY`, and a test file of the same name with `test_`
-FAMILIES: list[str] = ["modules"]
+FAMILIES: list[str] = ["modules", "tools", "habits", "schedule_files", "failures"]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HEAD = """# Other people's programs: right, told or refused
 
@@ -22,9 +22,11 @@ def families() -> list[Family]:
 
 
 def _row(case: Case, family: Family) -> str:
-    outcome = case.outcome
-    for variation, (other, _) in case.elsewhere.items():
-        outcome += f"; {variation}: {other}"
+    others: dict[str, list[str]] = {}
+    for variation, (outcome, _) in case.elsewhere.items():
+        others.setdefault(outcome, []).append(str(variation))
+    there = [f"{', '.join(variations)}: {outcome}" for outcome, variations in others.items()]
+    outcome = "; ".join([case.outcome, *there])
     return f"| {case.what} | {outcome} | {case.remedy} |".replace("  |", " |")
 
 
@@ -32,8 +34,8 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     found = families()
-    counts = [f"{len(f.cases)} x {len(f.variations)} {f.title.lower()}" for f in found]
-    parts.append(f"{', '.join(counts)}: silently wrong: 0.\n" if counts else "")
+    counts = [f"{f.title}: {len(f.cases)} x {len(f.variations)}" for f in found]
+    parts.append(f"{'; '.join(counts)}. Silently wrong: 0.\n" if counts else "")
     for family in found:
         names = [case.what for case in family.cases]
         assert len(set(names)) == len(names), f"{family.title}: a row stands twice"

@@ -334,11 +334,7 @@ ODD: dict[str, Any] = {
     },
     "`torch.vmap`": _pair(_vmap),
     "`torch.func.functional_call`": _pair(_functional_call),
-    "`torch.func.jacrev`": {
-        "make": _pair(_jacobian),
-        "elsewhere": {f"auto, {policy}": ("told", "cannot be counted") for policy in ("none", "layer", "stage")},
-        "remedy": "`memory_limit` does not cover what it keeps",
-    },
+    "`torch.func.jacrev`": _pair(_jacobian),
     "nested tensors inside a stage": _pair(_nested_tensor),
     "`module.compile(backend='eager')`": _compiled("eager"),
     "`module.compile(backend='aot_eager')`": _compiled("aot_eager"),

@@ -6,6 +6,7 @@ from torch.nn import Parameter
 
 from core.autograd import deferred_linear
 from core.parallel_state import Init
+from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import VocabParallelEmbedding
 from core.tensor_parallel.embedding import vocab_layout
 from core.transformer.dropout import residual_dropout
@@ -46,7 +47,7 @@ class GPTEmbedding(nn.Module):
         return x if self.dropout is None else self.dropout(x)
 
 
-class OutputLayer(nn.Module):
+class OutputLayer(SpreadModule):
     """x [s, b, h] ([s/tp, b, h] under sequence parallelism) -> logits [s, b, v_padded/tp].
 
     Its own weight [v_padded/tp, h], or (tied) the one it is handed. Backward: all-reduce of dx

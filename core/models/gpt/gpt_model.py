@@ -1,16 +1,22 @@
 """GPTModel: embedding, transformer layers, output layer; whole, or the part of it that one pipeline stage holds."""
 
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from core.autograd import StageContext
 from core.dist_checkpointing.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
-from core.models.gpt.inputs import check_optional, check_tokens, check_values
-from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, seeded
+from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, either
+from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, mix32, seeded
 from core.parallel_state.collectives import broadcast
+from core.parallel_state.initial import common_seed
+from core.parallel_state.spread import keep_layouts
 from core.pipeline.partition import even
 from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
+from core.tensor_parallel.watch import SplitWatch, watch_optimizers
 from core.transformer.layer import TransformerBlock
 from core.transformer.rules import check_layout
 from core.transformer.spec import Build, TransformerLayerSpec
@@ -30,7 +36,9 @@ class GPTModel(nn.Module):
     share_embeddings_and_output_weights: one table for both (tied). ends_share_a_rank: whether the first and the
         last stage are on one rank, so that it is one parameter; tied_with: that first stage, for the last one.
     parallel: the layout of ranks; default: the current state (a single process needs none).
-    seed: of the initial weights, which are the same on every layout.
+    seed: of the initial weights, which are the same on every layout; default: that of `torch.manual_seed` on the
+        first rank (then making a model is collective over the world: one broadcast).
+    Inside `with torch.device("meta")` nothing is allocated: `to_empty`, then `init_weights` or `load_state_dict`.
 
     Raises ValueError: a config that does not fit the layout of ranks (all reasons at once).
     """
@@ -50,7 +58,7 @@ class GPTModel(nn.Module):
         tied_with: "GPTModel | None" = None,
         parallel_output: bool = True,
         parallel: ParallelState | None = None,
-        seed: int = 1234,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.parallel = ps = parallel if parallel is not None else current_state()
@@ -61,7 +69,8 @@ class GPTModel(nn.Module):
         self.tied, self.parallel_output = share_embeddings_and_output_weights, parallel_output
         self.stage, spec = StageContext(), transformer_layer_spec
         self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
-        build = Build(config, ps, self.stage, seed)
+        self.seed = seed if seed is not None else common_seed(ps)
+        build = Build(config, ps, self.stage, self.seed)
         self.place = build.place
         across = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
         if self.pre_process or (self.tied and self.post_process):
@@ -76,27 +85,65 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        initialize_parameters(
-            self, seed=seed, at=ps.coordinate, sizes=ps.sizes, draw_on_cpu=config.use_cpu_initialization
-        )
+        self._first_inputs, self._told_of_parts = FirstInputs(), False
+        group = self.place.group
+        self._watch = SplitWatch(group, sums_foreign=self.place.splits_sequence) if group is not None else None
+        keep_layouts(self)
+        watch_optimizers(self)
+        self._fill()
+
+    def init_weights(self) -> None:
+        """Fill every parameter with its initial values again, after `to_empty` above all.
+
+        Parts of your own are filled by their `reset_parameters`. Raises ValueError: one that has parameters and none.
+        """
+        for name, part in self.named_modules():
+            own = [p for p in part.parameters(recurse=False) if getattr(p, "initial", None) is None]
+            if not own:
+                continue
+            reset = getattr(part, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"{name} ({type(part).__name__}) has {len(own)} parameters and no reset_parameters(): nobody can "
+                    "fill it; add the method, or load a checkpoint"
+                )
+            with seeded(own[0].device, mix32(self.seed, "parts", name)):
+                reset()
+        self._fill()
+
+    def _fill(self) -> None:
+        ps, on_cpu = self.parallel, self.config.use_cpu_initialization
+        initialize_parameters(self, seed=self.seed, at=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu)
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
     ) -> Tensor:
         """Per-token loss [b, s] with labels (already shifted; -100 gives loss 0), else logits.
 
-        tokens: int64 [b, s]; on a stage that does not embed, the previous stage's output [s, b, h].
+        tokens (or input_ids, its name elsewhere): int64 [b, s]; on a stage that does not embed, the previous stage's
+        output [s, b, h].
         position_ids: [b, s], default 0 .. s-1. attention_mask: None is causal, else bool [b, 1, s, s], True =
         masked out. Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
         `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h].
         Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype; a token,
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
+        tokens = either("tokens", tokens, "input_ids", input_ids)
         s = self._check(tokens, position_ids, attention_mask, labels)
+        if self._watch is not None:
+            if torch.compiler.is_exporting():
+                raise ValueError(
+                    f"torch.export would hold 1 of the {self.place.tp} tensor ranks' parts, and none of the messages "
+                    "between them; load the checkpoint into a model of tensor_model_parallel_size=1 and export that"
+                )
+            batch = (tokens if self.pre_process else None, position_ids, attention_mask, labels)
+            self._watch.look(self, batch)
         if self._draws and self.training and not self.stage.driven:
             self.stage.drawn = True
             with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
@@ -128,6 +175,19 @@ class GPTModel(nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
         return gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As torch's: this rank's parts. Warns, once, where tensor ranks hold others."""
+        if self._watch is not None and not self._told_of_parts:
+            self._told_of_parts = True
+            warnings.warn(
+                f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}: one rank's file "
+                "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
+                "model.sharded_state_dict(), directory), or a file per rank",
+                stacklevel=2,
+            )
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return found
 
     def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
         """name -> this rank's part of each parameter, for `dist_checkpointing.save` and `load`; live memory."""
@@ -164,8 +224,11 @@ class GPTModel(nn.Module):
             )
         check_optional(b, s, position_ids, attention_mask, labels)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
+        if not self._first_inputs.done and not torch.compiler.is_exporting():
+            self._first_inputs.look(tokens if self.pre_process else None, attention_mask, labels)
         return s
 
+    @torch.compiler.disable
     def _drawn_seed(self) -> int:
         """Plain use with dropout: a seed from torch's own CPU generator, the same on all tensor ranks."""
         seed = torch.randint(2**31, (1,))

@@ -1,12 +1,14 @@
 """What a model is called with. Values are looked at where that waits for nothing, else asserted on the device."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
 
 def _in_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
     """Every value in [0, size), or equal to `ignored`: tables and losses would take some others silently."""
-    if values.numel() == 0 or values.is_meta:
+    if values.numel() == 0 or values.is_meta or torch.compiler.is_exporting():
         return
     if values.device.type != "cpu":
         fits = (values >= 0) & (values < size)
@@ -22,6 +24,14 @@ def _in_range(name: str, values: Tensor, size: int, *, ignored: int | None = Non
     if wrong.numel():
         also = "" if ignored is None else f", or {ignored} to leave a token out"
         raise ValueError(f"{name} holds {int(wrong[0])}, valid are 0 to {size - 1}{also}")
+
+
+def either(name: str, value: Tensor | None, other: str, also: Tensor | None) -> Tensor:
+    """The one of two names for an argument that was given. Raises TypeError: none of them, or both."""
+    found = value if also is None else also
+    if found is None or (value is not None and also is not None):
+        raise TypeError(f"give {name} or {other}, not {'both' if found is not None else 'neither'}")
+    return found
 
 
 def check_values(position_ids: Tensor | None, positions: int, labels: Tensor | None, vocab_size: int) -> None:
@@ -58,3 +68,37 @@ def check_optional(
             )
     if labels is not None and (labels.dtype != torch.int64 or tuple(labels.shape) != (b, s)):
         raise ValueError(f"labels must be int64 [b, s] = {(b, s)}, got {labels.dtype} {tuple(labels.shape)}")
+
+
+class FirstInputs:
+    """Looks at the values of the first labels and of the first mask: habits from elsewhere that raise no error."""
+
+    def __init__(self) -> None:
+        self._labels = self._mask = False  # seen
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to look at."""
+        return self._labels and self._mask
+
+    @torch.compiler.disable
+    def look(self, tokens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:
+        """Warns: labels that are the tokens, a mask that lets tokens see later ones."""
+        if labels is not None and tokens is not None and not self._labels:
+            self._labels = True
+            if torch.equal(labels, tokens.to(labels.dtype)):
+                warnings.warn(
+                    "labels equal tokens: labels are the next tokens here, already shifted, as Megatron has them "
+                    "(Hugging Face shifts inside). A model of these learns to copy: give tokens[:, :-1] and "
+                    "labels=tokens[:, 1:]",
+                    stacklevel=4,
+                )
+        if attention_mask is not None and not self._mask:
+            self._mask = True
+            if not attention_mask.triu(1).eq(torch.ones_like(attention_mask).triu(1)).all():
+                warnings.warn(
+                    "attention_mask lets tokens see later ones: a mask of your own takes the place of the causal one "
+                    "(True = masked out); combine them with | torch.ones(s, s, dtype=torch.bool).triu(1) unless this "
+                    "is meant",
+                    stacklevel=4,
+                )

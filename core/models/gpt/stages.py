@@ -5,6 +5,7 @@ from typing import Any
 
 from core.models.gpt.gpt_model import GPTModel
 from core.parallel_state import ParallelState, current_state
+from core.parallel_state.initial import common_seed
 from core.pipeline.partition import partition
 from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
@@ -45,6 +46,7 @@ def gpt_stages(
     layers: Sequence[range] | None = None,
     share_embeddings_and_output_weights: bool = False,
     parallel: ParallelState | None = None,
+    seed: int | None = None,
     **more: Any,
 ) -> dict[int, GPTModel]:
     """stage -> GPTModel of this rank's stages, to be handed to `Pipeline`.
@@ -74,22 +76,23 @@ def gpt_stages(
             f"layers {cut} are {len(cut)} parts for {stages} stages; together they must be 0 to "
             f"{config.num_layers - 1}, in order"
         )
+    seed = common_seed(ps) if seed is None else seed  # once: ranks may hold different numbers of stages
     made: dict[int, GPTModel] = {}
     for stage, rank in enumerate(placement):
         if rank == ps.index("pp"):
-            last = stage == stages - 1
             made[stage] = GPTModel(
                 config,
                 transformer_layer_spec,
                 vocab_size,
                 max_sequence_length,
                 pre_process=stage == 0,
-                post_process=last,
+                post_process=stage == stages - 1,
                 layers=cut[stage],
                 share_embeddings_and_output_weights=tied,
-                tied_with=made.get(0) if last and stage else None,
+                tied_with=made.get(0) if 0 < stage == stages - 1 else None,
                 ends_share_a_rank=ends[0] == ends[1],
                 parallel=ps,
+                seed=seed,
                 **more,
             )
     return made

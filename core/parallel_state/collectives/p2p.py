@@ -4,7 +4,6 @@ gloo accepts a message of another size or dtype silently, and loses one whose ha
 `isend` returns until it is waited for, and do not write to a tensor under way.
 """
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,31 +27,32 @@ MAX_DIMS = 8
 class Received:
     """A message on its way; `wait()` returns its tensor."""
 
-    def __init__(self, tensor: Tensor, work: Any, timeout: timedelta) -> None:
-        self._tensor, self._work, self._timeout = tensor, work, timeout
+    def __init__(self, tensor: Tensor, work: Any, group: Group) -> None:
+        self._tensor, self._work, self._group = tensor, work, group
 
     def wait(self) -> Tensor:
         """Block until the message is here (bounded by the group's timeout)."""
-        self._work.wait(self._timeout)
+        group = self._group
+        self._work.wait(group.timeout)
         return self._tensor
 
 
 class Sent:
     """A message under way; holds its tensor until `wait()`."""
 
-    def __init__(self, tensor: Tensor, works: list[Any], timeout: timedelta, extra: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor, works: list[Any], group: Group, extra: Tensor | None = None) -> None:
         self._held: tuple[Tensor | None, ...] = (tensor, extra)
-        self._works, self._timeout, self._version = works, timeout, version_of(tensor)
+        self._works, self._group, self._version = works, group, version_of(tensor)
 
     def wait(self, *, arrived: bool = False) -> None:
         """Block until the receiver has it, then let the tensor go. `arrived`: it is known to have it.
 
         Raises RuntimeError: somebody wrote into the tensor meanwhile; what arrived is anyone's guess.
         """
-        held = self._held[0] if self._held else None
+        held, group = self._held[0] if self._held else None, self._group
         if not arrived or (held is not None and held.device.type != "cpu"):  # elsewhere a stream waits, not we
             for work in self._works:
-                work.wait(self._timeout)
+                work.wait(group.timeout)
         if held is not None and version_of(held) != self._version:
             raise RuntimeError(
                 f"a tensor of shape {list(held.shape)} was written while it was being sent; clone what is "
@@ -78,7 +78,7 @@ def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool
     head = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device) if header else None
     works = [group.process_group.send([t], peer, tag) for t in (head, tensor) if t is not None]
     group.traffic.add(tensor.nbytes, 0.0)
-    return Sent(tensor, works, group.timeout, head)
+    return Sent(tensor, works, group, head)
 
 
 def irecv(
@@ -106,7 +106,7 @@ def irecv(
                 f"{group.ranks[group.rank]} expects {tuple(shape)} of {dtype}: both sides must agree"
             )
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    return Received(tensor, group.process_group.recv([tensor], peer, tag), group.timeout)
+    return Received(tensor, group.process_group.recv([tensor], peer, tag), group)
 
 
 def greet(group: Group, sender: int, device: torch.device) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.parallel_state.collectives.checks import compare_across_ranks
+from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.groups import Group
 from core.parallel_state.collectives.ops import TAG, Pending, _composes, _Done
 
@@ -37,10 +38,11 @@ class _Messages:
             try:
                 work.wait(group.timeout)
             except RuntimeError as error:
-                raise RuntimeError(
+                raise Unanswered(
                     f"rank {group.ranks[group.rank]} waited in vain for rank {group.ranks[peer]} at {self._what} "
                     f"(group {group.name}, at most {group.timeout.total_seconds():g} s): that rank failed, or runs "
-                    "other modules or another order of them; every rank of a group must run the same"
+                    "other modules or another order of them; every rank of a group must run the same",
+                    (group.ranks[peer],),
                 ) from error
         self._works, self._held = [], ([], [])
 

@@ -1,0 +1,28 @@
+"""torch's DistributedDataParallel over the data ranks of a model that tensor or pipeline ranks share."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.parallel_state import ParallelState, current_state
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """torch's, over the data group unless `process_group` is given: over all ranks it would mix different parts.
+
+    parallel: the layout of ranks; default: the module's own, or the current state. Collective over the data group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        parallel: ParallelState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("process_group") is None:
+            own = getattr(module, "parallel", None)
+            ps = parallel or (own if isinstance(own, ParallelState) else current_state())
+            kwargs["process_group"] = ps.torch_group("dp-cp").process_group
+        super().__init__(module, *args, **kwargs)

@@ -1,0 +1,40 @@
+"""One step's life: what has become of the gradients, and what may come next. Nothing else decides it.
+
+| phase | backward | finish | step | zero_grad |
+|---|---|---|---|---|
+| fresh | accumulating | summed | stepped, nothing moves | fresh |
+| accumulating | accumulating | summed | stepped | fresh, sums that have begun are completed |
+| summed | refused: its part would be in no sum | refused | stepped | fresh |
+| stepped | stepped: what comes is dropped, as `zero_grad` will | refused | refused | fresh |
+"""
+
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """Of the gradients of one `DataParallel`; fresh and accumulating are told apart by what has arrived."""
+
+    OPEN = 0  # fresh or accumulating: contributions are added
+    SUMMED = 1  # `finish` has run
+    STEPPED = 2  # an optimizer has used them up
+
+    def refuse_second(self) -> None:
+        """Raise ValueError: gradients are summed and used once."""
+        if self is not Phase.OPEN:
+            raise ValueError(
+                "DataParallel: a second step or finish() after 1 zero_grad() would sum again what is already summed; "
+                "call zero_grad() after each optimizer step (microbatches are how to accumulate)"
+            )
+
+    def drops(self, name: str) -> bool:
+        """Whether a contribution to parameter `name` that comes now is for nobody.
+
+        After an optimizer's step it is: `zero_grad` comes before the next (a second network's loss, a saliency map).
+        Raises RuntimeError: between `finish` and the step it would be lost.
+        """
+        if self is Phase.SUMMED:
+            raise RuntimeError(
+                f"a backward reached {name} after finish() had summed the gradients of this step; call backward "
+                "before finish(), or step and zero_grad() before the next backward"
+            )
+        return self is Phase.STEPPED

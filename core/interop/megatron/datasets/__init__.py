@@ -1,0 +1,1 @@
+"""Megatron's data sets: indexed files, samples of fixed length in its order, blends."""

@@ -1,0 +1,224 @@
+"""Samples of fixed length out of documents, in Megatron's order: the same samples for the same seed and files.
+
+Documents are shuffled over the epochs that are needed and laid end to end; sample k is the tokens from
+k * sequence_length on, one more than its length for the labels; then samples are shuffled. Where the last epoch would
+be cut short below 80 %, it is shuffled apart from the others.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
+from core.interop.megatron.datasets.utils import Split, split_bounds
+
+_MOCK_DOCUMENTS, _MOCK_LONGEST = 100_000, 4096
+_WHOLE_ENOUGH = 0.8  # of the last epoch, to be shuffled with the others
+
+
+@dataclass
+class GPTDatasetConfig:
+    """Megatron's fields that say which samples there are; without `blend` and `blend_per_split` data are made up.
+
+    Raises ValueError: settings that contradict each other, or that are not here.
+    """
+
+    random_seed: int
+    sequence_length: int
+    blend: tuple[list[str], list[float] | None] | None = None
+    blend_per_split: list[tuple[list[str], list[float] | None] | None] | None = None
+    split: str | None = None
+    num_dataset_builder_threads: int = 1
+    path_to_cache: str | None = None  # no index is kept: it is made in no time
+    mmap_bin_files: bool = True
+    tokenizer: Any = None
+    mid_level_dataset_surplus: float = 0.005
+    reset_position_ids: bool | None = None
+    reset_attention_mask: bool | None = None
+    eod_mask_loss: bool | None = None
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    mock: bool = field(init=False, default=False)
+    bounds: list[tuple[float, float] | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None:
+            raise ValueError("GPTDatasetConfig needs a tokenizer: MegatronTokenizer.from_pretrained(...)")
+        if not (self.drop_last_partial_validation_sequence and self.add_extra_token_to_sequence):
+            raise ValueError(
+                "drop_last_partial_validation_sequence=False and add_extra_token_to_sequence=False are not here; "
+                "leave them at True"
+            )
+        per_split = self.blend_per_split is not None and any(self.blend_per_split)
+        if per_split and (self.blend is not None or self.split is not None):
+            raise ValueError("blend_per_split says all; leave blend and split out")
+        if self.blend is not None and self.split is None:
+            raise ValueError('blend needs split, such as "99,1,0"')
+        self.mock = self.blend is None and not per_split
+        self.split = "1,1,1" if self.mock else self.split
+        self.bounds = split_bounds(self.split) if self.split is not None else [(0.0, 1.0)] * len(Split)
+
+
+class MockDocuments:
+    """100,000 documents of 1 to 4,095 tokens that count up, each ending in the end of text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._vocab, self._end = tokenizer.vocab_size, tokenizer.eod
+        lengths = np.random.default_rng(seed=0).integers(1, _MOCK_LONGEST, _MOCK_DOCUMENTS, dtype=np.int32)
+        self.sequence_lengths: np.ndarray = lengths
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of one document."""
+        whole = (np.arange(1, int(self.sequence_lengths[idx]) + 1)) % self._vocab
+        whole[-1] = self._end
+        return whole[offset : None if length is None else offset + length]
+
+
+class GPTDataset(torch.utils.data.Dataset):
+    """`[s]` tokens, labels, loss_mask and position_ids per sample, and a mask `[1, s, s]`, True = hidden.
+
+    documents: the numbers of those that belong to the part. num_samples: how many are wanted, over as many epochs as
+    it takes; None for one epoch. Raises ValueError: too few tokens for one sample.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        documents: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        self.source, self.documents, self.num_samples = source, documents, num_samples
+        self.index_split, self.config = index_split, config
+        self.pad = getattr(config.tokenizer, "pad", -1)
+        if len(self) < 1:
+            raise ValueError(
+                f"the {index_split.name} part has {self._per_epoch} tokens in {len(documents)} documents, a sample "
+                f"takes {config.sequence_length + 1}; give it a larger share of split, or shorter samples"
+            )
+
+    @classmethod
+    def build_low_level_dataset(cls, path_prefix: str | None, config: GPTDatasetConfig) -> Any:
+        """The documents under a prefix."""
+        assert path_prefix is not None
+        return IndexedDataset(path_prefix)
+
+    @cached_property
+    def _per_epoch(self) -> int:
+        return int(np.sum(self.source.sequence_lengths[self.documents], dtype=np.int64))
+
+    @cached_property
+    def _epochs(self) -> int:
+        wanted = 0 if self.num_samples is None else self.num_samples * self.config.sequence_length + 1
+        return max(1, -(-wanted // max(1, self._per_epoch)))
+
+    def _samples_in(self, epochs: int) -> int:
+        return (epochs * self._per_epoch - 1) // self.config.sequence_length
+
+    def __len__(self) -> int:
+        """All samples of the epochs: as many as are wanted, or a few more."""
+        return self._samples_in(self._epochs)
+
+    @cached_property
+    def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(documents of all epochs, the token at which each begins and the end, samples): drawn at first use."""
+        draw, apart = np.random.RandomState(self.config.random_seed), False
+        if self._epochs > 1 and self.num_samples is not None:
+            rest = self.num_samples - self._samples_in(self._epochs - 1)
+            apart = rest < int(_WHOLE_ENOUGH * self._samples_in(1))
+
+        def shuffled(values: np.ndarray) -> np.ndarray:
+            draw.shuffle(values)
+            return values
+
+        together = self._epochs - apart
+        order = [shuffled(np.tile(self.documents, together).astype(np.int32))]
+        if apart:
+            order.append(shuffled(self.documents.astype(np.int32)))
+        documents = np.concatenate(order)
+        lengths = self.source.sequence_lengths[documents].astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        first, count = self._samples_in(together), len(self)
+        dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
+        samples = [shuffled(np.arange(first, dtype=dtype)), shuffled(np.arange(first, count, dtype=dtype))]
+        return documents, starts, np.concatenate(samples if apart else samples[:1])
+
+    def _text(self, idx: int) -> Tensor:
+        documents, starts, samples = self._order
+        at = int(samples[idx]) * self.config.sequence_length
+        stop = at + self.config.sequence_length + 1
+        number, parts = int(np.searchsorted(starts, at, side="right")) - 1, []
+        while at < stop:
+            until = min(stop, int(starts[number + 1]))
+            if until > at:
+                parts.append(self.source.get(int(documents[number]), at - int(starts[number]), until - at))
+            at, number = until, number + 1
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """A sample; None is one that no loss counts (to fill a batch)."""
+        config = self.config
+        text = self._text(0 if idx is None else range(len(self))[idx])
+        tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
+        made = masks_and_positions(
+            tokens,
+            config.tokenizer.eod,
+            reset_position_ids=bool(config.reset_position_ids),
+            reset_attention_mask=bool(config.reset_attention_mask),
+            eod_mask_loss=bool(config.eod_mask_loss),
+            create_attention_mask=config.create_attention_mask,
+        )
+        made["loss_mask"][labels == self.pad] = 0.0
+        if idx is None:
+            made["loss_mask"].zero_()
+        return {
+            "tokens": tokens.masked_fill(tokens == self.pad, 0),
+            "labels": labels.masked_fill(labels == self.pad, 0),
+        } | made
+
+
+def masks_and_positions(
+    tokens: Tensor,
+    eod: int,
+    *,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    create_attention_mask: bool,
+) -> dict[str, Tensor]:
+    """loss_mask, position_ids `[s]` and, if wanted, attention_mask `[1, s, s]`, True = hidden, of tokens `[s]`.
+
+    Reset: a document, up to and with its end of text, sees itself only, and counts its positions from 0.
+    """
+    s = tokens.numel()
+    ends = tokens == eod
+    document = torch.cumsum(ends, 0) - ends.long()  # the end belongs to its document
+    positions, loss_mask = torch.arange(s), torch.ones(s)
+    made = {"loss_mask": loss_mask}
+    if eod_mask_loss:
+        loss_mask[ends] = 0.0
+    if reset_position_ids:
+        begins = torch.cat([torch.ones(1, dtype=torch.bool), ends[:-1]])
+        positions = positions - torch.cummax(torch.where(begins, positions, 0), 0).values
+    made["position_ids"] = positions
+    if create_attention_mask:
+        hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
+        if reset_attention_mask:
+            hidden |= document[:, None] != document[None, :]
+        made["attention_mask"] = hidden[None]
+    return made
+
+
+class MockGPTDataset(GPTDataset):
+    """A GPTDataset of made-up documents."""
+
+    @classmethod
+    def build_low_level_dataset(cls, path_prefix: str | None, config: GPTDatasetConfig) -> Any:
+        """The made-up ones, whatever the prefix."""
+        return MockDocuments(config.tokenizer)

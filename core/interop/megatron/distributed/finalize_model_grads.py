@@ -1,0 +1,41 @@
+"""The end of a step's gradients: summed over the data ranks, and divided by the tokens if they are told."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.parallel_state import current_state
+from core.parallel_state.collectives import all_reduce, broadcast
+
+
+def finalize_model_grads(
+    model: Sequence[nn.Module],
+    num_tokens: Tensor | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """`finish_grad_sync` of every chunk. num_tokens: of this rank's microbatches, told on the last stage.
+
+    Norms under sequence parallelism and tables tied over the pipeline's ends are summed already, where they arise.
+    Raises ValueError: a chunk that is not wrapped, on several data ranks.
+    """
+    ps = current_state()
+    for chunk in model:
+        finish = getattr(chunk, "finish_grad_sync", None)
+        if finish is None and ps.size("dp-cp") > 1:
+            raise ValueError(
+                f"{type(chunk).__name__} has no finish_grad_sync(), and {ps.size('dp-cp')} data ranks have gradients "
+                "of their own; wrap it in DistributedDataParallel(config, ddp_config, module)"
+            )
+        if finish is not None:
+            finish()
+    if num_tokens is not None:
+        total = torch.as_tensor(num_tokens, device=ps.device).reshape(1).clone()
+        broadcast(total, ps.group("pp"), ps.size("pp") - 1)
+        all_reduce(total, ps.group("dp-cp"))
+        for chunk in model:
+            for parameter in chunk.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= total.clamp(min=1)

@@ -1,0 +1,110 @@
+"""`GPTModel` with Megatron's arguments."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from core.autograd import apply_recompute
+from core.models.gpt import gpt_model as ours
+from core.models.gpt.gpt_layer_specs import llama_spec
+from core.parallel_state import current_state
+from core.pipeline.partition import even
+from core.transformer.spec import TransformerLayerSpec
+from core.transformer.transformer_config import TransformerConfig
+
+
+class GPTModel(ours.GPTModel):
+    """Ours. position_embedding_type: "learned_absolute", "rope" or "none"; the spec's positions give way to it.
+
+    vp_stage: which of the rank's chunks this is. recompute_granularity of the configuration: "full" runs every layer
+    again, "selective" its core attention. Raises ValueError: what is not here.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: TransformerLayerSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        scatter_embedding_sequence_parallel: bool = True,
+        vp_stage: int | None = None,
+        **more: Any,
+    ) -> None:
+        more.pop("pg_collection", None)
+        more.pop("rope_scaling_factor", None)
+        asked = [name for name, value in more.items() if value not in (None, False)]
+        if asked or not scatter_embedding_sequence_parallel:
+            names = ", ".join(asked) or "scatter_embedding_sequence_parallel=False"
+            raise ValueError(f"GPTModel: {max(1, len(asked))} arguments are not here: {names}; leave them out")
+        spec = _with_positions(transformer_layer_spec, position_embedding_type)
+        runtime = config
+        if position_embedding_type == "rope":
+            config = replace(_facts(config), rotary_base=float(rotary_base), rotary_percent=rotary_percent)
+        super().__init__(
+            config,
+            spec,
+            vocab_size,
+            max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            layers=_layers(config.num_layers, vp_stage, runtime),
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            parallel_output=parallel_output,
+        )
+        self.config = runtime
+        granularity = getattr(runtime, "recompute_granularity", None)
+        if granularity is not None:
+            apply_recompute(self, {"full": "layer"}.get(granularity, granularity), stage=self.stage)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        *unused: Any,
+        runtime_gather_output: bool | None = None,
+        loss_mask: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """As Megatron's: loss per token [b, s], else logits. Raises ValueError: an argument that is not here."""
+        asked = [name for name, value in more.items() if value is not None]
+        asked += ["decoder_input"] * (decoder_input is not None) + ["inference_context"] * any(unused)
+        if asked:
+            raise ValueError(
+                f"GPTModel.forward: {len(asked)} arguments are not here: {', '.join(asked)}; leave them out"
+            )
+        output = super().forward(input_ids, position_ids, attention_mask, labels)
+        gather = runtime_gather_output and labels is None and self.parallel_output and self.post_process
+        return self.gather_logits(output) if gather else output
+
+
+def _facts(config: TransformerConfig) -> TransformerConfig:
+    """Without what Megatron keeps beside a model's facts, so that it can be changed field by field."""
+    return TransformerConfig(**{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__})
+
+
+def _with_positions(spec: TransformerLayerSpec, kind: str) -> TransformerLayerSpec:
+    if kind == "learned_absolute":
+        return spec
+    if kind not in ("rope", "none"):
+        raise ValueError(f"position_embedding_type={kind!r} is none of the 3: learned_absolute, rope, none")
+    return replace(spec, positions=None, rotary=llama_spec().rotary if kind == "rope" else None)
+
+
+def _layers(num_layers: int, vp_stage: int | None, config: Any) -> range | None:
+    """Of a virtual stage: stage `vp_stage * pp + pp_rank`."""
+    chunks = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if vp_stage is None or not chunks:
+        return None
+    ps = current_state()
+    return even(num_layers, chunks * ps.size("pp"))[vp_stage * ps.size("pp") + ps.index("pp")]

@@ -1,0 +1,96 @@
+"""Megatron's `parallel_state` over the current state: its argument names, its order of axes, its getters."""
+
+from typing import Any
+
+from core.parallel_state import current
+from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S
+from core.parallel_state.current import current_state, model_parallel_is_initialized
+from core.parallel_state.current import destroy_model_parallel as destroy_model_parallel
+from core.parallel_state.getters import get_context_parallel_group as get_context_parallel_group
+from core.parallel_state.getters import get_context_parallel_rank as get_context_parallel_rank
+from core.parallel_state.getters import get_context_parallel_world_size as get_context_parallel_world_size
+from core.parallel_state.getters import get_data_parallel_group as get_data_parallel_group
+from core.parallel_state.getters import get_data_parallel_rank as get_data_parallel_rank
+from core.parallel_state.getters import get_data_parallel_world_size as get_data_parallel_world_size
+from core.parallel_state.getters import get_expert_model_parallel_group as get_expert_model_parallel_group
+from core.parallel_state.getters import get_expert_model_parallel_rank as get_expert_model_parallel_rank
+from core.parallel_state.getters import get_expert_model_parallel_world_size as get_expert_model_parallel_world_size
+from core.parallel_state.getters import get_pipeline_model_parallel_group as get_pipeline_model_parallel_group
+from core.parallel_state.getters import get_pipeline_model_parallel_next_rank as get_pipeline_model_parallel_next_rank
+from core.parallel_state.getters import get_pipeline_model_parallel_prev_rank as get_pipeline_model_parallel_prev_rank
+from core.parallel_state.getters import get_pipeline_model_parallel_rank as get_pipeline_model_parallel_rank
+from core.parallel_state.getters import (
+    get_pipeline_model_parallel_world_size as get_pipeline_model_parallel_world_size,
+)
+from core.parallel_state.getters import get_tensor_model_parallel_group as get_tensor_model_parallel_group
+from core.parallel_state.getters import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
+from core.parallel_state.getters import get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size
+from core.parallel_state.getters import is_pipeline_first_stage as is_first
+from core.parallel_state.getters import is_pipeline_last_stage as is_last
+from core.parallel_state.state import ParallelState
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    order: str = "tp-cp-ep-dp-pp",
+    distributed_timeout_minutes: float = DEFAULT_TIMEOUT_S / 60,
+    **more: Any,
+) -> ParallelState:
+    """As Megatron's, whose `order` is innermost to outermost. Virtual stages are the chunks that a rank is given.
+
+    Raises ValueError: an argument that asks for groups which are not here; sizes that do not fit the world.
+    """
+    if asked := [name for name, value in more.items() if value not in (None, False, 1)]:
+        raise ValueError(
+            f"{len(asked)} arguments ask for groups that are not here: {', '.join(asked)}; leave them out"
+        )
+    return current.initialize_model_parallel(
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        order="-".join(axis for axis in reversed(order.split("-")) if axis != "ep"),
+        distributed_timeout_minutes=distributed_timeout_minutes,
+    )
+
+
+def is_initialized() -> bool:
+    """Whether a current state exists."""
+    return model_parallel_is_initialized()
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the first stage; of virtual ones: whether it is chunk 0."""
+    return is_first() and (ignore_virtual or not vp_stage)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank is the last of the pipeline. Raises ValueError: asked of a virtual stage."""
+    if not ignore_virtual and vp_stage is not None:
+        raise ValueError(f"whether chunk {vp_stage} is the last depends on their number; compare it with yours")
+    return is_last()
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first of this rank's tensor-parallel group."""
+    return current_state().grid.members(current_state().rank, "tp")[0]
+
+
+def get_embedding_group() -> Any:
+    """The torch group of the pipeline's ends, over which a tied table's gradient is summed."""
+    return current_state().torch_group("embedding").process_group
+
+
+def get_expert_data_parallel_rank() -> int:
+    """Position among the replicas of this rank's experts."""
+    return current_state().index("edp")
+
+
+def get_expert_data_parallel_world_size() -> int:
+    """Replicas of this rank's experts."""
+    return current_state().size("edp")

@@ -1,0 +1,111 @@
+"""What a plain loop calls between `backward` and `step`, for a model that is split over ranks, by torch's names.
+
+torch's own `clip_grad_norm_` and `GradScaler` look at one rank's part of the gradients: tensor ranks would scale
+differently and drift apart, pipeline stages be clipped by norms of their own.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.optimizer.grad_norm import shard_squares, sum_in_rank_order
+from core.parallel_state import ParallelState, current_state
+from core.parallel_state.collectives import all_reduce
+from core.parallel_state.layout import layout_of, true_part
+from core.parallel_state.spread import keep_layouts
+
+Parameters = nn.Module | Tensor | Iterable[Tensor]
+
+
+def _listed(parameters: Parameters) -> list[Tensor]:
+    """All parameters, those without a gradient too: which ones have one differs between stages."""
+    if isinstance(parameters, nn.Module):
+        keep_layouts(parameters)
+        return list(parameters.parameters())
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _refuse_main_grad(parameters: Iterable[Tensor]) -> None:
+    if any(getattr(p, "main_grad", None) is not None for p in parameters):
+        raise ValueError(
+            "these parameters belong to a DataParallel, which keeps their gradients in main_grad; "
+            "its optimizer clips: OptimizerConfig(clip_grad=...), and its step returns the norm"
+        )
+
+
+def get_grad_norm(parameters: Parameters, norm_type: float = 2.0, *, parallel: ParallelState | None = None) -> Tensor:
+    """The norm of all gradients of the model, float64, shape []: every true element counted once, on every layout.
+
+    parameters: this rank's, or a module. norm_type: as torch's; inf is the largest element. The gradients must be
+    summed over the data axes already (DDP does it in backward). One all-gather (inf: all-reduce) over the world.
+    Raises ValueError: parameters whose gradients a `DataParallel` keeps.
+    """
+    ps = parallel if parallel is not None else current_state()
+    own = _listed(parameters)
+    _refuse_main_grad(own)
+    parts = []
+    for parameter in own:
+        layout = layout_of(parameter)
+        if parameter.grad is not None and layout.owned_by(ps.coordinate):
+            gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+            whole = gradient if parameter.grad.is_sparse else true_part(gradient, layout, ps.coordinate, ps.sizes)
+            parts.append(whole.detach().reshape(-1))
+    if norm_type == 2.0:
+        return sum_in_rank_order(shard_squares(parts, ps.device), None, ps)[0].sqrt()
+    norms = [torch.linalg.vector_norm(part, norm_type).double().reshape(1) for part in parts]
+    none = torch.zeros(1, dtype=torch.float64, device=ps.device)
+    if math.isinf(norm_type):
+        return all_reduce(torch.cat([none, *norms]).max().reshape(1), ps.world, "max")[0]
+    total = torch.cat([none, *norms]).pow(norm_type).sum().reshape(1)
+    return all_reduce(total, ps.world)[0].pow(1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    parallel: ParallelState | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model: the same factor on every rank.
+
+    Returns the norm, before; see `get_grad_norm`. Raises RuntimeError, on every rank: a norm that is not finite,
+    with `error_if_nonfinite`.
+    """
+    own = _listed(parameters)
+    norm = get_grad_norm(own, norm_type, parallel=parallel)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the model's gradients is {norm.item()}: they cannot be clipped; set "
+            "error_if_nonfinite=False to scale by it anyway"
+        )
+    torch.nn.utils.clip_grads_with_norm_([p for p in own if p.grad is not None], max_norm, norm, foreach)
+    return norm
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` that skips a step on every rank if any gradient of the model overflowed on one.
+
+    parallel: the layout of ranks; default: the current state. One all-reduce over the world per `unscale_`.
+    """
+
+    def __init__(self, *args: Any, parallel: ParallelState | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parallel = parallel
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, Tensor]:
+        """found_inf by device, the largest of all ranks'."""
+        _refuse_main_grad(p for group in optimizer.param_groups for p in group["params"])
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
+        ps = self._parallel if self._parallel is not None else current_state()
+        flag = torch.zeros(1, dtype=torch.float32, device=ps.device)
+        for here in found.values():
+            flag = torch.maximum(flag, here.to(ps.device).reshape(1))
+        all_reduce(flag, ps.world, "max")
+        return {device: flag[0].to(device) for device in found or {ps.device: flag}}

@@ -1,0 +1,137 @@
+"""A module keeps how its parameters are spread: whatever replaces one gets the layout, or is refused.
+
+`load_state_dict(assign=True)`, `to("meta")`, `to_empty`, a copy and `module.weight = Parameter(...)` put new objects
+into a module, which know nothing. The facts are therefore the module's, by the parameter's name.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from core.parallel_state.initial import Init
+from core.parallel_state.layout import Layout, has_layout, layout_of, set_layout
+
+_KEPT = "_spread_parameters"  # attribute of a module: name -> Spread
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a module knows of one parameter. shape: of this rank's part. renew: what else a new one needs (hooks)."""
+
+    layout: Layout
+    initial: Init | None
+    shape: tuple[int, ...]
+    renew: Callable[[Parameter], None] | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold the rest."""
+        return self.shape != self.layout.padded_shape()
+
+    def check(self, name: str, parameter: Tensor) -> None:
+        """Raise ValueError for a parameter of another shape."""
+        if tuple(parameter.shape) != self.shape:
+            of = f"this rank's part of {list(self.layout.shape)}" if self.is_part else "built"
+            raise ValueError(
+                f"{name} is {list(self.shape)}, {of}, and cannot be replaced by {list(parameter.shape)}; give every "
+                "rank its own part (whole tensors: dist_checkpointing.load), or build the model with the new size"
+            )
+
+    def give(self, parameter: Parameter) -> None:
+        """Make `parameter` what the module's own was."""
+        set_layout(parameter, self.layout)
+        if self.initial is not None:
+            parameter.initial = self.initial  # type: ignore[attr-defined]
+        if self.renew is not None:
+            self.renew(parameter)
+
+
+def remember(module: nn.Module, name: str, renew: Callable[[Parameter], None] | None = None) -> None:
+    """Note how `module`'s parameter `name` is spread now."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    facts = Spread(layout_of(parameter), getattr(parameter, "initial", None), tuple(parameter.shape), renew)
+    module.__dict__.setdefault(_KEPT, {})[name] = facts
+
+
+def keep_layouts(module: nn.Module) -> None:
+    """Give every parameter in `module` that was replaced its layout back; note those that are new.
+
+    Raises ValueError: a replacement of another shape; a split parameter that is computed from others now.
+    Warns: a parametrization of a split parameter.
+    """
+    for prefix, part in module.named_modules():
+        _keep(part, f"{prefix}." if prefix else "")
+
+
+def _keep(module: nn.Module, prefix: str = "") -> None:
+    kept: dict[str, Spread] = module.__dict__.get(_KEPT, {})
+    for name, parameter in module._parameters.items():
+        known = kept.get(name)
+        if parameter is None:
+            kept.pop(name, None)
+        elif has_layout(parameter):
+            if known is None or known.layout is not layout_of(parameter):
+                remember(module, name, known.renew if known is not None else None)
+        elif known is not None:
+            known.check(prefix + name, parameter)
+            known.give(parameter)
+    for name in kept.keys() - module._parameters.keys():
+        _computed(module, name, kept.pop(name), prefix + name)
+
+
+def _computed(module: nn.Module, name: str, spread: Spread, words: str) -> None:
+    """The parameter is no longer there: deleted, renamed (pruning), or computed from others."""
+    if not spread.is_part or not isinstance(getattr(module, name, None), Tensor):
+        return
+    if not any(layout == spread.layout for layout in map(layout_of, module.parameters())):
+        raise ValueError(
+            f"{words} of {list(spread.layout.shape)} is split, this rank holding {list(spread.shape)}, and is now "
+            "computed from other parameters (weight_norm? a right_inverse?): nobody knows how those are spread; put "
+            "the computation around the module, or use tensor_model_parallel_size=1"
+        )
+    warnings.warn(
+        f"{words} of {list(spread.layout.shape)} is split, and now computed by a parametrization (or pruned), which "
+        f"sees this rank's {list(spread.shape)} only. Elementwise ones are right; norms, ranks and thresholds of the "
+        "whole matrix are not: use tensor_model_parallel_size=1 for those",
+        stacklevel=2,
+    )
+
+
+class SpreadModule(nn.Module):
+    """A module whose parameters are spread: it knows their layouts, and what takes their place gets them at once."""
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """As torch's. Raises ValueError: a replacement of another shape."""
+        known = self.__dict__.get(_KEPT, {}).get(name)
+        if known is not None and param is not None and not has_layout(param):
+            known.check(f"{type(self).__name__}.{name}", param)
+        super().register_parameter(name, param)
+        if param is not None and has_layout(param):
+            remember(self, name)
+        elif known is not None:
+            _keep(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SpreadModule":
+        super()._apply(fn, recurse)
+        _keep(self)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # which may swap tensors with all their attributes
+        _keep(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _keep(self)
+
+
+def building_device(device: torch.device) -> torch.device:
+    """Where parameters are made: `meta` inside `with torch.device("meta")`, else `device`."""
+    default = torch.get_default_device()
+    return default if default.type == "meta" else device

@@ -1,0 +1,150 @@
+"""What a plain torch loop does to a model that is split over tensor ranks, noticed where it first shows.
+
+torch's own tools know nothing of tensor parallelism: `clip_grad_norm_` takes the norm of one rank's part, DDP over
+the default group sends one rank's part to the others, a GradScaler skips on one rank alone, a sampler gives every
+rank its own batch. None of them fails; each breaks one of two facts that are cheap to look at: what all tensor ranks
+hold is equal, and what is split is not.
+"""
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.layout import layout_of
+from core.parallel_state.spread import keep_layouts
+from core.tensor_parallel.mappings import sum_gradients_of_foreign
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of the bits, as numbers of its size: int64, shape []; nothing waits for a device."""
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return flat.detach().contiguous().view(-1).view(_BITS[flat.itemsize]).sum(dtype=torch.int64)
+
+
+def _is_whole(parameter: Tensor) -> bool:
+    """Not another kind of tensor (FSDP2's), and its memory is there (ZeRO-3 gives it back)."""
+    plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
+    return plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
+
+
+class SplitWatch:
+    """Compares weights and inputs over the tensor ranks in forwards 1, 2, 4, 8 ... and in the first one
+    after an update. One all-gather of a number per parameter over the group, then; nothing in between.
+
+    sums_foreign: adapters put into the model after it was made see sequence shards, and get their gradients summed.
+    """
+
+    def __init__(self, group: Group, *, sums_foreign: bool = False) -> None:
+        self._group, self._sums_foreign = group, sums_foreign
+        self._forwards = 0
+        self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
+
+    def __deepcopy__(self, memo: dict) -> "SplitWatch":
+        return SplitWatch(self._group, sums_foreign=self._sums_foreign)
+
+    @torch.compiler.disable
+    def look(self, module: nn.Module, inputs: Sequence[Tensor | None]) -> None:
+        """Before a forward of `module`. inputs: what must be the same on all tensor ranks, None left out.
+
+        Raises ValueError, on every rank of the group: what differs and should not, or does not and should.
+        """
+        self._forwards += 1
+        updated = self._probe is not None and self._probe[0]._version != self._probe[1]
+        if self._forwards & (self._forwards - 1) and not updated:
+            return
+        if self._forwards == 1 or updated:  # of the updates only the first is looked for
+            probe = next((p for p in module.parameters() if p.requires_grad), None)
+            self._probe = (probe, probe._version) if probe is not None and not updated else None
+        keep_layouts(module)
+        if self._sums_foreign:
+            sum_gradients_of_foreign(module, self._group)
+        self._compare(module, [x for x in inputs if x is not None])
+
+    def _compare(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
+        named = list(module.named_parameters())
+        if not all(_is_whole(p) for _, p in named):
+            return
+        same = [(name, p) for name, p in named if "tp" not in layout_of(p).split]
+        split = [p for _, p in named if "tp" in layout_of(p).split and p.dim() > 1]
+        mine = torch.stack([_checksum(x) for x in (*inputs, *(p for _, p in same), *split)])
+        every = all_gather(mine[None], self._group).cpu()
+        what = ["the batch"] * len(inputs) + [name for name, _ in same]
+        differs = (every[:, : len(what)] != every[0, : len(what)]).any(0)
+        if differs.any():
+            place = int(differs.nonzero()[0])
+            other = int((every[:, place] != every[0, place]).nonzero()[0])
+            raise ValueError(self._words(what[place], other))
+        parts = every[:, len(what) :]
+        if parts[0].any() and (parts == parts[0]).all():
+            raise ValueError(
+                f"all {len(split)} split weights are the same on the {self._group.size} tensor ranks, which hold "
+                "different parts. DistributedDataParallel over the default group broadcasts one rank's: use "
+                "core.data_parallel.DistributedDataParallel, or process_group=parallel_state."
+                "get_data_parallel_group(). One rank's state_dict() loaded on all: use dist_checkpointing.load. "
+                "model.apply(...) draws the same on each: use GPTModel's own initial weights, or a generator per rank"
+            )
+
+    def _words(self, what: str, other: int) -> str:
+        ranks = f"ranks {self._group.ranks[0]} and {self._group.ranks[other]}"
+        if what == "the batch":
+            return (
+                f"tokens, positions, mask or labels differ between {ranks}, which share one model (tensor "
+                "parallelism) and must read one batch: give the sampler rank=parallel_state.get_data_parallel_rank() "
+                "and num_replicas=parallel_state.get_data_parallel_world_size()"
+            )
+        if self._forwards == 1:
+            return (
+                f"{what} should be the same on all tensor ranks, and differs between {ranks} before a step; "
+                "load one checkpoint on all of them, and seed parts of your own alike. If it is split: make it with "
+                "ColumnParallelLinear or RowParallelLinear, so that its halves are split alike "
+                "(docs/concepts/tensor_parallel.md)"
+            )
+        return (
+            f"{what} should be the same on all tensor ranks, and differs between {ranks} after an update, in forward "
+            f"{self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
+            "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
+            "core.optimizer.GradScaler; an adapter around a linear that is split needs its halves split alike "
+            "(docs/concepts/tensor_parallel.md)"
+        )
+
+
+# each element is updated by its own gradient and states: right on every layout
+_ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+def watch_optimizers(model: nn.Module) -> None:
+    """Tell, once, of an optimizer that looks at whole matrices of `model`, which are split or fused here.
+
+    Through torch's hook on every optimizer's step; it goes with the model.
+    """
+    kept = weakref.ref(model)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        kind, here = type(optimizer), kept()
+        known = kind.__name__ in _ELEMENTWISE or kind.__module__.startswith("core.")
+        if known or here is None:
+            return
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [(name, p) for name, p in here.named_parameters() if id(p) in given]
+        other = [name for name, p in mine if "tp" in layout_of(p).split and layout_of(p).padded_shape() != p.shape]
+        other = other or [name for name, p in mine if p.dim() > 2]
+        if other:
+            handle.remove()
+            warnings.warn(
+                f"{kind.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of {other[0]} it "
+                "sees this rank's part, or [groups, heads, d, h] for [out, in], and does something else. "
+                "Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon knows the matrices",
+                stacklevel=2,
+            )
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(model, handle.remove)

@@ -1,0 +1,227 @@
+"""Megatron's parts by their names: layers, mappings, specs, configuration, seeds."""
+
+import re
+from importlib import import_module as import_module_by_name
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core.interop.megatron import mpu
+from core.interop.megatron import tensor_parallel as tp_
+from core.interop.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.interop.megatron.distributed.finalize_model_grads import finalize_model_grads
+from core.interop.megatron.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from core.interop.megatron.models.gpt.gpt_model import GPTModel
+from core.interop.megatron.tensor_parallel import random
+from core.interop.megatron.tensor_parallel.mappings import tensor_group
+from core.interop.megatron.transformer import MegatronModule
+from core.interop.megatron.transformer.identity_op import IdentityOp
+from core.interop.megatron.transformer.spec_utils import ModuleSpec, build_module, import_module
+from core.interop.megatron.transformer.transformer_config import TransformerConfig
+from core.interop.megatron.utils import divide, get_model_config, get_pg_rank, get_pg_size, unwrap_model
+from core.models.gpt import GPTModel as Ours
+from core.models.gpt import llama_spec
+from core.parallel_state import ParallelState
+from tests.parity.whole import assert_same, whole_gradients
+
+CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
+
+
+@pytest.fixture
+def state():
+    mpu.destroy_model_parallel()
+    yield mpu.initialize_model_parallel()
+    mpu.destroy_model_parallel()
+
+
+class MLP(nn.Module):
+    """In Megatron's words."""
+
+    def __init__(self, skip):
+        super().__init__()
+        torch.manual_seed(4)
+        more = {"config": CONFIG, "init_method": nn.init.xavier_normal_, "skip_bias_add": skip}
+        self.up, self.down = tp_.ColumnParallelLinear(8, 12, **more), tp_.RowParallelLinear(12, 8, **more)
+        with torch.no_grad():
+            self.down.bias.fill_(0.5)
+
+    def forward(self, x):
+        y, bias = self.up(x)
+        y, bias_down = self.down(F.gelu(y if bias is None else y + bias))
+        return y if bias_down is None else y + bias_down
+
+
+def layers(tp, skip):
+    mpu.destroy_model_parallel()
+    ps = mpu.initialize_model_parallel(tp)
+    try:
+        model, x = MLP(skip), torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+        y = model(x)
+        y.square().sum().backward()
+        return y.detach(), whole_gradients(model, ps)
+    finally:
+        mpu.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_layers_over_two_ranks_are_those_of_one(ranks, skip):
+    ((want, gradients),) = ranks(layers, 1, False, world=1)
+    for y, found in ranks(layers, 2, skip, world=2):
+        assert torch.allclose(y, want, rtol=1e-12)
+        assert_same(found, gradients)
+
+
+def conjugates():
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(2)
+    rank = mpu.get_tensor_model_parallel_rank()
+    x = torch.arange(8.0).reshape(4, 2).requires_grad_()
+    assert torch.equal(tp_.scatter_to_tensor_model_parallel_region(x), x[:, rank : rank + 1])
+    assert torch.equal(tp_.gather_from_tensor_model_parallel_region(x[:, rank : rank + 1]), x)
+    assert torch.equal(tp_.scatter_to_sequence_parallel_region(x), x[2 * rank : 2 * rank + 2])
+    assert torch.equal(tp_.gather_from_sequence_parallel_region(x[2 * rank : 2 * rank + 2]), x)
+    assert torch.equal(tp_.reduce_scatter_to_sequence_parallel_region(x), 2 * x[2 * rank : 2 * rank + 2])
+    assert torch.equal(tp_.reduce_from_tensor_model_parallel_region(x), 2 * x)
+    tp_.copy_to_tensor_model_parallel_region(x).sum().backward()
+    assert (x.grad == 2).all()
+    with tp_.get_cuda_rng_tracker().fork():
+        other = torch.rand(3)
+    data = {"tokens": torch.arange(6).reshape(2, 3)} if rank == 0 else None
+    got = tp_.broadcast_data(["tokens"], data, torch.int64)["tokens"]
+    group = mpu.get_tensor_model_parallel_group()
+    assert tensor_group(group).size == 2 and (get_pg_size(group), get_pg_rank(group)) == (2, rank)
+    mpu.destroy_model_parallel()
+    return other.tolist(), torch.rand(1).item(), got.tolist()
+
+
+def test_mappings_seeds_and_batches(ranks):
+    (a, after, batch), (b, after_too, batch_too) = ranks(conjugates)
+    assert a != b and after == after_too and batch == batch_too == [[0, 1, 2], [3, 4, 5]]
+
+
+def mean_gradients(per_token):
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, calculate_per_token_loss=per_token)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), nn.Linear(3, 2))
+    model.broadcast_params()
+    rank = mpu.get_data_parallel_rank()
+    x = torch.arange(12.0).reshape(4, 3)[2 * rank : 2 * rank + 2]
+    y = model(x).square().sum()
+    with model.no_sync():
+        (y if per_token else y / 2).backward()
+    finalize_model_grads([model], torch.tensor(2) if per_token else None)
+    mpu.destroy_model_parallel()
+    weight = model.weight.detach()
+    whole = nn.Linear(3, 2)
+    whole.load_state_dict(model.state_dict())
+    whole(torch.arange(12.0).reshape(4, 3)).square().sum().div(4).backward()
+    assert torch.allclose(model.module.weight.grad, whole.weight.grad, rtol=1e-12), (weight, model.weight.grad)
+    model.zero_grad_buffer()
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_are_the_means_over_replicas(ranks, per_token):
+    ranks(mean_gradients, per_token)
+
+
+def test_the_positions_are_the_models(state):
+    facts = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    model = GPTModel(
+        TransformerConfig(**facts, rotary_base=1.0),
+        get_gpt_layer_local_spec(),
+        50,
+        8,
+        position_embedding_type="rope",
+        rotary_base=500,
+    )
+    other = Ours(
+        TransformerConfig(**facts, rotary_base=500.0), llama_spec(), 50, 8, parallel=ParallelState.single("cpu")
+    )
+    tokens = torch.randint(50, (2, 8))
+    assert torch.equal(model(tokens, None, None, labels=tokens.roll(-1, 1)), other(tokens, labels=tokens.roll(-1, 1)))
+    assert model(tokens, runtime_gather_output=True).shape == (2, 8, 50) and get_model_config(model) is model.config
+    with pytest.raises(ValueError, match="1 arguments are not here: decoder_input"):
+        model(tokens, None, None, torch.zeros(1))
+    for wrong in ({"position_embedding_type": "yarn"}, {"rope_scaling": True}, {"fp16_lm_cross_entropy": True}):
+        with pytest.raises(ValueError, match=r"none of the 3|are not here"):
+            GPTModel(CONFIG, get_gpt_layer_local_spec(), 50, 8, **wrong)
+    again = TransformerConfig(**facts, recompute_granularity="full")
+    GPTModel(again, get_gpt_layer_local_spec(), 50, 8)(tokens, labels=tokens.roll(-1, 1)).sum().backward()
+
+
+def test_a_configuration_has_facts_only(state):
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, bf16=True, batch_p2p_comm=True)
+    assert config.params_dtype is torch.bfloat16
+    config.finalize_model_grads_func = finalize_model_grads
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=2, the state has 1; leave them out"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match="1 fields are not here: num_moe_experts; leave out"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=4)
+    with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
+        DistributedDataParallelConfig(use_distributed_optimizer=True)
+    with pytest.raises(ValueError, match="parts that are not here: num_experts"):
+        get_gpt_layer_local_spec(num_experts=8)
+
+
+def test_specs_build_modules():
+    spec = ModuleSpec(nn.Linear, params={"bias": False})
+    assert build_module(spec, 2, 3).bias is None and build_module(nn.Identity)(1) == 1
+    assert isinstance(build_module(ModuleSpec(("torch.nn", "Linear")), 2, 3), nn.Linear)
+    assert build_module(ModuleSpec(IdentityOp), 1, size=3)(7) == 7 and build_module(F.gelu) is F.gelu
+
+    class Part(nn.Module):
+        def __init__(self, size, submodules):
+            super().__init__()
+            self.inner = build_module(submodules["inner"], size, size)
+
+    assert build_module(ModuleSpec(Part, submodules={"inner": nn.Linear}), 4).inner.in_features == 4
+    with pytest.raises(ImportError, match=r"torch\.nn has no 'Nothing'"):
+        import_module(("torch.nn", "Nothing"))
+    with pytest.raises(TypeError, match="when instantiating Linear"):
+        build_module(ModuleSpec(nn.Linear))
+
+
+def test_small_things(state):
+    class Own(MegatronModule):
+        def __init__(self):
+            super().__init__(CONFIG)
+            self.inner = nn.Linear(2, 2)
+
+    model = Own()
+    assert set(model.sharded_state_dict("x.")) == {"x.inner.weight", "x.inner.bias"}
+    wrapped = DistributedDataParallel(CONFIG, DistributedDataParallelConfig(), model)
+    assert unwrap_model(wrapped) is model and unwrap_model([wrapped]) == [model] and wrapped.inner is model.inner
+    assert divide(6, 3) == 2 and get_pg_size() == 1 and mpu.is_initialized()
+    with pytest.raises(ValueError, match="7 does not divide by 2"):
+        divide(7, 2)
+    random.model_parallel_cuda_manual_seed(11)
+    assert torch.initial_seed() == 11
+    x = torch.ones(2, requires_grad=True)
+    random.checkpoint(torch.exp, False, x).sum().backward()
+    assert torch.allclose(x.grad, torch.e * torch.ones(2))
+    with pytest.raises(ValueError, match="sequence_parallel=True"):
+        random.checkpoint(torch.exp, True, x)
+    with pytest.raises(ValueError, match="1 arguments ask for groups that are not here"):
+        mpu.initialize_model_parallel(1, 1, hierarchical_context_parallel_sizes=[2])
+
+
+def test_names_of_the_documentation_are_there():
+    page = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
+    table = page[page.index("The same, under") : page.index("Renamed:")]
+    rows = re.findall(r"^\| `([\w.]+)[^|]*\| (.*) \|$", table, re.M)
+    assert sum(len(names.split(",")) for _, names in rows) > 80
+    for module, names in rows:
+        home = import_module_by_name(f"core.interop.megatron.{module}")
+        for name in names.split(", "):
+            assert hasattr(home, name.strip("`")), (module, name)

@@ -1,0 +1,33 @@
+"""Every habit at every ZeRO stage: a few jobs for the pool, many cases in each."""
+
+import pytest
+
+from tests.zoo.case import judge, observe
+from tests.zoo.habits import FAMILY
+
+
+def seen(zero, names):
+    """what -> what this rank saw."""
+    return {case.what: observe(case.run, zero) for case in FAMILY.cases if case.what in names}
+
+
+def check(ranks, zero, cases):
+    found = ranks(seen, zero, [case.what for case in cases], world=2)
+    wrong = []
+    for case in cases:
+        try:
+            judge(case, [one[case.what] for one in found], zero)
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_few_habits(ranks, zero):
+    check(ranks, zero, FAMILY.cases[::4])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", FAMILY.variations)
+def test_habits(ranks, zero):
+    check(ranks, zero, FAMILY.cases)

@@ -1,0 +1,181 @@
+"""Wrappers, samplers, seeds and labels around a model that ranks share."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from core.data_parallel import DistributedDataParallel
+from core.parallel_state import ParallelState
+from tests.models.gpt import VOCAB, batch, gpt
+from tests.parity.whole import whole_parameters
+from tests.zoo.case import Case, compared
+from tests.zoo.split_model import (
+    gradients,
+    only_split,
+    results,
+    sgd,
+    shared,
+    train,
+    weights,
+)
+
+optim = torch.optim
+
+
+def compiled(backend, **options):
+    def program(model):
+        torch._dynamo.reset()
+        train(model, called=torch.compile(model, backend=backend, **options))
+
+    return program
+
+
+def exported(model):
+    model.eval()
+    tokens, _ = batch()
+    program = torch.export.export(model, (tokens,))
+    return {
+        "logits": model.gather_logits(program.module()(tokens)) if model.place.tp > 1 else program.module()(tokens)
+    }
+
+
+def ddp(kind):
+    def program(model):
+        if model.parallel.world is not None:
+            train(model, called=kind(model))
+        else:
+            train(model)
+
+    return program
+
+
+def from_one_file(model):
+    """Rank 0's state_dict for all, as `if rank == 0: torch.save(...)` leaves it."""
+    kept = [{n: p.detach().clone() for n, p in model.named_parameters()}]
+    if model.parallel.world is not None:
+        dist.broadcast_object_list(kept, 0)
+    model.load_state_dict(kept[0])
+    train(model)
+
+
+def sampled(model):
+    """A sampler over all ranks: each reads other samples."""
+    tokens, labels = (torch.cat(parts) for parts in zip(*[batch(seed) for seed in range(4)], strict=True))
+    data = TensorDataset(tokens, labels)
+    world = model.parallel.world
+    sampler = DistributedSampler(
+        data, *((world.size, model.parallel.rank) if world is not None else (1, 0)), shuffle=False
+    )
+    optimizer = sgd(model)
+    for x, y in DataLoader(data, batch_size=2, sampler=sampler):
+        model(x, labels=y).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def seeded(variation):
+    """`torch.manual_seed(s)` decides, the same on every layout."""
+    found = []
+    for s in (1, 2):
+        for ps in (shared(variation), ParallelState.single("cpu")):
+            torch.manual_seed(s)
+            found.append(whole_parameters(gpt(parallel=ps, seed=None), ps))
+    torch.manual_seed(0)
+    differ = torch.tensor([not torch.equal(found[0][n], found[2][n]) for n in found[0] if n.endswith("fc1.weight")])
+    return compared(found[0], found[1]) | {"other seeds differ": (differ, torch.ones_like(differ))}
+
+
+def seeded_by_rank(variation):
+    ps = shared(variation)
+    torch.manual_seed(5 + ps.rank)
+    found = [whole_parameters(gpt(parallel=ps, seed=None), ps)]
+    torch.manual_seed(5)
+    found.append(whole_parameters(gpt(parallel=ParallelState.single("cpu"), seed=None), ParallelState.single("cpu")))
+    torch.manual_seed(0)
+    return compared(*found)
+
+
+def copying(model):
+    tokens, _ = batch()
+    model(tokens, labels=tokens).sum().backward()
+
+
+def future_visible(model):
+    tokens, labels = batch()
+    mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    mask[..., 0, 4:] = True
+    model(tokens, attention_mask=mask, labels=labels).sum().backward()
+
+
+def own_loss(model):
+    """Cross entropy of one's own over gathered logits."""
+    tokens, labels = batch()
+    logits = model.gather_logits(model(tokens)) if model.place.tp > 1 else model(tokens)
+    F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), labels.flatten(), reduction="sum").backward()
+
+
+def keyword_call(model):
+    tokens, labels = batch()
+    model(input_ids=tokens, labels=labels).sum().backward()
+
+
+def parts_told(model):
+    kept = model.state_dict()
+    model.load_state_dict(kept)
+    train(model)
+
+
+CASES = [
+    Case('`torch.compile(model, backend="eager")`', weights(compiled("eager"))),
+    Case('`torch.compile(model, backend="aot_eager")`', weights(compiled("aot_eager"), style="llama")),
+    Case(
+        "`torch.export`",
+        results(exported),
+        elsewhere=only_split("refused", "torch.export would hold 1 of the 2"),
+    ),
+    Case(
+        "`torch.nn.parallel.DistributedDataParallel(model)` over all ranks",
+        weights(ddp(nn.parallel.DistributedDataParallel)),
+        remedy="`core.data_parallel.DistributedDataParallel`",
+        elsewhere=only_split("refused", "core.data_parallel.DistributedDataParallel"),
+    ),
+    Case("`core.data_parallel.DistributedDataParallel(model)`", weights(ddp(DistributedDataParallel))),
+    Case(
+        "The `state_dict` of rank 0, loaded on all",
+        weights(from_one_file),
+        remedy="`dist_checkpointing.save` and `load`",
+        elsewhere=only_split("refused", "dist_checkpointing.load"),
+    ),
+    Case(
+        "`model.state_dict()`",
+        weights(parts_told),
+        remedy="a file per rank, or `dist_checkpointing.save(model.sharded_state_dict(), ...)`",
+        elsewhere=only_split("told", "a file per rank"),
+    ),
+    Case(
+        "A `DistributedSampler` over all ranks",
+        weights(sampled),
+        remedy="`num_replicas=get_data_parallel_world_size()`, `rank=get_data_parallel_rank()`",
+        elsewhere=only_split("refused", "get_data_parallel_rank"),
+    ),
+    Case("`torch.manual_seed(s)` before the model", seeded),
+    Case("`torch.manual_seed(s + rank)` before the model", seeded_by_rank),
+    Case(
+        "Labels that are not shifted (`labels=tokens`)",
+        gradients(copying),
+        "told",
+        r"labels=tokens\[:, 1:\]",
+        remedy="`model(tokens[:, :-1], labels=tokens[:, 1:])`",
+    ),
+    Case(
+        "A mask of one's own that is not causal",
+        gradients(future_visible),
+        "told",
+        "the place of the causal one",
+        remedy="combine it with a causal mask",
+    ),
+    Case("A loss of one's own over the logits", gradients(own_loss)),
+    Case("`model(input_ids=...)`", gradients(keyword_call)),
+]
