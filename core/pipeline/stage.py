@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
@@ -83,6 +84,11 @@ class Stage:
     def __init__(
         self, module: nn.Module, index: int, stages: int, *, policy: Any, seed: int, device: torch.device
     ) -> None:
+        if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+            raise ValueError(
+                f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
+                "theirs from a forward; run one on a sample before you build the pipeline"
+            )
         own = getattr(module, "stage", None)
         self.module, self.index, self.device, self.seed = module, index, device, seed
         self.first, self.last = index == 0, index == stages - 1

@@ -139,6 +139,10 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
     Whatever is not a tensor, or has no dim, is in every microbatch.
     Raises ValueError: b does not divide, or differs between tensors.
     """
+    if isinstance(batch, list):
+        raise ValueError(
+            f"the batch is a list of {len(batch)}; give a tensor, a tuple (positionally) or a mapping (by name)"
+        )
     entries = (
         batch if isinstance(batch, Mapping) else dict(enumerate(batch if isinstance(batch, tuple) else (batch,)))
     )
