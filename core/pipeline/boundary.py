@@ -113,6 +113,27 @@ class _Alias(torch.autograd.Function):
         return gy
 
 
+class _Left(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, where: str) -> Tensor:
+        ctx.where = where
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.where} was used outside of its stage, which is recomputed as a whole: it would get no gradient; "
+            "return it from the stage, or use another recompute policy"
+        )
+
+
+def left(value: Tensor, where: str) -> Tensor:
+    """A tensor that a forward without a graph leaves on a module: to be read, not to be differentiated."""
+    with torch.enable_grad():
+        made: Tensor = _Left.apply(torch.zeros((), requires_grad=True), value, where)
+    return made
+
+
 def alias(value: Any) -> Any:
     """What a stage is given for what it received: as in one process it may be written to in place.
 

@@ -16,7 +16,7 @@ from core.autograd.compiled import give_ticket
 from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
-from core.pipeline.boundary import alias, check_leaf, copied, flatten, tree_map
+from core.pipeline.boundary import alias, check_leaf, copied, flatten, left, tree_map
 from core.pipeline.step import (
     LossFn,
     call_next_stage,
@@ -105,6 +105,7 @@ class Stage:
         self._compiled, self._state = False, ModuleState(module)
         self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
         self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
+        self._left: set[tuple[int, str]] = set()  # attributes that want a gradient
         self._trained: tuple[bool, ...] = ()
         self._key: Any = None
         self._writes: bool | None = None  # whether it writes into what it received; None until it was tried
@@ -174,6 +175,7 @@ class Stage:
         self._held[m] = held
         if again:
             self._state.after(held.before)
+            self._mark_left(held.before, told)
             self._see_writes(held)
         if self.last:
             if again:
@@ -181,6 +183,17 @@ class Stage:
             self._keep_loss(held, output, facts)
             return sums(output[0], output[1], self.device)
         return self._hand_over(held, output, keep=keep, told=told)
+
+    def _mark_left(self, before: Before, told: bool) -> None:
+        """After an F that R will repeat: what it put on modules and wanted a gradient has none."""
+        for module, name, _ in before.attributes:
+            value = module.__dict__.get(name)
+            if not isinstance(value, Tensor):
+                continue
+            if told and value.requires_grad:
+                self._left.add((id(module), name))
+            if (id(module), name) in self._left:
+                module.__dict__[name] = left(value, f"`{name}` of a {type(module).__name__} of stage {self.index}")
 
     def _has_learnt(self, received: Any) -> bool:
         """Whether an earlier step, with the same parameters trained, told which outputs want gradients."""
