@@ -136,9 +136,12 @@ class ModuleState:
                 continue
             for name in {**old, **now}:
                 was, is_now = old.get(name, _ABSENT), now.get(name, _ABSENT)
-                if was is not is_now:
+                if was is is_now:
+                    continue
+                kept.leaves = kept.leaves or _holds(is_now)
+                # what was made once and for all (hooks installed, a note of it) is there in the second run
+                if was is not _ABSENT or _holds(is_now):
                     kept.attributes.append((module, name, was))
-                    kept.leaves = kept.leaves or _holds(is_now)
         kept.all_attributes = ()
         if not self._tried:
             self._tried = True

@@ -27,8 +27,8 @@ from core.autograd.surroundings import Autocast, random_state, set_random_state
 running_again: ContextVar["_Region | None"] = ContextVar("running_again", default=None)
 
 
-# Of functions and modules that `recompute` was called with: what `Checked.leave` says.
-_leave: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+# Of functions and modules that `recompute` was called with: what their first run showed (`Checked.shown`).
+_shown: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
 def _is(value: Any) -> bool:
@@ -62,13 +62,24 @@ class Checked:
     done = False
     tries = 2
 
-    def __init__(self, module: nn.Module | None = None, leave: bool | None = None) -> None:
-        self.state, self.leave = ModuleState(None), leave
-        self.handed_out, self.computed = False, []
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.state = ModuleState(None)
+        self.leave: bool | None = None
+        self.handed_out = False
+        self.computed: list[tuple[nn.Module, str, Any]] = []
         self._trained: list[bool] = []
         self._wants: list[bool] = []
         if module is not None:
             self.see(Parts(module))
+
+    @property
+    def shown(self) -> tuple:
+        """What the first run showed."""
+        return self.leave, self._trained, self._wants
+
+    @shown.setter
+    def shown(self, known: tuple) -> None:
+        self.leave, self._trained, self._wants = known
 
     def see_outputs(self, made: Any, sources: Sequence[Tensor]) -> None:
         """After the first run: which of its tensors want no gradient, where these sources are trained."""
@@ -376,8 +387,10 @@ def recompute(
     if parameters is None:
         parameters = owner.parameters() if owner is not None else ()
     key = owner if owner is not None else getattr(fn, "__code__", None)
-    checked = Checked(owner, _leave.get(key) if key is not None else None)
+    checked = Checked(owner)
+    if key in _shown:
+        checked.shown = _shown[key]
     made = run_region(fn, args, kwargs, stage, list(parameters), checked)
     if key is not None and checked.leave is not None:
-        _leave[key] = checked.leave
+        _shown[key] = checked.shown
     return made

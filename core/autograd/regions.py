@@ -112,7 +112,10 @@ def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | 
     if isinstance(policy, str) and policy not in ("layer", "selective"):
         raise ValueError(f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names")
     if before := [n for n, child in _callable_submodules(module).items() if _is_region(child)]:
-        raise ValueError(f"{', '.join(before)}: recomputed already; call remove() on that policy's handle first")
+        raise ValueError(
+            f"{', '.join(before)}: recomputed already; call remove() on that policy's handle first (where one "
+            "module is in two stages: recompute='stage')"
+        )
     try:
         chosen = outermost(module, ["core_attention"] if policy == "selective" else policy)
     except ValueError as error:

@@ -29,7 +29,7 @@ class _Opened:
 
 def _close(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
     kind, names = context
-    made = object.__new__(kind)  # as it was: nobody's __init__ or __post_init__ runs again
+    made: Any = object.__new__(kind)  # as it was: nobody's __init__ or __post_init__ runs again
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made
@@ -111,6 +111,27 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> Tensor:
         return gy
+
+
+class _Left(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, where: str) -> Tensor:
+        ctx.where = where
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.where} was used outside of its stage, which is recomputed as a whole: it would get no gradient; "
+            "return it from the stage, or use another recompute policy"
+        )
+
+
+def left(value: Tensor, where: str) -> Tensor:
+    """A tensor that a forward without a graph leaves on a module: to be read, not to be differentiated."""
+    with torch.enable_grad():
+        made: Tensor = _Left.apply(torch.zeros((), requires_grad=True), value, where)
+    return made
 
 
 def alias(value: Any) -> Any:

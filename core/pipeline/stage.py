@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
@@ -15,7 +16,7 @@ from core.autograd.compiled import give_ticket
 from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
-from core.pipeline.boundary import alias, check_leaf, copied, flatten, tree_map
+from core.pipeline.boundary import alias, check_leaf, copied, flatten, left, tree_map
 from core.pipeline.step import (
     LossFn,
     call_next_stage,
@@ -73,14 +74,6 @@ def _versions(*values: Any) -> list[int]:
     return [version_of(leaf) for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
-class _NeededError(Exception):
-    """A backward asked for a tensor that was not kept."""
-
-
-def _refuse(nothing: None) -> Tensor:
-    raise _NeededError
-
-
 class Stage:
     """Runs one module as stage `index` of `stages`, any `nn.Module`.
 
@@ -91,6 +84,11 @@ class Stage:
     def __init__(
         self, module: nn.Module, index: int, stages: int, *, policy: Any, seed: int, device: torch.device
     ) -> None:
+        if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+            raise ValueError(
+                f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
+                "theirs from a forward; run one on a sample before you build the pipeline"
+            )
         own = getattr(module, "stage", None)
         self.module, self.index, self.device, self.seed = module, index, device, seed
         self.first, self.last = index == 0, index == stages - 1
@@ -107,7 +105,9 @@ class Stage:
         self._compiled, self._state = False, ModuleState(module)
         self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
         self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
-        self._trained, self._key = (), None
+        self._left: set[tuple[int, str]] = set()  # attributes that want a gradient
+        self._trained: tuple[bool, ...] = ()
+        self._key: Any = None
         self._writes: bool | None = None  # whether it writes into what it received; None until it was tried
         self._fresh: list[nn.Parameter] = []  # without a gradient so far
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
@@ -162,45 +162,44 @@ class Stage:
         if again:
             held.versions, held.before = _versions(received, facts.parts[m]), self._state.before()
         facts.sync.before_forward(self.module)
-        told, ask = keep, again and not self.last and self._wants is None and not self._has_learnt(received)
-        with torch.set_grad_enabled(keep):
-            if ask:
-                output, told = self._call_asking(m, held, facts)
-            else:
-                output = self._call(m, held, facts, again=again)
+        # the first F that R will repeat has a graph as well, until it returns: it says which outputs want gradients
+        told = keep or (again and not self.last and self._wants is None and not self._has_learnt(received))
+        with torch.set_grad_enabled(told):
+            output = self._call(m, held, facts, again=again)
         if not facts.training:
-            return sums(*output, self.device) if self.last and facts.loss_fn is not None else self._evaluated(output)
+            return (
+                sums(output[0], output[1], self.device)
+                if self.last and facts.loss_fn is not None
+                else self._evaluated(output)
+            )
         self._held[m] = held
         if again:
             self._state.after(held.before)
+            self._mark_left(held.before, told)
             self._see_writes(held)
         if self.last:
             if again:
                 return None
             self._keep_loss(held, output, facts)
-            return sums(*output, self.device)
+            return sums(output[0], output[1], self.device)
         return self._hand_over(held, output, keep=keep, told=told)
+
+    def _mark_left(self, before: Before, told: bool) -> None:
+        """After an F that R will repeat: what it put on modules and wanted a gradient has none."""
+        for module, name, _ in before.attributes:
+            value = module.__dict__.get(name)
+            if not isinstance(value, Tensor):
+                continue
+            if told and value.requires_grad:
+                self._left.add((id(module), name))
+            if (id(module), name) in self._left:
+                module.__dict__[name] = left(value, f"`{name}` of a {type(module).__name__} of stage {self.index}")
 
     def _has_learnt(self, received: Any) -> bool:
         """Whether an earlier step, with the same parameters trained, told which outputs want gradients."""
         self._key = self._trained, tuple(x.requires_grad for x in flatten(received)[0] if isinstance(x, Tensor))
         self._wants = self._learnt.get(self._key)
         return self._wants is not None
-
-    def _call_asking(self, m: int, held: _Held, facts: StepFacts) -> tuple[Any, bool]:
-        """A first F that R will repeat, with a graph that holds nothing: its outputs say whether they want gradients.
-        Returns the output, and whether it does.
-
-        A module that takes derivatives in its forward needs what such a graph holds: it runs without one.
-        """
-        try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse):
-                return self._call(m, held, facts, again=True), True
-        except (_NeededError, RuntimeError) as error:
-            if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
-                raise
-        self._state.put_back(held.before)
-        return self._call(m, held, facts, again=True), False
 
     def _evaluated(self, output: Any) -> Any:
         """An output that nothing follows from, for the next stage or the caller."""
@@ -224,7 +223,7 @@ class Stage:
             output = self._call(m, held, facts)
         if self.last:
             self._keep_loss(held, output, facts)
-            return sums(*output, self.device)
+            return sums(output[0], output[1], self.device)
         tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
         if any(y.requires_grad and not want for y, want in zip(tensors, held.wants, strict=True)):
             raise RuntimeError(
@@ -294,7 +293,7 @@ class Stage:
         wanted = [y for y, want in zip(tensors, held.wants, strict=True) if want]
         held.ends = [get_gradient_edge(y) if y.requires_grad else None for y in wanted]
 
-    def _keep_loss(self, held: _Held, output: tuple, facts: StepFacts) -> None:
+    def _keep_loss(self, held: _Held, output: tuple[Tensor, Tensor | float], facts: StepFacts) -> None:
         """The same for the loss, whose gradient is known."""
         if check_loss(*output):
             held.ends, held.seed = [get_gradient_edge(output[0])], [scale_like(output[0], facts.loss_scale)]

@@ -41,7 +41,7 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0) -> int:
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
     if isinstance(module, torch.jit.ScriptModule):  # which knows no Python signature
-        return tuple(a.name for a in module.forward.schema.arguments[1:])
+        return tuple(a.name for a in module.forward.schema.arguments[1:])  # type: ignore[attr-defined]
     parameters = inspect.signature(module.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = tuple(p.name for p in parameters if p.kind in named)
@@ -139,6 +139,10 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
     Whatever is not a tensor, or has no dim, is in every microbatch.
     Raises ValueError: b does not divide, or differs between tensors.
     """
+    if isinstance(batch, list):
+        raise ValueError(
+            f"the batch is a list of {len(batch)}; give a tensor, a tuple (positionally) or a mapping (by name)"
+        )
     entries = (
         batch if isinstance(batch, Mapping) else dict(enumerate(batch if isinstance(batch, tuple) else (batch,)))
     )

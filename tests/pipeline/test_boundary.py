@@ -1,5 +1,6 @@
 """The boundary between two stages: each tensor says whether it wants a gradient, and nothing is lost there."""
 
+import copy
 import time
 from dataclasses import dataclass
 
@@ -273,3 +274,61 @@ def test_a_loss_runs_once_per_microbatch(ranks, world):
         assert sum(calls for calls, _ in found) == 4
         if schedule == "gpipe":
             assert [loss for _, loss in found] == pytest.approx([loss for _, loss in want])
+
+
+class Auxiliary(nn.Module):
+    """Leaves a loss on itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tiny.part(0)
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.aux = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize(("recompute", "says"), [("none", "backward through the graph"), ("stage", "`aux` of a Aux")])
+def test_a_loss_of_one_stage_that_another_reads_is_never_silent(single, recompute, says):
+    first = Auxiliary()
+    pipe = Pipeline([first, tiny.part(1)], ps=single, schedule="zb-v", num_microbatches=4, recompute=recompute)
+    with pytest.raises(RuntimeError, match=says):
+        pipe.step(tiny.rows(8), lambda y, _: (y.square().sum() + first.aux, len(y)))
+    pipe.step(tiny.rows(8), tiny.squares)
+    assert first.aux.isfinite()
+    _, want = tiny.alone(2, tiny.rows(8))
+    first.zero_grad(), pipe.modules[1].zero_grad()
+    pipe.step(tiny.rows(8), tiny.squares)
+    tiny.assert_equal({n.replace("inner.", ""): g for n, g in tiny.gradients(pipe).items()}, want)
+
+
+class Island(nn.Module):
+    """A float32 island inside autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x):
+        y = torch.tanh(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.b(y.float())
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "none"), ("zb-v", "stage"), ("1f1b", [[Island]])])
+def test_autocast_around_a_step_covers_forward_only(single, schedule, recompute):
+    count = 2 if schedule == "zb-v" else 1
+    torch.manual_seed(0)
+    ours = [nn.Sequential(Island()).float() for _ in range(count)]
+    plain = copy.deepcopy(ours)
+    pipe = Pipeline(ours, ps=single, schedule=schedule, num_microbatches=4, recompute=recompute)
+    x = tiny.rows(8).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe.step(x, lambda y, _: (y.float().square().sum(), len(y)))
+    for part in x.chunk(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.Sequential(*plain)(part).float().square().sum()
+        loss.backward()
+    for mine, theirs in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(plain).parameters(), strict=True):
+        assert (mine.grad - theirs.grad).abs().max() <= 1e-6 * theirs.grad.abs().max()

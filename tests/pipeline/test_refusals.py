@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from core.autograd import apply_recompute
 from core.data_parallel import PerParameterGradSync
@@ -171,3 +172,14 @@ def batches():
 def test_a_single_process_sees_its_own_exception(ranks):
     batches()
     assert issubclass(PipelineError, RuntimeError)
+
+
+def test_lazy_modules_and_lists_are_refused_with_the_remedy(single):
+    with pytest.raises(ValueError, match="lazy modules get theirs from a forward"):
+        Pipeline([nn.LazyLinear(4)], ps=single)
+    ready = nn.LazyLinear(4)
+    ready(torch.randn(1, 3))
+    pipe = Pipeline([ready], ps=single, num_microbatches=2)
+    pipe.step(torch.randn(4, 3), lambda y, _: (y.square().sum(), len(y)))
+    with pytest.raises(ValueError, match="the batch is a list of 1"):
+        pipe.step([torch.randn(4, 3)], lambda y, _: (y.square().sum(), len(y)))

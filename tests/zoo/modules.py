@@ -1,6 +1,6 @@
 """Other people's modules as stages of a pipeline, under schedules and recomputation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline
 from core.pipeline.step import stage_seed
-from tests.zoo.case import Case, Family, Pairs, compared, grads
+from tests.states import state as parallel_state
+from tests.zoo.case import Case, Family, Pairs, compared, grads, observe
+from tests.zoo.modules_hf import HF
+from tests.zoo.modules_hooks import HOOKS
 from tests.zoo.modules_odd import ODD
 from tests.zoo.modules_parts import Block, Chain, D, call
 from tests.zoo.modules_plain import PLAIN
@@ -81,6 +84,30 @@ def run(
     return compared(state(ours), state(theirs))
 
 
+def run_apart(what: str, policy: str, schedule: str = "1f1b") -> Pairs:
+    """The same with one stage on each of two ranks; this rank's gradients and buffers."""
+    how = next(case for case in FAMILY.cases if case.what == what).run.keywords  # type: ignore[attr-defined]
+    make, kind, loss_fn = how["make"], how.get("kind", "numbers"), how.get("loss_fn", squares)
+    ours, theirs = made(make), made(make)
+    ps = parallel_state(pp=2)
+    mine = ours[ps.index("pp")]
+    recompute: Any = [[Block]] * 2 if policy == "layer" else policy
+    pipe = Pipeline([mine], ps=ps, schedule=schedule, num_microbatches=MICROBATCHES, recompute=recompute)
+    before = torch.get_rng_state()
+    for step in range(2):
+        pipe.step(batch(step, kind), loss_fn)
+    pipe.close()
+    torch.set_rng_state(before)
+    plain(theirs, 2, kind, loss_fn)
+    return compared(state([mine]), state([theirs[ps.index("pp")]]))
+
+
+def seen_apart(names: Sequence[str], policies: Sequence[str]) -> dict[str, str]:
+    """What was not right on this rank."""
+    found = {f"{what}, {policy}": observe(run_apart, what, policy) for what in names for policy in policies}
+    return {name: f"{seen.outcome}: {seen.message}" for name, seen in found.items() if seen.outcome != "right"}
+
+
 def _case(what: str, facts: Any) -> Case:
     facts = facts if isinstance(facts, Mapping) else {"make": facts}
     how = {name: facts[name] for name in ("make", "kind", "loss_fn") if name in facts}
@@ -93,6 +120,6 @@ FAMILY = Family(
     "Two stages of each, trained under "
     f"{' and '.join((', '.join(SCHEDULES[:-1]), SCHEDULES[-1]))} with recompute={', '.join(POLICIES)}; gradients and "
     "buffers are those of a plain loop.",
-    [_case(what, facts) for what, facts in {**PLAIN, **ODD}.items()],
+    [_case(what, facts) for what, facts in {**PLAIN, **ODD, **HOOKS, **HF}.items()],
     VARIATIONS,
 )

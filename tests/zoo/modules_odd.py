@@ -244,51 +244,6 @@ def _traced():
     return torch.jit.trace(nn.Sequential(lin(), nn.Tanh(), lin()), torch.zeros(2, 5, D), check_trace=False)
 
 
-def _hooked(kind):
-    def make():
-        module = nn.Sequential(lin(), nn.Tanh(), lin())
-        if kind == "forward":
-            module[0].register_forward_hook(lambda m, a, out: out * 2)
-        elif kind == "pre":
-            module[0].register_forward_pre_hook(lambda m, a: (a[0] * 2,))
-        elif kind == "backward":
-            module[2].register_full_backward_hook(lambda m, gin, gout: (gin[0] * 2,))
-        elif kind == "backward pre":
-            module[2].register_full_backward_pre_hook(lambda m, gout: (gout[0] * 2,))
-        else:
-            for p in module.parameters():
-                p.register_hook(lambda g: g * 2)
-        return module
-
-    return twice(make)
-
-
-def _tensor_hook(m, x):
-    y = torch.tanh(m.a(x))
-    if y.requires_grad:
-        y.register_hook(lambda g: g * 2)
-    return m.b(y)
-
-
-def _accumulates():
-    module = nn.Sequential(lin(), nn.Tanh(), lin())
-    for p in module.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.1, 0.1))
-    return module
-
-
-def _updates_in_backward():
-    module = lin()
-    for p in module.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.data_ptr() and _step(p))
-    return module
-
-
-def _step(p):
-    with torch.no_grad():
-        p.sub_(0.1 * p.grad)
-
-
 def _weights_written(m, x):
     """Clips a weight in each forward."""
     with torch.no_grad():
@@ -379,21 +334,11 @@ ODD: dict[str, Any] = {
     },
     "`torch.vmap`": _pair(_vmap),
     "`torch.func.functional_call`": _pair(_functional_call),
-    "`torch.func.jacrev`": {
-        "make": _pair(_jacobian),
-        "elsewhere": {f"auto, {policy}": ("told", "cannot be counted") for policy in ("none", "layer", "stage")},
-        "remedy": "`memory_limit` does not cover what it keeps",
-    },
+    "`torch.func.jacrev`": _pair(_jacobian),
     "nested tensors inside a stage": _pair(_nested_tensor),
     "`module.compile(backend='eager')`": _compiled("eager"),
     "`module.compile(backend='aot_eager')`": _compiled("aot_eager"),
     "`torch.jit.trace`": twice(_traced),
-    "forward hooks that change the output": _hooked("forward"),
-    "forward pre-hooks that change the input": _hooked("pre"),
-    "full backward hooks": _hooked("backward"),
-    "full backward pre-hooks": _hooked("backward pre"),
-    "hooks on parameters": _hooked("parameter"),
-    "hooks on activations": _pair(_tensor_hook),
     "weights written in forward (clipping)": {
         "make": _pair(_weights_written),
         "elsewhere": _layer(WRITTEN),

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tests.zoo.case import judge, observe
-from tests.zoo.modules import FAMILY, VARIATIONS
+from tests.zoo.modules import FAMILY, VARIATIONS, seen_apart
 
-COVER = [(case, VARIATIONS[i % len(VARIATIONS)]) for i, case in enumerate(FAMILY.cases)]
+COVER = [  # importing transformers takes as long as all of these
+    (case, VARIATIONS[i % len(VARIATIONS)]) for i, case in enumerate(FAMILY.cases) if "Hugging Face" not in case.what
+]
 REST = [(case, v) for case in FAMILY.cases for v in VARIATIONS if (case, v) not in COVER]
 
 
@@ -32,3 +34,21 @@ def test_a_cover(case, variation):
 @pytest.mark.parametrize(("case", "variation"), REST, ids=_name)
 def test_all(case, variation):
     judge(case, [observe(case.run, variation)], variation)
+
+
+APART = [  # right everywhere, with and without recomputation
+    case.what
+    for case in FAMILY.cases
+    if case.outcome == "right" and not (case.elsewhere or "Hugging Face" in case.what or "compile" in case.what)
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "policies"),
+    [
+        (APART[::9], ["none"]),
+        pytest.param(APART, ["none", "layer", "stage"], marks=pytest.mark.full),
+    ],
+)
+def test_apart(ranks, names, policies):
+    assert ranks(seen_apart, names, policies, world=2) == [{}, {}]
