@@ -135,6 +135,14 @@ class Buffer(Weights):
         else:
             self.take(index).add_(gradient)
 
+    def forget(self, index: int) -> None:
+        """What has come for parameter `index` in this step is not wanted."""
+        if self.stage >= 2 and not self._first:
+            slot, (first, last) = self.bucket.slots[index], self.held
+            self.gradients[max(first, slot.start) - first : max(first, min(last, slot.stop)) - first].zero_()
+        if not self._fresh[index]:
+            self._expect(index)
+
     def start_sum(self) -> None:
         """Sum what was added since the last time over `ranks`. Reduce-scatter."""
         for index, fresh in enumerate(self._fresh):

@@ -157,8 +157,12 @@ class ShardedOptimizer(TorchFace):
         if not self.shard.finished:
             self.shard.finish()
         self.shard.take_weights()
+        self.shard.take_gradients()
         scaled = self._scaler is not None and (self._scales or loss_scale is not None)
-        divisor = self._number(self.ps.size("dp-cp") if num_tokens is None else num_tokens)
+        replicas = self.shard.replicas
+        divisor = self._number(replicas if num_tokens is None else num_tokens)
+        if num_tokens is not None and replicas != (whole := self.ps.size("dp-cp")):
+            divisor = divisor * (replicas / whole)
         if scaled:
             divisor = divisor * self._number(self._scaler.value if loss_scale is None else loss_scale)  # type: ignore[union-attr]
         elif loss_scale is not None:
