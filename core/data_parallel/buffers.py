@@ -268,3 +268,12 @@ class Buffer(Weights):
             del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]
             if self.stage == 3:
                 del parameter.bucket  # type: ignore[attr-defined]
+
+
+def sum_views(views: Sequence[Tensor], group: Group | None) -> None:
+    """All-reduce scattered pieces as one."""
+    if group is None or not views:
+        return
+    whole = all_reduce(torch.cat(list(views)), group)
+    for view, part in zip(views, whole.split([v.numel() for v in views]), strict=True):
+        view.copy_(part)

@@ -1,6 +1,7 @@
 """One model on many data-parallel ranks: who holds which part of weights, gradients and states, when it moves."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffer_copies import BufferCopies
-from core.data_parallel.buffers import Buffer
+from core.data_parallel.buffers import Buffer, sum_views
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.gradient import Place
 from core.data_parallel.life import Phase
@@ -16,7 +17,7 @@ from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.start import same_on_all
 from core.data_parallel.table import Members, Units, entries_of, stages_of
 from core.data_parallel.units import StageUnits, Unit
-from core.parallel_state.collectives import Group, all_gather_objects, all_reduce
+from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.flat import Bucket, bucket_table
 from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
@@ -36,7 +37,8 @@ class DataParallel:
     bucket_size: elements; default 1 Mi on CPUs, 8 Mi elsewhere. A bucket never crosses a unit.
     grad_dtype: of `main_grad`; default float32 for 16-bit parameters, else the parameter's own. reduce_dtype: what is
         sent is rounded to it; sums are in grad_dtype.
-    shard_units: "layer" (elements of ModuleLists and ModuleDicts), or names, patterns and classes of modules.
+    shard_units: "layer" (elements of ModuleLists and ModuleDicts, blocks in a Sequential), or names, patterns and
+        classes of modules.
     overlap: sums start while backward goes on (with an executor, or `backward_passes`), and gathered weights are
         waited for where they are used. Default: at stages 2 and 3, whose memory it bounds, with backward_passes, and
         where the backend works beside us; gloo's copies take the cores that compute, and are cheaper all at once.
@@ -240,7 +242,7 @@ class DataParallel:
         for buffer in self.buffers:
             buffer.complete()
         for name, views in self._partial.items():
-            _sum_views(views, self.ps.group(name))
+            sum_views(views, self.ps.group(name))
         gathers = [buffer.start_gather_gradients() for buffer in self.buffers]
         for pending in gathers:
             if pending is not None:
@@ -325,6 +327,12 @@ class DataParallel:
             for buffer in self.buffers:
                 buffer.gradients.div_(self.ps.size("dp-cp"))
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops that have it from DDP. Stages 0 and 1 sum once per step anyway; 2 and 3 cannot wait: whole
+        gradients are what they do not hold."""
+        yield
+
     def take_gradients(self) -> None:
         """Before an update: what somebody has made of `p.grad` counts; None is no gradient."""
         replicas = self.ps.size("dp-cp")
@@ -386,12 +394,3 @@ class DataParallel:
         for buffer in self.buffers:
             buffer.remove()
         self._hooks, self._names = [], {}
-
-
-def _sum_views(views: Sequence[Tensor], group: Group | None) -> None:
-    """All-reduce scattered pieces as one."""
-    if group is None or not views:
-        return
-    whole = all_reduce(torch.cat(list(views)), group)
-    for view, part in zip(views, whole.split([v.numel() for v in views]), strict=True):
-        view.copy_(part)

@@ -1,5 +1,7 @@
 """Habits of loops: when gradients come, are thrown away, and what is trained."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -281,4 +283,17 @@ def layer_drop(side: Side) -> dict[str, Tensor]:
     for step in range(4):
         model.both = step % 2 == 0
         steps(side, model, optimizer, 1, step)
+    return side.weights(optimizer, model)
+
+
+@habit("with no_sync() around all but the last backward")
+def without_sync(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    for step in range(2):
+        with optimizer.shard.no_sync() if side.ours else nullcontext():
+            (loss_of(model, side.x(step)) / 2).backward()
+        (loss_of(model, side.x(step + 9)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return side.weights(optimizer, model)
