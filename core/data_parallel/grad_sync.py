@@ -21,7 +21,7 @@ IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stage
 
 def at_the_end(call: Callable[[], None]) -> None:
     """Of the backward that runs: `call()`, unless it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class Round:

@@ -108,9 +108,9 @@ class BucketGradient(Tensor):
         made.place = place
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"BucketGradient({self.place.name}, {list(self.shape)})"
 
     @classmethod
