@@ -135,6 +135,14 @@ class Buffer(Weights):
         else:
             self.take(index).add_(gradient)
 
+    def forget(self, index: int) -> None:
+        """What has come for parameter `index` in this step is not wanted."""
+        if self.stage >= 2 and not self._first:
+            slot, (first, last) = self.bucket.slots[index], self.held
+            self.gradients[max(first, slot.start) - first : max(first, min(last, slot.stop)) - first].zero_()
+        if not self._fresh[index]:
+            self._expect(index)
+
     def start_sum(self) -> None:
         """Sum what was added since the last time over `ranks`. Reduce-scatter."""
         for index, fresh in enumerate(self._fresh):
@@ -260,3 +268,12 @@ class Buffer(Weights):
             del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]
             if self.stage == 3:
                 del parameter.bucket  # type: ignore[attr-defined]
+
+
+def sum_views(views: Sequence[Tensor], group: Group | None) -> None:
+    """All-reduce scattered pieces as one."""
+    if group is None or not views:
+        return
+    whole = all_reduce(torch.cat(list(views)), group)
+    for view, part in zip(views, whole.split([v.numel() for v in views]), strict=True):
+        view.copy_(part)

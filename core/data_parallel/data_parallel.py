@@ -1,6 +1,7 @@
 """One model on many data-parallel ranks: who holds which part of weights, gradients and states, when it moves."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -8,15 +9,16 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffer_copies import BufferCopies
-from core.data_parallel.buffers import Buffer
-from core.data_parallel.grad_sync import GradientSums, Place
+from core.data_parallel.buffers import Buffer, sum_views
+from core.data_parallel.grad_sync import GradientSums
+from core.data_parallel.gradient import Place
 from core.data_parallel.life import Phase
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.start import same_on_all
 from core.data_parallel.table import Members, Units, entries_of, stages_of
 from core.data_parallel.units import StageUnits, Unit
-from core.parallel_state.collectives import Group, all_gather_objects, all_reduce
-from core.parallel_state.flat import bucket_table
+from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.flat import Bucket, bucket_table
 from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
@@ -35,7 +37,8 @@ class DataParallel:
     bucket_size: elements; default 1 Mi on CPUs, 8 Mi elsewhere. A bucket never crosses a unit.
     grad_dtype: of `main_grad`; default float32 for 16-bit parameters, else the parameter's own. reduce_dtype: what is
         sent is rounded to it; sums are in grad_dtype.
-    shard_units: "layer" (elements of ModuleLists and ModuleDicts), or names, patterns and classes of modules.
+    shard_units: "layer" (elements of ModuleLists and ModuleDicts, blocks in a Sequential), or names, patterns and
+        classes of modules.
     overlap: sums start while backward goes on (with an executor, or `backward_passes`), and gathered weights are
         waited for where they are used. Default: at stages 2 and 3, whose memory it bounds, with backward_passes, and
         where the backend works beside us; gloo's copies take the cores that compute, and are cheaper all at once.
@@ -78,15 +81,8 @@ class DataParallel:
         cut = {"dp-cp": ps.size("shard"), "edp": ps.size("edp")}
         table = bucket_table(entries_of(module, stages), cut, size)
         same_on_all(module, table, ps)
-        parameters = self.named_parameters()
         dtypes = {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype}
-        self.buffers = tuple(
-            Buffer(number, bucket, parameters, ps, zero_stage=zero_stage, **dtypes)
-            for number, bucket in enumerate(table)
-        )
-        told: list[str] = []
-        for buffer in self.buffers:
-            buffer.told = told
+        self.buffers = self._make_buffers(table, dtypes)
         beside = any(b.ranks is not None and not b.ranks.composed for b in self.buffers)
         self.overlap = overlap if overlap is not None else beside or zero_stage >= 2 or backward_passes is not None
         places = [
@@ -101,16 +97,33 @@ class DataParallel:
         for place in places:
             place.unit = unit_of.get(place.parameter)
         self._sums = GradientSums(
-            holders, places, divided=zero_stage >= 2, overlap=self.overlap, passes=backward_passes
+            holders,
+            places,
+            divided=zero_stage >= 2,
+            overlap=self.overlap,
+            passes=backward_passes,
+            wanted=self._wanted,
+            zero=self.zero_grad,
         )
         self._partial = self._partial_views()
         self._unused: list[str] = []
         self.missing: list[str] = []
+        self.averaged = False
         self._steps, self._compare_every = 0, check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self._hooks = [
             place.parameter.register_post_accumulate_grad_hook(partial(self._sums.hooked, place)) for place in places
         ]
+
+    def _make_buffers(self, table: Sequence[Bucket], dtypes: Mapping[str, torch.dtype | None]) -> tuple[Buffer, ...]:
+        parameters, told = self.named_parameters(), list[str]()
+        made = tuple(
+            Buffer(number, bucket, parameters, self.ps, zero_stage=self.zero_stage, **dtypes)
+            for number, bucket in enumerate(table)
+        )
+        for buffer in made:
+            buffer.told = told
+        return made
 
     def _refuse_owned(self) -> None:
         if taken := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:
@@ -167,7 +180,7 @@ class DataParallel:
     def begin_step(self, pairs_per_param: Mapping[Parameter, int], *, split: bool = False) -> None:
         """A step starts. Raises ValueError: the last step's sums have not been zeroed, or it was not finished; a
         trainable parameter that was not here, or not trainable, when this was made."""
-        self._sums.phase.refuse_second()
+        self._sums.refuse_second()
         self._refuse_unknown(pairs_per_param)
         self._sums.begin_step(pairs_per_param, split)
         for units in self._units.values():
@@ -223,17 +236,18 @@ class DataParallel:
         Raises ValueError: called again without `zero_grad` between; with `require_gradients`, on every rank,
         parameters that got none; with `check_replicas_every`, see `check_replicas`.
         """
-        self._sums.phase.refuse_second()
+        self._sums.refuse_second()
         self._refuse_unknown(self._appeared())
         self._sums.finish()
         for buffer in self.buffers:
             buffer.complete()
         for name, views in self._partial.items():
-            _sum_views(views, self.ps.group(name))
+            sum_views(views, self.ps.group(name))
         gathers = [buffer.start_gather_gradients() for buffer in self.buffers]
         for pending in gathers:
             if pending is not None:
                 pending.wait()
+        self._sums.show()
         self._unused = [place.name for place in self._sums.places if not place.delivered]
         self.missing = [place.name for place in self._sums.places if not (place.delivered or place.zeros)]
         if self.require_gradients:
@@ -303,6 +317,33 @@ class DataParallel:
         for buffer in reversed(self.buffers):
             buffer.wait()
 
+    def _wanted(self) -> None:
+        """Somebody asks for values of `p.grad`: summed, and averaged over the replicas as under DDP; of a step that
+        an executor drives they are its sums."""
+        if not self.finished:
+            self.finish()
+        if not (self.averaged or self._sums.driven):
+            self.averaged = True
+            for buffer in self.buffers:
+                buffer.gradients.div_(self.ps.size("dp-cp"))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops that have it from DDP. Stages 0 and 1 sum once per step anyway; 2 and 3 cannot wait: whole
+        gradients are what they do not hold."""
+        yield
+
+    def take_gradients(self) -> None:
+        """Before an update: what somebody has made of `p.grad` counts; None is no gradient."""
+        replicas = self.ps.size("dp-cp")
+        if self._sums.take(1.0 if self.averaged or self._sums.driven else replicas):
+            self.missing = [place.name for place in self._sums.places if not (place.delivered or place.zeros)]
+
+    @property
+    def replicas(self) -> int:
+        """What gradients are to be divided by for the mean over replicas."""
+        return 1 if self.averaged else self.ps.size("dp-cp")
+
     @property
     def finished(self) -> bool:
         """Whether `gradients` of every buffer are the sums over all replicas, used up or not."""
@@ -324,6 +365,7 @@ class DataParallel:
         for buffer in self.buffers:
             buffer.zero()
         self._sums.zeroed(set_to_none=set_to_none)
+        self.averaged = False
 
     def check_replicas(self) -> None:
         """Compare, bit for bit, what several ranks hold: whole parameters; at stage 3 the parts, where they repeat,
@@ -352,12 +394,3 @@ class DataParallel:
         for buffer in self.buffers:
             buffer.remove()
         self._hooks, self._names = [], {}
-
-
-def _sum_views(views: Sequence[Tensor], group: Group | None) -> None:
-    """All-reduce scattered pieces as one."""
-    if group is None or not views:
-        return
-    whole = all_reduce(torch.cat(list(views)), group)
-    for view, part in zip(views, whole.split([v.numel() for v in views]), strict=True):
-        view.copy_(part)

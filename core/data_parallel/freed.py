@@ -37,7 +37,7 @@ class Whole(Parameter):
     """The class of a parameter while it is gathered: a write to `.data` leaves no trace, so asking for it does."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """As ever."""
         self.bucket.untraced = True  # type: ignore[attr-defined]
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]

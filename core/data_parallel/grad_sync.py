@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffers import Buffer
+from core.data_parallel.gradient import BucketGradient, Place, part_of, put_back
 from core.data_parallel.life import Phase
-from core.data_parallel.units import Unit
 
 IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stages 2 and 3 whole gradients
 
 
 def at_the_end(call: Callable[[], None]) -> None:
     """Of the backward that runs: `call()`, unless it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class Round:
@@ -80,27 +80,12 @@ class Round:
         self._under_way.append(buffer)
 
 
-class Place:
-    """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step.
-
-    delivered: something came since the last `zero_grad`. zeros: `zero_grad(set_to_none=False)` left it zeros, which
-    is a gradient too.
-    """
-
-    __slots__ = ("buffer", "delivered", "index", "name", "pairs", "parameter", "round", "unit", "zeros")
-
-    def __init__(self, parameter: Parameter, name: str, buffer: Buffer, index: int) -> None:
-        self.parameter, self.name, self.buffer, self.index = parameter, name, buffer, index
-        self.delivered, self.zeros, self.pairs = False, False, 1
-        self.round: Round | None = None  # stages 0, 1
-        self.unit: Unit | None = None  # stage 3
-
-
 class GradientSums:
     """Counts the contributions of one step, and sums; see `core.autograd.GradSync` for who calls what.
 
     holders[stage]: the buckets of each stage. places: of every parameter. divided: a round is a pair (stages 2, 3).
-    passes: of a plain loop, how many backward calls make a step, if that is known.
+    passes: of a plain loop, how many backward calls make a step, if that is known. wanted, zero: called where
+    somebody asks for values of gradients, and where all were set to None.
     """
 
     def __init__(
@@ -111,8 +96,10 @@ class GradientSums:
         divided: bool,
         overlap: bool,
         passes: int | None,
+        wanted: Callable[[], None],
+        zero: Callable[[], None],
     ) -> None:
-        self.places = places
+        self.places, self.wanted, self.zero = places, wanted, zero
         # by id: torch hashes tensors in Python
         self._place = {id(place.parameter): place for place in places}
         self._divided, self._overlap, self._passes = divided, overlap, passes
@@ -126,6 +113,7 @@ class GradientSums:
         self._stage_of = {b: stage for stage, buffers in reversed(holders.items()) for b in buffers}
         round_of = {b: r for r in (*self._rounds.values(), self._shared) for b in r.buffers}
         for place in places:
+            place.sums = self
             place.round = None if divided else round_of[place.buffer]
         self._hooked: list[Place] = []
         self.phase = Phase.OPEN
@@ -163,6 +151,11 @@ class GradientSums:
         return set(map(id, parameters)) - self._place.keys()
 
     @property
+    def driven(self) -> bool:
+        """Whether an executor has announced this step."""
+        return self._driven
+
+    @property
     def known(self) -> Collection[int]:
         """The ids of those that are summed here."""
         return self._place.keys()
@@ -175,19 +168,73 @@ class GradientSums:
         gradient = parameter.grad
         if place.unit is not None:
             place.unit.to_come -= 1
-        if self.phase and self.phase.drops(place.name):
-            parameter.grad = None
+        added = type(gradient) is BucketGradient  # by `contribute`
+        if self.phase and not self._renewed() and self.phase.drops(place.name):
+            parameter.grad = place.gradient if added else None
             return
-        if self._divided and not (self._driven or self._running.open):  # nobody saw this backward begin
-            self.plain_backward(self._stage_of[place.buffer])
-        if gradient is not None:
-            parameter.grad = None
-            place.buffer.add(place.index, gradient)
+        if not added:
+            if place.shown:  # somebody has set it to None since
+                place.buffer.forget(place.index)
+            if gradient is not None:
+                self.contribute(place, gradient)
+            place.shown = not self._driven
+            if parameter.dtype != place.gradient.dtype:
+                place.buffer.refuse_moved()
+            parameter.grad = place.gradient if place.shown else None
         place.delivered = True
         if self.split:
             self._hooked.append(place)
         else:
             self._arrive(place)
+
+    def contribute(self, place: Place, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, inside of a backward."""
+        if self.phase:  # `hooked`, which follows, knows what becomes of it
+            return
+        if self._divided and not (self._driven or self._running.open):  # nobody saw this backward begin
+            self.plain_backward(self._stage_of[place.buffer])
+        place.buffer.add(place.index, gradient.detach())
+
+    def _renewed(self) -> bool:
+        """Whether somebody has set every `.grad` to None since the last step, so that the next one has begun."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for place in self.places:
+                if type(place.parameter.grad) is BucketGradient:
+                    return False
+        self.zero()
+        return True
+
+    def refuse_second(self) -> None:
+        """Raise ValueError: gradients are summed and used once, and nobody has zeroed them since."""
+        if self.phase and not self._renewed():
+            self.phase.refuse_second()
+
+    def show(self) -> None:
+        """After the last sum: `.grad` of every parameter that has a gradient stands for it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for place in self.places:
+                if place.delivered and not place.shown:
+                    place.shown, place.parameter.grad = True, place.gradient
+
+    def take(self, factor: float) -> bool:
+        """Before an update: what somebody has made of `.grad` is what counts; None is no gradient.
+
+        factor: what a whole gradient is multiplied by. Returns whether there are fewer or more gradients than before.
+        """
+        changed = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for place in self.places:
+                gradient = place.parameter.grad
+                if type(gradient) is BucketGradient:
+                    if place.whole is not None:
+                        put_back(place, place.whole, factor)
+                elif gradient is not None:
+                    put_back(place, gradient, factor)
+                    changed, place.delivered = True, True
+                elif place.shown:
+                    part_of(place).zero_()
+                    changed, place.delivered, place.zeros = True, False, False
+        return changed
 
     def _arrive(self, place: Place, *, now: bool = True) -> None:
         """One pair has delivered all to a parameter; `now`: buckets may start."""
@@ -220,7 +267,7 @@ class GradientSums:
 
     def plain_backward(self, stage: nn.Module) -> bool:
         """Inside of a backward that no executor has announced: it has begun. Returns whether that is so."""
-        if not (self._driven or self.phase):  # what comes in another phase is in no sum
+        if not self._driven and (not self.phase or self._renewed()):  # what comes in another phase is in no sum
             self.backward_begins(stage)
             if self._divided:
                 at_the_end(self._rounds[stage].end)
@@ -289,7 +336,11 @@ class GradientSums:
 
     def zeroed(self, *, set_to_none: bool) -> None:
         """The next step begins."""
-        for place in self.places:
-            place.zeros = not set_to_none and (place.delivered or place.zeros)
+        with torch._C.DisableTorchFunctionSubclass():
+            for place in self.places:
+                place.zeros = not set_to_none and (place.delivered or place.zeros)
+                place.whole = None
+                if set_to_none:
+                    place.parameter.grad, place.shown = None, False
         self.phase = Phase.OPEN
         self._begin_plain()

@@ -1,6 +1,7 @@
 """Before the first step: the ranks of a data group train the same parameters, from the same values."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
     """Compare the bucket tables over the data group, then take its first rank's parameters and buffers.
 
     A script that seeds each rank differently, or not at all, would otherwise average gradients of different models.
-    One all-gather of objects; one broadcast per tensor. Raises ValueError, on every rank of the group: a
-    parameter that is trained on some ranks only, or is of another size there.
+    One all-gather of hashes (where they differ, of names and sizes); one broadcast per tensor. Raises ValueError, on
+    every rank of the group: a parameter that is trained on some ranks only, or is of another size there.
     """
     group = ps.group("dp-cp")
     mine = {slot.name: slot.stop - slot.start for bucket in table for slot in bucket.slots}
-    first, *others = everyone = all_gather_objects(mine, group)
+    digest = blake2b(repr(list(mine.items())).encode(), digest_size=16).hexdigest()
+    hashes = all_gather_objects(digest, group)
+    everyone = all_gather_objects(mine, group) if len(set(hashes)) > 1 else [mine]
+    first, *others = everyone
     for rank, theirs in enumerate(others, 1):
         if list(theirs.items()) != list(first.items()):
             assert group is not None
@@ -31,7 +35,7 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
                 f"{', '.join(differs[:3]) or 'their order'} ({len(differs)} of {len(first)}) frozen, missing or of "
                 "another size on one of them; build the same model on every rank"
             )
-    if len(everyone) > 1:
+    if len(hashes) > 1:
         _take_first(module, ps)
 
 

@@ -34,7 +34,7 @@ class Members:
 
 
 def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
-    """stage -> its units. "layer": the elements of ModuleLists and ModuleDicts, if there are any.
+    """stage -> its units. "layer": the elements of ModuleLists and ModuleDicts, and blocks in a Sequential.
 
     Raises ValueError: a name or class that matches no module of any stage.
     """
@@ -46,6 +46,8 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
         except ValueError as error:
             chosen = {}
             problems.append(error)
+        if units == "layer":
+            chosen |= _blocks(module, chosen)
         found[number] = Members(module, chosen)
     if units != "layer" and len(problems) == len(found):  # a stage of its own may well lack some
         raise ValueError(f"shard_units: {problems[0]}")
@@ -60,6 +62,24 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
             ((_, unit), *others) = uses[p]
             if unit and not others:
                 stage.names[p] = unit
+    return found
+
+
+def _blocks(module: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Layers that stand in an nn.Sequential (torchvision, timm): elements with modules of their own, the innermost
+    such ones, where no chosen layer is inside or around."""
+    found: dict[str, nn.Module] = {}
+    for path, parent in module.named_modules():
+        if not isinstance(parent, nn.Sequential) or any(f"{path}.".startswith(f"{name}.") for name in chosen):
+            continue
+        for name, child in parent.named_children():
+            whole = f"{path}.{name}" if path else name
+            inner = [m for m in child.modules() if isinstance(m, nn.Sequential)]
+            deeper = any(next(element.children(), None) is not None for m in inner for element in m)
+            around = any(other.startswith(f"{whole}.") for other in chosen)
+            inside = any(whole.startswith(f"{other}.") for other in found)
+            if next(child.children(), None) is not None and not (deeper or around or inside):
+                found[whole] = child
     return found
 
 

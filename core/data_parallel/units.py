@@ -112,7 +112,7 @@ class StageUnits:
                 plain = self._backward_begins()
                 self.begin_backward()
                 if plain and not torch.is_grad_enabled():  # of a graph of this backward weights are still needed
-                    torch.autograd.Variable._execution_engine.queue_callback(self.free)  # type: ignore[attr-defined]
+                    torch.autograd.Variable._execution_engine.queue_callback(self.free)
             return
         if not self._frees or (unit in self._behind and unit.backward == now):  # one more output
             return

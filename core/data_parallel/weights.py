@@ -11,6 +11,7 @@
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -191,12 +192,16 @@ class Weights:
     def _adopt(self, parameter: Parameter, view: Tensor) -> None:
         data = parameter.detach()
         if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
-            raise ValueError(
-                f"DataParallel: the values of {self.words} do not lie in its buffers any more (model.to() or half() "
-                "after it was made?), so updates do not reach them; convert the model first"
-            )
+            self.refuse_moved()
         view.copy_(data)
         set_data(parameter, view)
+
+    def refuse_moved(self) -> NoReturn:
+        """Raise ValueError: parameters are no views of the buffer any more, and cannot be made so."""
+        raise ValueError(
+            f"DataParallel: the values of {self.words} do not lie in its buffers any more (model.to() or half() "
+            "after it was made?), so updates do not reach them; convert the model first"
+        )
 
     def end_loan(self) -> None:
         """What was written while it was lent counts."""

@@ -82,7 +82,7 @@ class OptimizerConfig:
     """Good updates in a row after which the loss scale is doubled."""
 
     max_skipped_steps: int = 0
-    """That many skipped updates in a row are an error; 0 never is."""
+    """That many skipped updates in a row are an error; 0: only if all of the first 100 are."""
 
     def __post_init__(self) -> None:
         raise_all("OptimizerConfig", self._rules())

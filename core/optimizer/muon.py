@@ -144,7 +144,7 @@ def _outputs(shard: DataParallel, candidates: dict[str, Parameter]) -> set[str]:
         id(p)
         for stage in modules_of(shard.module).values()
         for module in stage.modules()
-        if callable(getattr(module, "get_output_embeddings", None)) and (head := module.get_output_embeddings())
+        if callable(ask := getattr(module, "get_output_embeddings", None)) and (head := ask()) is not None
         for p in head.parameters()
     }
     found = {name for name, p in candidates.items() if id(p) in said or OUTPUT.search(name)}

@@ -24,6 +24,8 @@ from core.optimizer.torch_face import TorchFace
 from core.optimizer.watch import GradientWatch
 from core.parallel_state.layout import Layout
 
+NONE_GOOD = 100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says
+
 
 class ShardedOptimizer(TorchFace):
     """What `AdamW` is to parameters, for the flat buffers of a `DataParallel`: same step, same states, same files.
@@ -54,7 +56,7 @@ class ShardedOptimizer(TorchFace):
         groups: Given = (),
     ) -> None:
         self.shard, self.ps, self.config = shard, shard.ps, config
-        self.step_count = 0
+        self.step_count = self._since = 0
         self._used = False
         self._groups = Groups(shard, config, self.options(config), groups)
         self._face(self._groups.all, self.options(config))
@@ -157,8 +159,12 @@ class ShardedOptimizer(TorchFace):
         if not self.shard.finished:
             self.shard.finish()
         self.shard.take_weights()
+        self.shard.take_gradients()
         scaled = self._scaler is not None and (self._scales or loss_scale is not None)
-        divisor = self._number(self.ps.size("dp-cp") if num_tokens is None else num_tokens)
+        replicas = self.shard.replicas
+        divisor = self._number(replicas if num_tokens is None else num_tokens)
+        if num_tokens is not None and replicas != (whole := self.ps.size("dp-cp")):
+            divisor = divisor * (replicas / whole)
         if scaled:
             divisor = divisor * self._number(self._scaler.value if loss_scale is None else loss_scale)  # type: ignore[union-attr]
         elif loss_scale is not None:
@@ -238,11 +244,13 @@ class ShardedOptimizer(TorchFace):
         self._groups.follow(self.step_count)
         if self._scaler is not None and scaled:
             self._scaler.update(found_inf)
-        most = self.config.max_skipped_steps
+        self._since += 1
+        most = self.config.max_skipped_steps or (NONE_GOOD if self._since == NONE_GOOD else 0)
         looks = most and (self.ps.device.type == "cpu" or self.step_count % most == 0)
         if looks and (row := int(self._in_row.item())) >= most:
             raise RuntimeError(
-                f"step {self.step_count}: {row} steps in a row were skipped, max_skipped_steps={most}: {self._why()}"
+                f"step {self.step_count}: {row} steps in a row were skipped, "
+                f"max_skipped_steps={self.config.max_skipped_steps}: {self._why()}"
                 "; lower the learning rate or look at the data of these steps"
             )
 

@@ -107,8 +107,9 @@ def _boxes(mapper: Mapper, group: str, pieces: Pieces) -> Iterator[ShardedTensor
 def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[ShardedTensor]]:
     """name -> this rank's part of every parameter and persistent buffer of the model, at any ZeRO stage.
 
-    Waits for weights under way. Buffers are the first data rank's: collective where they changed. At stage 3 trainable parameters are the intervals that this rank holds (after a load
-    call `shard.publish()`, or `optimizer.load_state_dict`), so nothing is gathered; the files are the same.
+    Waits for weights under way. Buffers are the first data rank's: collective where they changed. At stage 3
+    trainable parameters are the intervals that this rank holds (after a load call `shard.publish()`, or
+    `optimizer.load_state_dict`), so nothing is gathered; the files are the same.
     """
     shard.wait()
     shard.take_weights()

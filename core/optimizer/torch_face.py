@@ -34,7 +34,7 @@ class TorchFace(torch.optim.Optimizer):
         raise NotImplementedError
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
         """parameter -> kind -> this rank's part of it, live where no offload cuts it."""
         named = self.shard.named_parameters()  # type: ignore[attr-defined]
         return {

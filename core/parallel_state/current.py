@@ -1,6 +1,6 @@
 """The one current state, for the roof: nothing inside `core/` below it reads this, except as a default argument."""
 
-from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S, world
+from core.parallel_state.collectives.groups import world
 from core.parallel_state.config import ParallelConfig
 from core.parallel_state.state import ParallelState
 
@@ -17,7 +17,7 @@ def initialize_model_parallel(
     sequence_parallel: bool = False,
     order: str = "pp-dp-cp-tp",
     device: str | None = None,
-    distributed_timeout_minutes: float = DEFAULT_TIMEOUT_S / 60,
+    distributed_timeout_minutes: float | None = None,
     debug: bool = False,
 ) -> ParallelState:
     """Build the parallel state, make it current and return it. Collective over the default process group.
@@ -37,7 +37,8 @@ def initialize_model_parallel(
     )
     if _current is not None:
         raise ValueError("the model parallel state is already initialized; call destroy_model_parallel() first")
-    _current = ParallelState.build(config, device=device, timeout_s=60 * distributed_timeout_minutes, debug=debug)
+    timeout_s = None if distributed_timeout_minutes is None else 60 * distributed_timeout_minutes
+    _current = ParallelState.build(config, device=device, timeout_s=timeout_s, debug=debug)
     return _current
 
 

@@ -166,11 +166,14 @@ def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size
         raise ValueError(f"bucket_size={bucket_size} must be at least 1 element")
     closed: list[tuple[int, list[Entry]]] = []  # (position of the last one, entries)
     filling: dict[tuple, list[Entry]] = {}
+    sizes: dict[tuple, int] = {}
     for position, entry in enumerate(reversed(entries)):
-        members = filling.setdefault(entry.key, [])
-        members.append(entry)
-        if sum(e.size for e in members) >= bucket_size:
-            closed.append((position, filling.pop(entry.key)))
+        key = entry.key
+        filling.setdefault(key, []).append(entry)
+        sizes[key] = sizes.get(key, 0) + entry.size
+        if sizes[key] >= bucket_size:
+            closed.append((position, filling.pop(key)))
+            del sizes[key]
     last = {entry.name: position for position, entry in enumerate(reversed(entries))}
     closed += [(last[members[-1].name], members) for members in filling.values()]
     return tuple(_bucket(members, ranks[members[0].group]) for _, members in sorted(closed, key=lambda c: c[0]))

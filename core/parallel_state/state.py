@@ -49,12 +49,13 @@ class ParallelState:
         config: ParallelConfig | None = None,
         *,
         device: torch.device | str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = None,
         debug: bool = False,
     ) -> "ParallelState":
         """Collective: every rank of the default group calls it once (a single process may, without one).
 
         Every group is created here, in the order of `grid.GROUPS`, equal rank sets once; at most 8 per rank.
+        timeout_s bounds every wait; default: what the world was joined with (`init_process_group(timeout=...)`).
         `debug` compares every collective call across its ranks before making it.
         Raises ValueError, before any group is created: sizes that do not fit the world, a device that the
         backend does not serve.
@@ -65,6 +66,7 @@ class ParallelState:
         served = pg.backends() if pg.is_initialized() else {}
         place = _place(device, served)
         grid = Grid(config)
+        timeout_s = timeout_s if timeout_s is not None else pg.world_timeout_s()
         world = pg.world_group(timeout_s, checked=debug)
         by_ranks: dict[tuple[int, ...], Any] = {world.ranks: world.process_group} if world else {}
         groups = {}

@@ -71,6 +71,13 @@ class FakeShard:
     def take_weights(self):
         pass
 
+    def take_gradients(self):
+        pass
+
+    @property
+    def replicas(self):
+        return self.ps.size("dp-cp")
+
     def stepped(self):
         pass
 

@@ -146,6 +146,20 @@ def world_group(timeout_s: float, *, checked: bool = False) -> Group | None:
     return Group("world", tuple(range(size)), rank, group, timedelta(seconds=timeout_s), checked)
 
 
+def world_timeout_s() -> float:
+    """How long a wait in the default group may take, as whoever joined it said; our default without one."""
+    if not is_initialized():
+        return DEFAULT_TIMEOUT_S
+    group = dist.group.WORLD
+    assert group is not None
+    told = [
+        group._get_backend(device).options._timeout.total_seconds()
+        for device in group._device_types
+        if hasattr(group._get_backend(device), "options")
+    ]
+    return min(told, default=DEFAULT_TIMEOUT_S)
+
+
 def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
     """A new group of `ranks`; only they take part, so every rank must create its groups in one order.
 

@@ -1,0 +1,117 @@
+"""Habits with optimizers: groups, schedulers, closures, hooks, states."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedAdamW
+from tests.states import state
+from tests.zoo.habit_side import DECAY, RATE, Side, habits, loss_of, steps
+
+HABITS, habit = habits()
+
+
+def scheduled(side: Side, make: Callable[[Any], Any], kind: str = "adamw", metric: bool = False) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model, kind)
+    scheduler = make(optimizer)
+    rates = []
+    for step in range(6):
+        steps(side, model, optimizer, 1, step)
+        scheduler.step(1.0) if metric else scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return side.weights(optimizer, model) | {"rates": torch.tensor(rates)}
+
+
+_S = torch.optim.lr_scheduler
+for _name, _make, _kind in (
+    ("LambdaLR", lambda o: _S.LambdaLR(o, lambda step: 0.5**step), "adamw"),
+    ("OneCycleLR, which moves betas too", lambda o: _S.OneCycleLR(o, max_lr=0.1, total_steps=10), "adamw"),
+    ("OneCycleLR with SGD's momentum", lambda o: _S.OneCycleLR(o, max_lr=0.1, total_steps=10), "sgd"),
+    ("CosineAnnealingLR", lambda o: _S.CosineAnnealingLR(o, 5), "adamw"),
+    ("ExponentialLR", lambda o: _S.ExponentialLR(o, 0.7), "sgd"),
+    ("CyclicLR", lambda o: _S.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False), "adamw"),
+    (
+        "SequentialLR",
+        lambda o: _S.SequentialLR(o, [_S.LinearLR(o, 0.1, total_iters=2), _S.StepLR(o, 2, 0.5)], [2]),
+        "adamw",
+    ),
+    ("ChainedScheduler", lambda o: _S.ChainedScheduler([_S.ConstantLR(o), _S.ExponentialLR(o, 0.9)]), "adamw"),
+):
+    habit(f"torch.optim.lr_scheduler.{_name}")(lambda side, make=_make, kind=_kind: scheduled(side, make, kind))
+
+
+@habit("torch.optim.lr_scheduler.ReduceLROnPlateau")
+def plateau(side: Side) -> dict[str, Tensor]:
+    return scheduled(side, lambda o: _S.ReduceLROnPlateau(o, patience=1), metric=True)
+
+
+@habit("param_groups[0]['lr'] and ['weight_decay'] set by hand")
+def by_hand(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    for step in range(4):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+            group["weight_decay"] = 0.01 * step
+        steps(side, model, optimizer, 1, step)
+    return side.weights(optimizer, model)
+
+
+@habit("optimizer.step(closure)")
+def closure(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer, losses = side.wrap(model), []
+    for step in range(3):
+
+        def again(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, side.x(step))
+            loss.backward()
+            return loss
+
+        losses.append(side.mean(optimizer.step(again)))
+    return side.weights(optimizer, model) | {"losses": torch.stack(losses)}
+
+
+@habit("register_step_pre_hook and register_step_post_hook")
+def step_hooks(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer, seen = side.wrap(model), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1.0))
+    optimizer.register_step_post_hook(lambda o, *_: o.param_groups[0].update(lr=0.02))
+    steps(side, model, optimizer)
+    return side.weights(optimizer, model) | {"seen": torch.tensor(seen)}
+
+
+@habit(
+    "optimizer.add_param_group",
+    "add_param_group: .* give groups=",
+    "groups=[{'params': ...}] at construction",
+    outcome="refused",
+)
+def added_group(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    optimizer.add_param_group({"params": list(model.first.parameters())})
+    return side.weights(optimizer, model)
+
+
+@habit("groups with a rate and a decay of their own")
+def groups(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    head = list(model.last.parameters())
+    if side.ours:
+        shard = DataParallel(model, state(), zero_stage=side.zero, bucket_size=40)
+        config = OptimizerConfig(lr=RATE, weight_decay=DECAY, clip_grad=0.0)
+        told = [{"params": head, "lr": 0.2, "weight_decay": 0.0}]
+        optimizer: Any = ShardedAdamW(shard, config, groups=told, decays=lambda name, layout: True)
+    else:
+        rest = [p for p in model.parameters() if all(p is not q for q in head)]
+        told = [{"params": rest}, {"params": head, "lr": 0.2, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(told, lr=RATE, weight_decay=DECAY)
+    steps(side, model, optimizer)
+    return side.weights(optimizer, model)
