@@ -114,7 +114,7 @@ class SplitWatch:
         if self._forwards == 1:
             return (
                 f"{what} should be the same on all tensor ranks, and differs between {ranks} before a step; call "
-                "torch.manual_seed with one seed on all of them before the model is made (s + rank is not), or load one "
+                "torch.manual_seed with one seed on all before the model is made (s + rank is not), or load one "
                 "checkpoint. If it is split: ColumnParallelLinear and RowParallelLinear make halves that "
                 "are split alike (docs/concepts/tensor_parallel.md)"
             )
