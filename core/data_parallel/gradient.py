@@ -6,6 +6,7 @@ Norms and changes by a number are computed on each rank's part; anything else fe
 then what counts until the step.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from core.data_parallel.buffers import Buffer
 from core.data_parallel.life import Phase
 from core.data_parallel.units import Unit
 from core.parallel_state.collectives import Group, all_gather, all_reduce
+from core.parallel_state.layout import layout_of
 
 aten = torch.ops.aten
 # in place, the same for every element
@@ -150,24 +152,42 @@ def _numbers(leaves: Sequence[Any], cls: type) -> bool:
 
 
 def _norms(places: Sequence[Place], order: float) -> list[Tensor]:
-    """Of whole gradients, from each rank's part of them. One all-reduce per group."""
-    norms: list[Tensor] = [torch.zeros(())] * len(places)
-    groups: dict[int, tuple[Group | None, list[int]]] = {}
-    for number, place in enumerate(places):
-        part = place.part()
-        empty = part.new_zeros((), dtype=torch.float64)
-        norms[number] = torch.linalg.vector_norm(part.double(), order) if part.numel() else empty
-        group = place.buffer.ranks if place.divided_now else None
-        groups.setdefault(id(group), (group, []))[1].append(number)
-    for group, numbers in groups.values():
-        if group is not None:
-            whole, largest = torch.stack([norms[n] for n in numbers]), order == float("inf")
-            whole = all_reduce(whole if largest else whole**order, group, "max" if largest else "sum")
-            if not largest:
-                whole = whole.sqrt() if order == 2 else whole ** (1 / order)
-            for n, value in zip(numbers, whole, strict=True):
-                norms[n] = value
+    """Of whole gradients, from each rank's part: over the data ranks, then over tensor ranks; an all-reduce a group.
+
+    Warns, on a pipeline: the norm over parameters is then that of this rank's stages.
+    """
+    parts = [place.part() for place in places]
+    zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)
+    norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else zero for part in parts]
+    ps = places[0].buffer.ps
+    if len(places) > 1 and ps.size("pp") > 1:
+        warnings.warn(
+            f"a norm over gradients (clip_grad_norm_?) of 1 of {ps.size('pp')} pipeline ranks: each would scale by "
+            "its own; OptimizerConfig(clip_grad=...) clips by the norm of the model, and step() returns it",
+            stacklevel=6,
+        )
+    for over_tensor_ranks in (False, True):
+        groups: dict[int, tuple[Group, list[int]]] = {}
+        for number, place in enumerate(places):
+            if over_tensor_ranks:
+                group = ps.group("tp") if "tp" in layout_of(place.parameter).split else None
+            else:
+                group = place.buffer.ranks if place.divided_now else None
+            if group is not None:
+                groups.setdefault(id(group), (group, []))[1].append(number)
+        for group, numbers in groups.values():
+            for number, value in zip(numbers, _norm_over([norms[n] for n in numbers], order, group), strict=True):
+                norms[number] = value
     return [norm.to(place.parameter.dtype) for norm, place in zip(norms, places, strict=True)]
+
+
+def _norm_over(norms: Sequence[Tensor], order: float, group: Group) -> Tensor:
+    """Norms of whole tensors from those of the ranks' parts: [n]."""
+    whole = torch.stack(list(norms))
+    if order == float("inf"):
+        return all_reduce(whole, group, "max")
+    total = all_reduce(whole**order, group)
+    return total.sqrt() if order == 2 else total ** (1 / order)
 
 
 def whole_of(place: Place) -> Tensor:

@@ -33,7 +33,8 @@ def _checksum(tensor: Tensor) -> Tensor:
 def _is_whole(parameter: Tensor) -> bool:
     """Not another kind of tensor (FSDP2's), and its memory is there (ZeRO-3 gives it back)."""
     plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
-    return plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
+    with torch._C.DisableTorchFunctionSubclass():  # asking must not fetch it
+        return plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
 
 
 class SplitWatch:
