@@ -30,6 +30,7 @@ ELEMENTWISE = {
     aten._foreach_div_.Tensor, aten._foreach_clamp_max_.Scalar, aten._foreach_clamp_min_.Scalar,
     aten._foreach_zero_.default, aten._foreach_neg_.default,
 }  # fmt: skip
+SCALES = {aten.mul_.Tensor, aten._foreach_mul_.Tensor}
 UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 ADDS = {aten.add_.Tensor, aten.add.Tensor}
 
@@ -129,6 +130,8 @@ class BucketGradient(Tensor):
         if func in (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default) and _over_all(func, args, kwargs):
             norms = _norms([leaf.place for leaf in mine], args[1] if len(args) > 1 else 2)
             return norms if func is aten._foreach_norm.Scalar else norms[0]
+        if func in SCALES:
+            _tell_of_stages(mine[0].place)
         local = (func in ELEMENTWISE and _numbers(leaves, cls)) or func is UNSCALE
         real = {id(leaf): leaf.place.part() if local else leaf.place.fetched() for leaf in mine}
         given = [real.get(id(leaf), leaf) for leaf in leaves]
@@ -138,6 +141,17 @@ class BucketGradient(Tensor):
             all_reduce(args_[1], mine[0].place.buffer.ps.world, "max")
         back = {id(real[id(leaf)]): leaf for leaf in mine}
         return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), out)
+
+
+def _tell_of_stages(place: Place) -> None:
+    """Warns, on a pipeline, where gradients are scaled by what `clip_grad_norm_` found."""
+    if (stages := place.buffer.ps.size("pp")) > 1:
+        warnings.warn(
+            f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils.clip_grad_norm_ takes "
+            "the norm of this rank's stages, and every rank scales by its own; OptimizerConfig(clip_grad=...) clips by "
+            "the norm of the model, and step() returns it",
+            stacklevel=4,
+        )
 
 
 def _over_all(func: Any, args: Any, kwargs: Any) -> bool:
@@ -152,20 +166,11 @@ def _numbers(leaves: Sequence[Any], cls: type) -> bool:
 
 
 def _norms(places: Sequence[Place], order: float) -> list[Tensor]:
-    """Of whole gradients, from each rank's part: over the data ranks, then over tensor ranks; an all-reduce a group.
-
-    Warns, on a pipeline: the norm over parameters is then that of this rank's stages.
-    """
+    """Of whole gradients, from each rank's part: over the data ranks, then over tensor ranks; an all-reduce a group."""
     parts = [place.part() for place in places]
     zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else zero for part in parts]
     ps = places[0].buffer.ps
-    if len(places) > 1 and ps.size("pp") > 1:
-        warnings.warn(
-            f"a norm over gradients (clip_grad_norm_?) of 1 of {ps.size('pp')} pipeline ranks: each would scale by "
-            "its own; OptimizerConfig(clip_grad=...) clips by the norm of the model, and step() returns it",
-            stacklevel=6,
-        )
     for over_tensor_ranks in (False, True):
         groups: dict[int, tuple[Group, list[int]]] = {}
         for number, place in enumerate(places):
