@@ -147,9 +147,9 @@ def _tell_of_stages(place: Place) -> None:
     """Warns, on a pipeline, where gradients are scaled by what `clip_grad_norm_` found."""
     if (stages := place.buffer.ps.size("pp")) > 1:
         warnings.warn(
-            f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils.clip_grad_norm_ takes "
-            "the norm of this rank's stages, and every rank scales by its own; OptimizerConfig(clip_grad=...) clips by "
-            "the norm of the model, and step() returns it",
+            f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils.clip_grad_norm_ "
+            "takes the norm of this rank's stages, and every rank scales by its own; OptimizerConfig(clip_grad=...) "
+            "clips by the norm of the model, and step() returns it",
             stacklevel=4,
         )
 
@@ -166,7 +166,7 @@ def _numbers(leaves: Sequence[Any], cls: type) -> bool:
 
 
 def _norms(places: Sequence[Place], order: float) -> list[Tensor]:
-    """Of whole gradients, from each rank's part: over the data ranks, then over tensor ranks; an all-reduce a group."""
+    """Of whole gradients, from each rank's part: over data ranks, then tensor ranks. One all-reduce per group."""
     parts = [place.part() for place in places]
     zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else zero for part in parts]
