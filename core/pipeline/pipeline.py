@@ -153,8 +153,6 @@ class Pipeline:
                 for parameter in stage.parameters:
                     counts[parameter] = counts.get(parameter, 0) + self.num_microbatches
             alone = isinstance(self.grad_sync, NullGradSync)
-            if alone and self._scales is not None:
-                self._scales.before_step()
             self.grad_sync.begin_step(counts, split=True)
             tied = set_apart(list(counts), self.schedule.placement) if alone else {}
             executor = self._executor(self.schedule, facts, batch)
@@ -164,8 +162,8 @@ class Pipeline:
             sum_apart(tied, self.ps)
             result = self._result(executor.sums(self.ps.device))
             clock.stop()
-        if alone and self._scales is not None:
-            self._scales.after_step(counts)
+            if alone and self._scales is not None:
+                self._scales.after_step(counts)
         self._clock = clock
         self.step_index += 1
         self._tune()

@@ -18,15 +18,13 @@ class ScaleWatch:
     """Compares, over the stages, by what factor gradients were scaled between a step's end and the optimizer's.
 
     `torch.nn.utils.clip_grad_norm_` on each rank clips by the norm of its own stages. One gradient per rank is looked
-    at when an optimizer steps; the factors are compared before steps 2, 3, 5, 9 ... : one all-gather of one number
-    over the world, then.
+    at when an optimizer steps; the factors are compared at the end of steps 2, 3, 5, 9 ... : one all-gather of one
+    number over the world, then.
     """
 
     def __init__(self, ps: ParallelState) -> None:
         self._ps, self._steps = ps, 0
-        self._seen: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # a gradient, where it was largest, and its value there
-        )
+        self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # a gradient, where it is largest, its value there
         self._factor: Tensor | None = None
         kept = weakref.ref(self)
 
@@ -38,13 +36,23 @@ class ScaleWatch:
 
     @torch.no_grad()
     def after_step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember the smallest of the gradients as they are."""
-        found = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        """Compare what the optimizer's last step saw, and remember the smallest of the new gradients as they are.
+
+        Raises ValueError, on every rank: factors that differ.
+        """
+        if self._due():
+            self._compare()
+        self._steps += 1
         self._seen, self._factor = None, None
-        if found and not self._steps & (self._steps - 1):
+        found = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        if found and self._due():
             flat = min(found, key=Tensor.numel).view(-1)
             place = flat.abs().argmax().reshape(1)
             self._seen = flat, place, flat[place]
+
+    def _due(self) -> bool:
+        """After steps 1, 2, 4, 8 ..."""
+        return self._steps > 0 and not self._steps & (self._steps - 1)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         if self._seen is not None and self._factor is None:
@@ -54,19 +62,14 @@ class ScaleWatch:
             if flat.untyped_storage().data_ptr() in mine:
                 self._factor = (flat[place] / before).double()
 
-    def before_step(self) -> None:
-        """Raises ValueError, on every rank: factors that differ."""
-        self._steps += 1
-        looked, self._seen = self._steps > 1 and not (self._steps - 1) & (self._steps - 2), None
-        if not looked:
-            return
+    def _compare(self) -> None:
         mine = self._factor if self._factor is not None else torch.full((1,), torch.nan, dtype=torch.float64)
         factors = all_gather(mine.to(self._ps.device), self._ps.world)
         known = factors[factors.isfinite()]
         if known.numel() and known.max() - known.min() > 0.01 * known.max():
             raise ValueError(
                 f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
-                f"another before the optimizer's step {self._steps - 1}: torch.nn.utils.clip_grad_norm_ takes the "
+                f"another before the optimizer's step {self._steps}: torch.nn.utils.clip_grad_norm_ takes the "
                 "norm of one rank's stages; use core.optimizer.clip_grad_norm_, which takes the model's"
             )
 

@@ -183,7 +183,8 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Of the storages that are not yet `seen`, in their size of now."""
     total = 0
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():  # ZeRO-3 fetches a freed parameter for who asks
+            storage = tensor.untyped_storage()
         if storage._cdata not in seen and storage.device.type != "meta":
             seen.add(storage._cdata)
             total += storage.nbytes() if storage.nbytes() > SCALAR else 0
