@@ -304,10 +304,12 @@ class _NestedError(RuntimeError):
     """A run made nested tensors, whose sizes are others in every run."""
 
 
+@torch.compiler.disable
 def _with_graph(
     region: _Region, args: tuple, kwargs: dict, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> Any:
-    """The region as torch's checkpoint; its first time it is watched for what leaves it."""
+    """The region as torch's checkpoint; its first time it is watched for what leaves it. Not inside compiled code,
+    which knows no checkpoint like this one."""
     checked = region.checked
     watch = Watch() if checked.leave is None and not checked.state.compiled else None
     region.before = checked.state.before()
