@@ -111,8 +111,7 @@ class DataParallel:
         )
         self._partial = partial_views(self.buffers)
         self._unused: list[str] = []
-        self.missing: list[str] = []
-        self.averaged = False
+        self.missing, self.averaged = list[str](), False
         self._steps, self._compare_every = 0, check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self._hooks = [
