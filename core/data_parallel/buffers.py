@@ -277,3 +277,12 @@ def sum_views(views: Sequence[Tensor], group: Group | None) -> None:
     whole = all_reduce(torch.cat(list(views)), group)
     for view, part in zip(views, whole.split([v.numel() for v in views]), strict=True):
         view.copy_(part)
+
+
+def partial_views(buffers: Sequence[Buffer]) -> dict[str, list[Tensor]]:
+    """group -> gradients that are partial sums over it."""
+    found: dict[str, list[Tensor]] = {}
+    for buffer in buffers:
+        for name, views in buffer.partial().items():
+            found.setdefault(name, []).extend(views)
+    return {name: found[name] for name in sorted(found)}

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffer_copies import BufferCopies
-from core.data_parallel.buffers import Buffer, sum_views
+from core.data_parallel.buffers import Buffer, partial_views, sum_views
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.gradient import Place
 from core.data_parallel.life import Phase
+from core.data_parallel.meta import Init, fill_all, stand_up
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.start import same_on_all
 from core.data_parallel.table import Members, Units, entries_of, stages_of
@@ -47,6 +48,8 @@ class DataParallel:
         comparisons of what several ranks hold (by `finish`, before the update); 0 never.
     broadcast_buffers: buffers that forwards write are the first data rank's: sent after each step, and before each
         further forward of a step.
+    init: of a model on the meta device, which is filled module by module: fills one module's own parameters; default:
+        initial values that parameters carry, or the module's reset_parameters().
 
     Collective when it is made, gathers and sums: all ranks of a data group make the same calls in one order. When it
     is made every rank takes the parameters and buffers of the first rank of its data group, as under DDP.
@@ -69,11 +72,13 @@ class DataParallel:
         require_gradients: bool = False,
         check_replicas_every: int = 0,
         broadcast_buffers: bool = True,
+        init: Init | None = None,
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage} is unknown; use 0, 1, 2 or 3")
         self.module, self.ps, self.zero_stage = module, ps, zero_stage
         self.backward_passes, self.require_gradients = backward_passes, require_gradients
+        unfilled = stand_up(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._refuse_owned()
         stages = stages_of(module, shard_units)
@@ -81,13 +86,12 @@ class DataParallel:
         cut = {"dp-cp": ps.size("shard"), "edp": ps.size("edp")}
         table = bucket_table(entries_of(module, stages), cut, size)
         same_on_all(module, table, ps)
-        dtypes = {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype}
-        self.buffers = self._make_buffers(table, dtypes)
+        self.buffers = self._make_buffers(table, {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype})
+        if unfilled:
+            fill_all(module, ps, unfilled, self.buffers, init)
         beside = any(b.ranks is not None and not b.ranks.composed for b in self.buffers)
         self.overlap = overlap if overlap is not None else beside or zero_stage >= 2 or backward_passes is not None
-        places = [
-            Place(p, self._names[p], buffer, i) for buffer in self.buffers for i, p in enumerate(buffer.parameters)
-        ]
+        places = self._places()
         buffer_of = {place.parameter: place.buffer for place in places}
         self._stages = [members.module for members in stages.values()]
         holders = {m.module: self._held_by({buffer_of[p] for p in m.parameters}) for m in stages.values()}
@@ -105,10 +109,9 @@ class DataParallel:
             wanted=self._wanted,
             zero=self.zero_grad,
         )
-        self._partial = self._partial_views()
+        self._partial = partial_views(self.buffers)
         self._unused: list[str] = []
-        self.missing: list[str] = []
-        self.averaged = False
+        self.missing, self.averaged = list[str](), False
         self._steps, self._compare_every = 0, check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self._hooks = [
@@ -124,6 +127,10 @@ class DataParallel:
         for buffer in made:
             buffer.told = told
         return made
+
+    def _places(self) -> list[Place]:
+        found = ((buffer, i, p) for buffer in self.buffers for i, p in enumerate(buffer.parameters))
+        return [Place(p, self._names[p], buffer, i) for buffer, i, p in found]
 
     def _refuse_owned(self) -> None:
         if taken := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:
@@ -153,14 +160,6 @@ class DataParallel:
             divided=self.zero_stage >= 2,
             backward_begins=lambda: self._sums.plain_backward(stage.module),
         )
-
-    def _partial_views(self) -> dict[str, list[Tensor]]:
-        """group -> gradients that are partial sums over it."""
-        found: dict[str, list[Tensor]] = {}
-        for buffer in self.buffers:
-            for name, views in buffer.partial().items():
-                found.setdefault(name, []).extend(views)
-        return {name: found[name] for name in sorted(found)}
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Global name -> every trainable parameter."""
@@ -385,7 +384,7 @@ class DataParallel:
         return list(self._unused)
 
     def remove(self) -> None:
-        """Undo: whole parameters of their own, gradients in `.grad` again. All-gather at stage 3."""
+        """Undo: whole parameters of their own, the next gradients in `.grad` again. All-gather at stage 3."""
         for hook in self._hooks:
             hook.remove()
         self.copies.remove()
@@ -393,4 +392,5 @@ class DataParallel:
             units.remove()
         for buffer in self.buffers:
             buffer.remove()
+        self._sums.zeroed(set_to_none=True)
         self._hooks, self._names = [], {}

@@ -6,6 +6,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from core.data_parallel.weights import without_memory
 from core.parallel_state.collectives import all_gather_objects, broadcast
 from core.parallel_state.flat import Bucket
 from core.parallel_state.layout import layout_of
@@ -45,6 +46,8 @@ def _take_first(module: Modules, ps: ParallelState) -> None:
     held += [("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()]
     for name, tensor in held:
         group = ps.group(name)
+        if without_memory(tensor):  # every rank draws the same
+            continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()
             broadcast(values.reshape(-1).view(torch.uint8), group)  # bytes: of any dtype

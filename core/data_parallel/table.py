@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from core.autograd.regions import outermost
+from core.data_parallel.weights import without_memory
 from core.parallel_state.flat import Entry, is_vector
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of, named_parameters
@@ -110,7 +111,9 @@ def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
 def _refuse_overlap(names: Mapping[Parameter, str]) -> None:
     """Two parameters in one memory would be two after they were moved."""
     spans: list[tuple[int, int, Any]] = [
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.itemsize, name) for p, name in names.items() if p.data_ptr()
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.itemsize, name)
+        for p, name in names.items()
+        if p.data_ptr() and not without_memory(p)
     ]
     spans.sort(key=lambda span: span[:2])
     for (_, end, one), (start, _, other) in pairwise(spans):

@@ -31,6 +31,11 @@ def gone(tensor: Tensor) -> Tensor:
     return tensor.new_full((1,) * tensor.dim(), torch.nan).expand(tensor.shape)
 
 
+def without_memory(parameter: Tensor) -> bool:
+    """Whether it only has a shape, and is to be filled later."""
+    return parameter.numel() > 1 and not any(parameter.stride())
+
+
 class Storage:
     """A flat tensor whose memory comes and goes, while views of it stay what they are."""
 
@@ -64,11 +69,15 @@ class Weights:
     _gathering: Pending | None
 
     def _build_weights(self, device: torch.device) -> None:
-        flat = torch.zeros(self.bucket.size, dtype=self.dtype, device=device)
+        unfilled = all(map(without_memory, self.parameters))  # see core/data_parallel/meta.py
+        flat = (torch.empty if unfilled and self.stage == 3 else torch.zeros)(
+            self.bucket.size, dtype=self.dtype, device=device
+        )
         self._whole = self._views(flat)
         with torch.no_grad():
             for view, parameter in zip(self._whole, self.parameters, strict=True):
-                view.copy_(parameter)
+                if not unfilled:
+                    view.copy_(parameter)
         self._missing = [gone(p.detach()) for p in self.parameters] if self.stage == 3 else []
         self._tuple = tuple(self.parameters)
         self._classes = [type(p) for p in self.parameters]
@@ -80,7 +89,7 @@ class Weights:
         self.weights = flat[slice(*self.held)]
         self.gathered = True
         if self.stage == 3:
-            self.weights = self.weights.clone()
+            self.weights = torch.zeros_like(self.weights) if unfilled else self.weights.clone()
             for parameter in self.parameters:
                 parameter.bucket = self  # type: ignore[attr-defined]
             self._point(self._whole)
@@ -108,6 +117,17 @@ class Weights:
         names = [slot.name for slot in self.bucket.slots]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"{names[0]}{more}"
+
+    def put(self, index: int, whole: Tensor) -> None:
+        """Take the values of parameter `index`; this rank keeps what it holds."""
+        if self.stage < 3:
+            self._whole[index].copy_(whole)
+            return
+        slot, (first, last) = self.bucket.slots[index], self.held
+        start, stop = max(first, slot.start), min(last, slot.stop)
+        if start < stop:
+            part = whole.reshape(-1)[start - slot.start : stop - slot.start]
+            self.weights[start - first : stop - first].copy_(part)
 
     def start_gather(self) -> None:
         """Stage 3: take memory for the whole bucket and ask for the other parts. All-gather over `ranks`."""
