@@ -62,7 +62,7 @@ class MemoryReport:
         modules = modules_of(self.stages).values()
         parameters: list[Tensor] = [p for module in modules for p in module.parameters()]
         gradients = [g for p in parameters for g in (p.grad, getattr(p, "main_grad", None)) if g is not None]
-        weights = [p.detach() for p in parameters]
+        weights = list(parameters)
         for buffer in self.shard.buffers if self.shard is not None else ():
             weights += buffer.memory["weights"]
             gradients += buffer.memory["gradients"]
