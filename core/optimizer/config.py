@@ -9,6 +9,7 @@ from core.parallel_state.config import raise_all
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
 MUON_LR = ("match_rms_adamw", "original")
+DECAYS = ("matrices", "all")
 MOST_STEPS = 1 << 62  # a number of updates is multiplied by shares of it, in floats
 
 
@@ -45,7 +46,11 @@ class OptimizerConfig:
     """Parameters of a schedule of DeepSpeed's, by their names there."""
 
     weight_decay: float = 0.01
-    """Decoupled decay per unit of learning rate, of parameters with at least 2 dims that are not biases."""
+    """Decoupled decay per unit of learning rate, of what weight_decay_of says; of sgd torch's, into the gradient."""
+
+    weight_decay_of: str = "matrices"
+    """What decays in sharded optimizers: matrices, parameters of at least 2 dims that are no biases; or all, as in
+    torch and DeepSpeed."""
 
     adam_beta1: float = 0.9
     """Decay of AdamW's first moment per update."""
@@ -111,6 +116,8 @@ class OptimizerConfig:
         except ValueError as error:
             yield False, str(error)
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
+        of = self.weight_decay_of
+        yield of in DECAYS, f"weight_decay_of={of!r} is unknown; known: {', '.join(DECAYS)}"
         for name in ("adam_beta1", "adam_beta2"):
             yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1"
         yield self.adam_eps >= 0, f"adam_eps={self.adam_eps} must be at least 0"
