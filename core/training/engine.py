@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.dist_checkpointing import save
 from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
-from core.pipeline.step import call_stage, told_by
+from core.pipeline.step import call_stage, split_microbatches, told_by
 from core.training.checkpoint import Checkpoints
+from core.training.config import TrainingConfig
 from core.training.data import BatchSource, moved_to
+from core.training.engine_face import EngineFace
 from core.training.generate import generate
 
 
@@ -32,12 +33,13 @@ class TrainStep:
     skipped: Tensor
 
 
-class TrainingModel(nn.Module):
+class TrainingModel(EngineFace):
     """A model, or this rank's pipeline stages, with what one optimizer step over it needs.
 
     Called, it is the module itself, for a loop of your own: `model.loss(batch).backward(); optimizer.step();
     optimizer.zero_grad()`. `train_step(batch)` does the same for every layout, microbatch by
-    microbatch. module: what it wraps (a ModuleDict of stages by number where this rank has several).
+    microbatch. module: what it wraps (a ModuleDict of stages by number where this rank has several). lr_scheduler:
+    the schedule as an object. A loop of DeepSpeed's runs too: see `EngineFace`.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class TrainingModel(nn.Module):
         executor: SingleStage | Pipeline,
         checkpoints: Checkpoints,
         loss_fn: LossFn,
-        train_steps: int,
+        training: TrainingConfig,
     ) -> None:
         super().__init__()
         whole = isinstance(executor, SingleStage)
@@ -56,7 +58,8 @@ class TrainingModel(nn.Module):
         )
         self.stages = dict(stages)
         self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
-        self.train_steps, self._saves = train_steps, False
+        self.training_config, self._saves = training, False
+        self.lr_scheduler = Scheduler(optimizer)
         self.loader: Loader | None = None
         self._move = moved_to(self.parallel.device)
 
@@ -64,11 +67,6 @@ class TrainingModel(nn.Module):
     def parallel(self) -> ParallelState:
         """The layout of ranks and this rank's place in it."""
         return self.optimizer.ps
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made so far, also by earlier runs that this one goes on from."""
-        return self.optimizer.step_count
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the wrapped module gives. Raises ValueError: this rank holds stages of a pipeline, not a model."""
@@ -96,8 +94,14 @@ class TrainingModel(nn.Module):
         loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
         scale = self.optimizer.loss_scale
         if isinstance(scale, Tensor) and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * scale.to(gradient.dtype))  # the loss itself stays true
+            loss.register_hook(self._scaled)  # the loss itself stays true
         return loss
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        scale = self.optimizer.loss_scale
+        if self._in_backward or not isinstance(scale, Tensor):
+            return gradient
+        return gradient * scale.to(gradient.dtype)
 
     def train_step(self, batch: Mapping[str, Tensor]) -> TrainStep:
         """Forward, backward and update on this data rank's rows `[b/dp, ...]` of the global batch.
@@ -112,12 +116,15 @@ class TrainingModel(nn.Module):
             self._saves = True
             self.checkpoints.__enter__()
         self.optimizer.zero_grad()
-        self.executor.step_index = self.step  # what dropout draws depends on it, also after a resume
+        self.executor.step_index = self.global_steps  # what dropout draws depends on it, also after a resume
         rate = self.optimizer.learning_rate
         result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
         self.checkpoints.before_update()
         stats = self.optimizer.step(num_tokens=result.num_tokens)
-        self.checkpoints.after_step(self.step, last=self.step == self.train_steps)
+        self._last = stats
+        done = self.global_steps
+        self.micro_steps = done * self.gradient_accumulation_steps()
+        self.checkpoints.after_step(done, last=done == self.training_config.train_steps)
         return TrainStep(result.loss, result.num_tokens, stats.grad_norm, rate, stats.skipped)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
@@ -134,20 +141,6 @@ class TrainingModel(nn.Module):
             raise ValueError(f"generate needs a GPTModel, this is a {type(first).__name__}; use model(...)")
         told = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
         return generate(first, prompt, **told, executor=self.executor)  # type: ignore[arg-type]
-
-    def save_checkpoint(self, path: str) -> None:
-        """Write model, optimizer and step to the directory or URL `path`; it opens under any layout. Collective."""
-        save(self.checkpoints.state(self.step), path, ps=self.parallel)
-
-    def load_checkpoint(self, path: str) -> int:
-        """Go on from `path`, saved under any layout, with its next batch; the steps already made. Collective.
-
-        Raises ValueError: another model, or another order of the data.
-        """
-        step = self.checkpoints.restore(path)
-        if self.loader is not None:
-            self.loader.step = step
-        return step
 
     def close(self) -> None:
         """Wait for saves under way and give the checkpoint directory back to other runs; done at exit too."""
@@ -193,7 +186,8 @@ class Loader:
     """This data rank's rows of global batch `step`, `step + 1`, ... up to `train_steps`, on its device.
 
     The order is a function of (seed, step): `step`, the number of the next batch, is all that resuming needs. It ends
-    early where `stopped()` says so.
+    early where `stopped()` says so. microbatches: into how many `microbatches()` cuts a batch. gave_whole: whether
+    the last one was given uncut.
     """
 
     def __init__(
@@ -203,14 +197,23 @@ class Loader:
         train_steps: int,
         step: int = 0,
         stopped: Callable[[], bool] = lambda: False,
+        microbatches: int = 1,
     ) -> None:
+        self.gave_whole, self._microbatches = False, microbatches
         self.batches, self.train_steps, self.step, self.stopped = batches, train_steps, step, stopped
         self._rank, self._size, self._move = ps.index("dp"), ps.size("dp"), moved_to(ps.device)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while self.step < self.train_steps and not self.stopped():
             self.step += 1  # before it is given: a loop that stops in the middle has used it
+            self.gave_whole = True
             yield self.batch(self.step - 1)
+
+    def microbatches(self) -> Iterator[dict[str, Tensor]]:
+        """The same, cut into the microbatches of an update, for `backward` and `step` after each."""
+        for batch in self:
+            self.gave_whole = False
+            yield from split_microbatches(batch, self._microbatches)
 
     def __len__(self) -> int:
         """Batches that are left."""

@@ -68,11 +68,12 @@ def initialize(
     source = batches if corpus is None else corpus.train
     start = checkpoints.resume()
     steps = run.training.train_steps
-    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, steps)
+    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if source is not None:
-        trained.loader = Loader(source, ps, steps, start, lambda: checkpoints.stopped)
+        count = trained.gradient_accumulation_steps()
+        trained.loader = Loader(source, ps, steps, start, lambda: checkpoints.stopped, count)
     atexit.register(checkpoints.close)  # before the world is left: what is registered last runs first
-    return Initialized(trained, optimizer, Scheduler(optimizer), trained.loader)
+    return Initialized(trained, optimizer, trained.lr_scheduler, trained.loader)
 
 
 def _refuse_mixed_up(model: Any, batches: Any) -> None:
