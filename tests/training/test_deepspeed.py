@@ -23,6 +23,7 @@ from core.training.deepspeed.keys import IGNORED, IGNORED_SECTIONS, MAPPED, UNSU
 from core.training.deepspeed.reader import leaves
 from core.training.deepspeed.sections import CONSTANT, solve_batch
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*keys are unsupported")
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12, "hysteresis": 2}
 ADAM = {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
 AUTO = {
@@ -258,7 +259,9 @@ TOLD = {  # config, key, verdict, words
 @pytest.mark.parametrize("name", TOLD)
 def test_what_has_no_place_here_is_told(name):
     config, words = TOLD[name]
-    found = from_deepspeed(config)
+    with pytest.warns(UserWarning, match="keys are unsupported") as warned:
+        found = from_deepspeed(config)
+    assert words in str(warned[0].message)
     assert any(words in told.words for told in found.unsupported), found.table()
 
 

@@ -6,6 +6,7 @@ prints the table and the flags; its exit status is 1 where something is unsuppor
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,7 +108,7 @@ def from_deepspeed(
     data_ranks: data parallel ranks of the run, for sizes that depend on it. auto: key ("scheduler.params.
     total_num_steps") -> value, where the file says "auto" and Hugging Face's Trainer would fill it in.
     DeepSpeed's defaults that differ from ours (stage 0, no clipping, no weight decay) are among the fields.
-    `initialize(model, from_deepspeed(...).fields)` is the migration.
+    `initialize(model, from_deepspeed(...).fields)` is the migration. What is unsupported is told in one warning.
     Raises ValueError: no JSON object, a key twice, values of the wrong kind or out of range, batch sizes that
     contradict each other.
     """
@@ -128,6 +129,9 @@ def from_deepspeed(
                 found.onto(kind())  # our own rules
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    if missing := found.unsupported:
+        each = "\n".join(f"  {told.key}: {told.words}" for told in missing)
+        warnings.warn(f"{where}: {len(missing)} of {len(found.told)} keys are unsupported:\n{each}", stacklevel=2)
     return found
 
 

@@ -120,7 +120,8 @@ def _nearest(key: str) -> str | None:
     inside = [k for k in known if key.endswith(f".{k}")]
     alike = get_close_matches(key, known, n=1, cutoff=0.75)
     elsewhere = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    return next(iter([*inside, *alike, *elsewhere]), None)
+    beside = [k for k in elsewhere if k.partition(".")[0] == key.partition(".")[0]]
+    return next(iter([*inside, *beside, *alike, *elsewhere]), None)
 
 
 def _known() -> list[str]:

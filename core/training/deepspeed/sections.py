@@ -266,7 +266,7 @@ def others(r: Reader) -> None:
     clip, inner = r.value("gradient_clipping", float), r.value("optimizer.params.max_grad_norm", float)
     if inner is not None:
         r.put("optimizer.params.max_grad_norm", "optimizer", clip_grad=inner)
-    if clip is not None or (inner is None and "gradient_clipping" not in r.left):
+    if clip is not None or (inner is None and not r.unfilled("gradient_clipping")):
         r.put("gradient_clipping", "optimizer", clip_grad=clip or 0.0)
     _monitors(r)
     key = "steps_per_print"
