@@ -102,7 +102,7 @@ FILES = {
                 "lr_schedule": "WarmupLR",
                 "lr_warmup_fraction": 0.0,
                 "lr_schedule_options": {"warmup_num_steps": 9},
-                "clip_grad": 0.0,
+                "clip_grad": 1.0,
             },
         },
     ),
@@ -127,7 +127,7 @@ FILES = {
                 "offload_fraction": 0.5,
             },
             "parallel": {"replicate": 4},
-            "optimizer": {"clip_grad": 0.0},
+            "optimizer": {"clip_grad": 1.0},
         },
     ),
     "no ZeRO, pure bf16, SGD of torch": (
@@ -148,7 +148,7 @@ FILES = {
                 "weight_decay": 0.0,
                 "momentum": 0.0,
                 **CONSTANT,
-                "clip_grad": 0.0,
+                "clip_grad": 1.0,
             },
         },
     ),
@@ -319,7 +319,7 @@ def test_a_decay_that_is_not_given_is_what_it_is_there(kind, params, decay):
 
 def test_decay_reaches_every_parameter():
     """Biases too, as DeepSpeed's optimizers have it; the same groups, so the same numbers."""
-    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}, "gradient_clipping": 0}
     net, twin = (nn.Linear(3, 2).double() for _ in range(2))
     twin.load_state_dict(net.state_dict())
     model, optimizer, *_ = initialize(net, from_deepspeed(config, data_ranks=1).fields | {"device": "cpu"})

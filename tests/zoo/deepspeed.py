@@ -204,7 +204,7 @@ CASES = [
     right("an old zero_optimization: true", {"zero_optimization": True}, {"data_parallel.zero_stage": 1}),
     right("an old cpu_offload: true", {"zero_optimization": {"stage": 2, "cpu_offload": True}},
           {"data_parallel.offload": "optimizer"}),
-    right("an empty file", {}, {"data_parallel.zero_stage": 0, "optimizer.clip_grad": 0}),
+    right("an empty file", {}, {"data_parallel.zero_stage": 0, "optimizer.clip_grad": 1}),
     right("an empty zero_optimization", {"zero_optimization": {}}, {"data_parallel.zero_stage": 0}),
     # sizes
     right("micro and accumulation, train_batch_size follows", MANY, SIZES),
@@ -315,12 +315,13 @@ CASES = [
           "data_parallel.zero_stage": 1, "optimizer.clip_grad": 1}),
     right("a byte order mark", "\ufeff" + json.dumps(MANY), SIZES),
     right("null", {"gradient_clipping": None, "optimizer": {"type": "AdamW", "params": {"lr": None}}},
-          {"optimizer.clip_grad": 0, "optimizer.optimizer": "adamw"}),
+          {"optimizer.clip_grad": 1, "optimizer.optimizer": "adamw"}),
     right("tensorboard and wandb", {"tensorboard": {"enabled": True, "job_name": "a"}, "wandb": {
         "enabled": True, "project": "mine", "group": "a"}}, {"training.tensorboard": True,
                                                              "training.wandb_project": "mine"}),
     right("steps_per_print of 0", {"steps_per_print": 0}, {"training.log_interval": 1e9}),
-    right("no clipping", {"gradient_clipping": 0.0}, {"optimizer.clip_grad": 0}),
+    right("no gradient_clipping: 1.0", {"train_batch_size": 8}, {"optimizer.clip_grad": 1}),
+    right("gradient_clipping of 0: none", {"gradient_clipping": 0.0}, {"optimizer.clip_grad": 0}),
     right("activation_checkpointing, flops_profiler, comms_logger", {"activation_checkpointing": {
         "partition_activations": True}, "flops_profiler": {"enabled": True}, "comms_logger": {"enabled": True}},
           {"data_parallel.zero_stage": 0}),

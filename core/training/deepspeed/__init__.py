@@ -107,7 +107,7 @@ def from_deepspeed(
 
     data_ranks: data parallel ranks of the run, for sizes that depend on it. auto: key ("scheduler.params.
     total_num_steps") -> value, where the file says "auto" and Hugging Face's Trainer would fill it in.
-    DeepSpeed's defaults that differ from ours (stage 0, no clipping, no weight decay) are among the fields.
+    DeepSpeed's defaults that differ from ours (stage 0, no weight decay) are among the fields.
     `initialize(model, from_deepspeed(...).fields)` is the migration. What is unsupported is told in one warning.
     Raises ValueError: no JSON object, a key twice, values of the wrong kind or out of range, batch sizes that
     contradict each other.

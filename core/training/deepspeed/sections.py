@@ -262,12 +262,13 @@ def scheduler(r: Reader) -> None:
 
 
 def others(r: Reader) -> None:
-    """What stands by itself. DeepSpeed does not clip unless it is told to, ours does."""
+    """What stands by itself."""
     clip, inner = r.value("gradient_clipping", float), r.value("optimizer.params.max_grad_norm", float)
     if inner is not None:
         r.put("optimizer.params.max_grad_norm", "optimizer", clip_grad=inner)
     if clip is not None or (inner is None and not r.unfilled("gradient_clipping")):
-        r.put("gradient_clipping", "optimizer", clip_grad=clip or 0.0)
+        note = "" if clip is not None else ", DeepSpeed's default now; before 0.19 it was 0: say which"
+        r.put("gradient_clipping", "optimizer", clip_grad=1.0 if clip is None else clip, note=note)
     _monitors(r)
     key = "steps_per_print"
     if r.value(key) is not None:
