@@ -74,6 +74,10 @@ class OptimizerConfig:
     """Of muon, lr times: match_rms_adamw, 0.2 sqrt(max(rows, columns)), one lr for AdamW's parameters too; original,
     sqrt(max(1, rows / columns)), the publication's and DeepSpeed's."""
 
+    muon_except: str = ""
+    """Of muon, words with commas between: AdamW updates the matrices with one of them in their name (DeepSpeed's are
+    "embed,lm_head"); default: embeddings and the output layer, found by their place in the model."""
+
     main_params: bool = True
     """Keep a float32 copy of 16-bit weights; without, bfloat16 weights are updated with stochastic rounding."""
 

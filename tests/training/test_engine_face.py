@@ -222,3 +222,47 @@ def test_checkpoints_that_are_not_there_or_cannot_be(tmp_path):
     with pytest.raises(ValueError, match="exclude_frozen_parameters"):
         engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     assert not list(tmp_path.iterdir())
+
+
+# biases, output layer: after 3 updates of 2 microbatches by DeepSpeed 0.19.8's own engine, float32, on a CPU
+THEIRS = {
+    "adamw": [-0.8357628, -0.4418769, -0.0594831, 0.05837533, 0.441614, 0.8368614, -0.8606138, -0.4764809,
+        -0.09487524, 0.130586, 0.4947541, 0.8694209, -1.118311],
+    "adamw default decay": [-0.848565, -0.4491307, -0.06070145, 0.05941118, 0.449085, 0.8498309, -0.8716141,
+        -0.4821888, -0.09547854, 0.1326845, 0.5015264, 0.8807683, -1.133928],
+    "sgd": [-0.9335707, -0.5382106, -0.1711716, 0.169822, 0.5273102, 0.9177278, -0.8663921, -0.502952,
+        -0.1602823, 0.1831913, 0.5220224, 0.8779677, -1.100734],
+    "adamw clipped, warm": [-0.9988999, -0.5989386, -0.1989828, 0.1989773, 0.5989492, 0.9989247, -0.9989139,
+        -0.5989612, -0.1989939, 0.1997377, 0.5990654, 0.998942, -1.000893],
+    "muon": [-0.8368537, -0.4422742, -0.04916826, 0.04818531, 0.443525, 0.8397716, -0.921662, -0.5456223,
+        -0.17893, 0.1989622, 0.5628857, 0.9328665, -1.131786],
+}  # fmt: skip
+PLAIN = {"lr": 0.05, "weight_decay": 0.1}
+RUNS = {
+    "adamw": {"optimizer": {"type": "AdamW", "params": PLAIN | {"torch_adam": True}}},
+    "adamw default decay": {"optimizer": {"type": "Adam", "params": {"lr": 0.05, "torch_adam": True}}},
+    "sgd": {"optimizer": {"type": "SGD", "params": PLAIN | {"momentum": 0.9}}},
+    "adamw clipped, warm": {
+        "optimizer": {"type": "AdamW", "params": PLAIN | {"torch_adam": True}},
+        "gradient_clipping": 0.5,
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_num_steps": 2}},
+    },
+    "muon": {"optimizer": {"type": "Muon", "params": PLAIN | {"torch_adam": True}}},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_loop_gave_the_same_weights_there(name):
+    """Muon's to bfloat16, in which both orthogonalise."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).float()
+    for p in net.parameters():
+        p.data = torch.linspace(-1, 1, p.numel(), dtype=torch.float32).reshape(p.shape)
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    engine, *_ = initialize(net, from_deepspeed(sizes | RUNS[name], data_ranks=1).fields | {"device": "cpu"})
+    for i in range(6):
+        x = torch.cos(torch.arange(8, dtype=torch.float32) * (i + 1)).reshape(2, 4)
+        engine.backward((engine(x) - x.sum(1, keepdim=True)).square().mean())
+        engine.step()
+    got = torch.cat([p.detach().flatten() for p in list(net.parameters())[1:]])
+    allowed = 1e-3 if name == "muon" else 2e-6
+    torch.testing.assert_close(got, torch.tensor(THEIRS[name], dtype=torch.float32), rtol=0, atol=allowed)

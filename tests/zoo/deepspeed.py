@@ -249,6 +249,7 @@ CASES = [
           "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-4, "optimizer.weight_decay_of": "all"}),
     right("SGD without momentum", of("SGD", lr=0.1), {"optimizer.momentum": 0}),
     right("Muon", of("Muon", lr=0.02), {"optimizer.optimizer": "muon", "optimizer.muon_lr": "original",
+          "optimizer.muon_except": "embed,lm_head",
           "optimizer.momentum": 0.95, "optimizer.adam_beta2": 0.95, "optimizer.adam_eps": 1e-10}),
     right("Muon, its own momentum and betas", of("Muon", lr=0.02, momentum=0.9, betas=[0.9, 0.99], eps=1e-8),
           {"optimizer.momentum": 0.9, "optimizer.adam_beta2": 0.99, "optimizer.adam_eps": 1e-8}),

@@ -196,7 +196,8 @@ def _decay(r: Reader, default: float, plain_adam: bool) -> None:
 
 def _muon(r: Reader) -> None:
     """Keller Jordan's form, as in DeepSpeed: its scale of the rate, and what it and the Adam beside it begin with."""
-    r.fields["optimizer"] |= {"muon_lr": "original", "momentum": 0.95, "adam_beta2": 0.95, "adam_eps": 1e-10}
+    r.fields["optimizer"] |= {"muon_lr": "original", "muon_except": "embed,lm_head", "momentum": 0.95}
+    r.fields["optimizer"] |= {"adam_beta2": 0.95, "adam_eps": 1e-10}
     one, left_open = r.value(f"{P}.lr", float), r.unfilled(f"{P}.lr")
     muon, adam = (r.value(f"{P}.{key}", float) for key in ("muon_lr", "adam_lr"))
     if muon is not None or not left_open:
@@ -267,7 +268,7 @@ def others(r: Reader) -> None:
     if inner is not None:
         r.put("optimizer.params.max_grad_norm", "optimizer", clip_grad=inner)
     if clip is not None or (inner is None and not r.unfilled("gradient_clipping")):
-        note = "" if clip is not None else ", DeepSpeed's default now; before 0.19 it was 0: say which"
+        note = "" if clip is not None else ", DeepSpeed's default (in older versions 0): better say it"
         r.put("gradient_clipping", "optimizer", clip_grad=1.0 if clip is None else clip, note=note)
     _monitors(r)
     key = "steps_per_print"
