@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,9 @@ from core.dist_checkpointing import load, save
 from core.dist_checkpointing.place import open_store
 from core.dist_checkpointing.ranks import agree, from_first, problem_of
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
+from core.training.checkpoint import Checkpoints
 from core.training.config import TrainingConfig
-
-if TYPE_CHECKING:
-    from core.training.checkpoint import Checkpoints
-    from core.training.engine import Loader
+from core.training.loader import Loader
 
 # what an engine has there and this has elsewhere
 ELSEWHERE = {
@@ -40,8 +38,8 @@ class EngineFace(nn.Module):
     """
 
     optimizer: ShardedOptimizer
-    checkpoints: "Checkpoints"
-    loader: "Loader | None"
+    checkpoints: Checkpoints
+    loader: Loader | None
     training_config: TrainingConfig
 
     def __init__(self) -> None:
@@ -200,7 +198,7 @@ class EngineFace(nn.Module):
         return self.optimizer.ps.size("dp")
 
     @property
-    def training_dataloader(self) -> "Loader | None":
+    def training_dataloader(self) -> Loader | None:
         """The loader of `initialize`."""
         return self.loader
 

@@ -17,8 +17,9 @@ from core.training.build import build_executor, build_sharded, build_stages
 from core.training.checkpoint import Checkpoints
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.data import BatchSource, Corpus, open_corpus
-from core.training.engine import Loader, Scheduler, TrainingModel
+from core.training.engine import TrainingModel
 from core.training.evaluate import next_token_loss
+from core.training.loader import Loader, Scheduler
 
 
 class Initialized(NamedTuple):
