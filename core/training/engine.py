@@ -60,6 +60,7 @@ class TrainingModel(EngineFace):
         self.stages = dict(stages)
         self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
         self.training_config, self._saves = training, False
+        self.accumulation = training.global_batch_size // self.dp_world_size // training.micro_batch_size
         self.lr_scheduler = Scheduler(optimizer)
         self.loader: Loader | None = None
         self._move = moved_to(self.parallel.device)

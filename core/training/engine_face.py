@@ -41,6 +41,7 @@ class EngineFace(nn.Module):
     checkpoints: Checkpoints
     loader: Loader | None
     training_config: TrainingConfig
+    accumulation: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +157,12 @@ class EngineFace(nn.Module):
         return self.training_config.global_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of one forward on one rank."""
-        return self.training_config.micro_batch_size
+        """Rows of one forward on one rank, in such a loop."""
+        return self.train_batch_size() // self.dp_world_size // self.accumulation
 
     def gradient_accumulation_steps(self) -> int:
-        """Forwards of one update."""
-        return self.train_batch_size() // self.train_micro_batch_size_per_gpu() // self.dp_world_size
+        """Forwards of one update; 1 where the configuration, a mapping, does not say `training.micro_batch_size`."""
+        return self.accumulation
 
     def zero_optimization_stage(self) -> int:
         """0 to 3."""

@@ -70,6 +70,8 @@ def initialize(
     start = checkpoints.resume()
     steps = run.training.train_steps
     trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
+    if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
+        trained.accumulation = 1  # as in DeepSpeed: nobody said that `step` has to wait
     if source is not None:
         count = trained.gradient_accumulation_steps()
         trained.loader = Loader(source, ps, steps, start, lambda: checkpoints.stopped, count)

@@ -131,6 +131,18 @@ def test_a_boundary_that_the_loop_says_and_no_sync():
         torch.testing.assert_close(got, its, rtol=1e-10, atol=1e-12)
 
 
+def test_nobody_said_that_a_step_waits():
+    """Sizes left to a Trainer, or not given: a step updates, as in DeepSpeed, whatever our own defaults are."""
+    sizes = dict.fromkeys(["train_batch_size", "train_micro_batch_size_per_gpu"], "auto")
+    for config in (sizes, {"train_batch_size": 32}):
+        engine, *_ = initialize(Net(), from_deepspeed(config, data_ranks=1).fields | {"device": "cpu"})
+        assert engine.gradient_accumulation_steps() == 1
+        assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu()
+        engine.backward(engine.module.loss(rows(0, 1)[0][0]))
+        engine.step()
+        assert engine.global_steps == engine.micro_steps == 1
+
+
 @pytest.mark.parametrize("loss", [torch.ones(2), 1.0, None], ids=str)
 def test_a_loss_that_is_none(loss):
     with pytest.raises(ValueError, match="backward needs a loss of 1 number"):
