@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from core.models.gpt import GPTModel
@@ -41,7 +42,8 @@ def initialize(
     """Model, optimizer, scheduler and data loader of a run, each usable alone, on one process or under torchrun.
 
     model: any module, or stage -> module of this rank; default: the GPT that `config.model` describes. A module of
-        your own is copied from the first data rank to the others, and stays the object that you hold.
+        your own is copied from the first data rank to the others, in 16 bits where `config.model` says so, and stays
+        the object that you hold.
     config: a `RunConfig`, nested dicts of its fields, or the path of a TOML file.
     batches: what the loader reads; default: the text that `config.data` names, for a GPT.
     loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`.
@@ -133,7 +135,8 @@ def _stages(
     for part in stages.values():
         if corpus is not None and isinstance(part, GPTModel):
             corpus.check_model(part.vocab_size, part.max_sequence_length, run.data.sequence_length)
-    return {i: part if isinstance(part, GPTModel) else part.to(ps.device) for i, part in stages.items()}
+    dtype = torch.bfloat16 if run.model.bf16 else torch.float16 if run.model.fp16 else None  # None: as it is
+    return {i: part if isinstance(part, GPTModel) else part.to(ps.device, dtype) for i, part in stages.items()}
 
 
 def _say(ps: ParallelState) -> Callable[[str], None]:

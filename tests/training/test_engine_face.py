@@ -149,6 +149,21 @@ def test_a_loss_that_is_none(loss):
         engine_of().backward(loss)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_a_module_of_ones_own_is_16_bit_where_the_file_says_so(name, dtype):
+    net = nn.Linear(2, 2).float()
+    initialize(
+        net, from_deepspeed({"train_batch_size": 1, name: {"enabled": True}}, data_ranks=1).fields | {"device": "cpu"}
+    )
+    assert net.weight.dtype == dtype
+    net = nn.Linear(2, 2).double()
+    initialize(
+        net,
+        from_deepspeed({"train_batch_size": 1, name: {"enabled": False}}, data_ranks=1).fields | {"device": "cpu"},
+    )
+    assert net.weight.dtype == torch.float64
+
+
 def test_float16_carries_its_scale_once():
     """Also in a loss that is float16 itself, and in `engine.loss`, which carries it already."""
     config = DS | {
@@ -157,9 +172,8 @@ def test_float16_carries_its_scale_once():
     }
     config = {k: v for k, v in config.items() if k not in ("scheduler", "gradient_clipping")}
     torch.manual_seed(0)
-    net = nn.Linear(4, 1).half()
-    twin = nn.Linear(4, 1)
-    twin.load_state_dict({k: v.float() for k, v in net.state_dict().items()})
+    net, twin = nn.Linear(4, 1).half().float(), nn.Linear(4, 1)  # the engine makes it float16
+    twin.load_state_dict(net.state_dict())
     fields = from_deepspeed(config, data_ranks=1).fields | {"device": "cpu"}
     engine, *_ = initialize(net, fields, loss_fn=lambda out, batch: ((out.float() * 0.1).square().sum(), out.numel()))
     x = torch.randn(2, 4)
