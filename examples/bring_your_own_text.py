@@ -59,8 +59,9 @@ def main(told: Arguments) -> list[float]:
     losses = []
     for batch in loader:
         losses.append(float(model.train_step(batch).loss))
-        if model.parallel.rank == 0 and (model.step == 1 or model.step % 20 == 0):
-            print(f"step {model.step:4d}/{told.steps}  loss {losses[-1]:.3f}  lr {scheduler.get_last_lr()[0]:.2e}")
+        if model.parallel.rank == 0 and (model.global_steps == 1 or model.global_steps % 20 == 0):
+            step, rate = model.global_steps, scheduler.get_last_lr()[0]
+            print(f"step {step:4d}/{told.steps}  loss {losses[-1]:.3f}  lr {rate:.2e}")
     tokenizer = load_tokenizer(f"{prefix}.tokenizer.json")
     start = loader.batches.batch(0)["tokens"][0, :16].tolist()
     written = model.generate(start, 60, temperature=0.7)

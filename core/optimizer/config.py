@@ -9,6 +9,7 @@ from core.parallel_state.config import raise_all
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
 MUON_LR = ("match_rms_adamw", "original")
+DECAYS = ("matrices", "all")
 MOST_STEPS = 1 << 62  # a number of updates is multiplied by shares of it, in floats
 
 
@@ -45,7 +46,11 @@ class OptimizerConfig:
     """Parameters of a schedule of DeepSpeed's, by their names there."""
 
     weight_decay: float = 0.01
-    """Decoupled decay per unit of learning rate, of parameters with at least 2 dims that are not biases."""
+    """Decoupled decay per unit of learning rate, of what weight_decay_of says; of sgd torch's, into the gradient."""
+
+    weight_decay_of: str = "matrices"
+    """What decays in sharded optimizers: matrices, parameters of at least 2 dims that are no biases; or all, as in
+    torch and DeepSpeed."""
 
     adam_beta1: float = 0.9
     """Decay of AdamW's first moment per update."""
@@ -68,6 +73,10 @@ class OptimizerConfig:
     muon_lr: str = "match_rms_adamw"
     """Of muon, lr times: match_rms_adamw, 0.2 sqrt(max(rows, columns)), one lr for AdamW's parameters too; original,
     sqrt(max(1, rows / columns)), the publication's and DeepSpeed's."""
+
+    muon_except: str = ""
+    """Of muon, words with commas between: AdamW updates the matrices with one of them in their name (DeepSpeed's are
+    "embed,lm_head"); default: embeddings and the output layer, found by their place in the model."""
 
     main_params: bool = True
     """Keep a float32 copy of 16-bit weights; without, bfloat16 weights are updated with stochastic rounding."""
@@ -111,6 +120,8 @@ class OptimizerConfig:
         except ValueError as error:
             yield False, str(error)
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
+        of = self.weight_decay_of
+        yield of in DECAYS, f"weight_decay_of={of!r} is unknown; known: {', '.join(DECAYS)}"
         for name in ("adam_beta1", "adam_beta2"):
             yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1"
         yield self.adam_eps >= 0, f"adam_eps={self.adam_eps} must be at least 0"

@@ -81,9 +81,13 @@ class WarmupLR(_Warmup):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupDecayLR(WarmupLR):
-    """The same warm-up, then linearly down to `warmup_min_lr` at `total_num_steps`."""
+    """The same warm-up, then linearly down to `warmup_min_lr` at `total_num_steps`.
+
+    warmup_max_lr: as in DeepSpeed 0.001 where nothing is given, whatever the optimizer's rate is.
+    """
 
     total_num_steps: int
+    warmup_max_lr: float = 0.001
 
     def _rules(self) -> Rules:
         yield from super()._rules()
@@ -217,16 +221,19 @@ def _longer(total: int, warmup: int) -> tuple[bool, str]:
 
 
 def schedule(name: str, options: Mapping[str, Any], lr: float) -> Schedule:
-    """The schedule `name` with DeepSpeed's parameters; `lr` stands in for a rate that is not given.
+    """The schedule `name` with DeepSpeed's parameters; `lr` stands in for a rate that is not given (but see
+    `WarmupDecayLR`), and for a warmup_max_lr of "auto".
 
     Values may be texts, as from a command line. Raises ValueError: unknown parameters, with the nearest known ones;
     missing ones; values that are not of their kind or out of their range.
     """
     kind = SCHEDULES[name]
-    if name in ("WarmupLR", "WarmupDecayLR"):
+    if name == "WarmupLR":
         options = {"warmup_max_lr": lr} | dict(options)
     elif name == "WarmupCosineLR":
         options = {"lr": lr} | dict(options)
+    if options.get("warmup_max_lr") == "auto":  # Hugging Face's word for the optimizer's
+        options = {**options, "warmup_max_lr": lr}
     raise_all(name, _option_rules(kind, options))
     types = {f.name: str(f.type) for f in fields(kind)}
     return kind(**{key: _value(types[key], value) for key, value in options.items()})

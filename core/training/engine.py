@@ -1,21 +1,23 @@
-"""What `initialize` returns: a model that can train itself, the schedule as an object, batches as an iterator."""
+"""What `initialize` returns: a model that can train itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from core.dist_checkpointing import save
 from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
 from core.pipeline.step import call_stage, told_by
 from core.training.checkpoint import Checkpoints
-from core.training.data import BatchSource, moved_to
+from core.training.config import TrainingConfig
+from core.training.data import moved_to
+from core.training.engine_face import EngineFace
 from core.training.generate import generate
+from core.training.loader import Loader, Scheduler
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +34,13 @@ class TrainStep:
     skipped: Tensor
 
 
-class TrainingModel(nn.Module):
+class TrainingModel(EngineFace):
     """A model, or this rank's pipeline stages, with what one optimizer step over it needs.
 
     Called, it is the module itself, for a loop of your own: `model.loss(batch).backward(); optimizer.step();
     optimizer.zero_grad()`. `train_step(batch)` does the same for every layout, microbatch by
-    microbatch. module: what it wraps (a ModuleDict of stages by number where this rank has several).
+    microbatch. module: what it wraps (a ModuleDict of stages by number where this rank has several). lr_scheduler:
+    the schedule as an object. A loop of DeepSpeed's runs too: see `EngineFace`.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class TrainingModel(nn.Module):
         executor: SingleStage | Pipeline,
         checkpoints: Checkpoints,
         loss_fn: LossFn,
-        train_steps: int,
+        training: TrainingConfig,
     ) -> None:
         super().__init__()
         whole = isinstance(executor, SingleStage)
@@ -56,7 +59,9 @@ class TrainingModel(nn.Module):
         )
         self.stages = dict(stages)
         self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
-        self.train_steps, self._saves = train_steps, False
+        self.training_config, self._saves = training, False
+        self.accumulation = training.global_batch_size // self.dp_world_size // training.micro_batch_size
+        self.lr_scheduler = Scheduler(optimizer)
         self.loader: Loader | None = None
         self._move = moved_to(self.parallel.device)
 
@@ -64,11 +69,6 @@ class TrainingModel(nn.Module):
     def parallel(self) -> ParallelState:
         """The layout of ranks and this rank's place in it."""
         return self.optimizer.ps
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made so far, also by earlier runs that this one goes on from."""
-        return self.optimizer.step_count
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the wrapped module gives. Raises ValueError: this rank holds stages of a pipeline, not a model."""
@@ -96,8 +96,14 @@ class TrainingModel(nn.Module):
         loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
         scale = self.optimizer.loss_scale
         if isinstance(scale, Tensor) and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * scale.to(gradient.dtype))  # the loss itself stays true
+            loss.register_hook(self._scaled)  # the loss itself stays true
         return loss
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        scale = self.optimizer.loss_scale
+        if self._in_backward or not isinstance(scale, Tensor):
+            return gradient
+        return gradient * scale.to(gradient.dtype)
 
     def train_step(self, batch: Mapping[str, Tensor]) -> TrainStep:
         """Forward, backward and update on this data rank's rows `[b/dp, ...]` of the global batch.
@@ -112,12 +118,15 @@ class TrainingModel(nn.Module):
             self._saves = True
             self.checkpoints.__enter__()
         self.optimizer.zero_grad()
-        self.executor.step_index = self.step  # what dropout draws depends on it, also after a resume
+        self.executor.step_index = self.global_steps  # what dropout draws depends on it, also after a resume
         rate = self.optimizer.learning_rate
         result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
         self.checkpoints.before_update()
         stats = self.optimizer.step(num_tokens=result.num_tokens)
-        self.checkpoints.after_step(self.step, last=self.step == self.train_steps)
+        self._last = stats
+        done = self.global_steps
+        self.micro_steps = done * self.gradient_accumulation_steps()
+        self.checkpoints.after_step(done, last=done == self.training_config.train_steps)
         return TrainStep(result.loss, result.num_tokens, stats.grad_norm, rate, stats.skipped)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
@@ -135,95 +144,6 @@ class TrainingModel(nn.Module):
         told = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
         return generate(first, prompt, **told, executor=self.executor)  # type: ignore[arg-type]
 
-    def save_checkpoint(self, path: str) -> None:
-        """Write model, optimizer and step to the directory or URL `path`; it opens under any layout. Collective."""
-        save(self.checkpoints.state(self.step), path, ps=self.parallel)
-
-    def load_checkpoint(self, path: str) -> int:
-        """Go on from `path`, saved under any layout, with its next batch; the steps already made. Collective.
-
-        Raises ValueError: another model, or another order of the data.
-        """
-        step = self.checkpoints.restore(path)
-        if self.loader is not None:
-            self.loader.step = step
-        return step
-
     def close(self) -> None:
         """Wait for saves under way and give the checkpoint directory back to other runs; done at exit too."""
         self.checkpoints.close()
-
-
-class Scheduler:
-    """The learning rate of an optimizer that counts its own steps: read it here, or hand it to torch's optimizers.
-
-    `step()` moves nothing and is here for loops that call it: the rate follows `optimizer.step_count`.
-    """
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self.optimizer = optimizer
-        self._rates = optimizer.config.learning_rate
-
-    def at(self, step: int) -> float:
-        """The rate of the update before which `step` updates were made."""
-        return self._rates.at(step)
-
-    def step(self) -> None:
-        """Nothing: see the class."""
-
-    def get_last_lr(self) -> list[float]:
-        """The rate of the last update (of the first one, before it), as torch's schedulers give it."""
-        return [self.at(max(0, self.optimizer.step_count - 1))]
-
-    def for_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """The same schedule for one of torch's optimizers, whose `step()` does count: a LambdaLR."""
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = 1.0
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.at)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the optimizer's count is all."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
-
-
-class Loader:
-    """This data rank's rows of global batch `step`, `step + 1`, ... up to `train_steps`, on its device.
-
-    The order is a function of (seed, step): `step`, the number of the next batch, is all that resuming needs. It ends
-    early where `stopped()` says so.
-    """
-
-    def __init__(
-        self,
-        batches: BatchSource,
-        ps: ParallelState,
-        train_steps: int,
-        step: int = 0,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.batches, self.train_steps, self.step, self.stopped = batches, train_steps, step, stopped
-        self._rank, self._size, self._move = ps.index("dp"), ps.size("dp"), moved_to(ps.device)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        while self.step < self.train_steps and not self.stopped():
-            self.step += 1  # before it is given: a loop that stops in the middle has used it
-            yield self.batch(self.step - 1)
-
-    def __len__(self) -> int:
-        """Batches that are left."""
-        return max(0, self.train_steps - self.step)
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """This rank's rows of global batch number `step`; does not move `self.step`."""
-        return self._move(self.batches.batch(step, self._rank, self._size))
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of the next batch."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there."""
-        self.step = int(state["step"])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from core.models.gpt import GPTModel
@@ -17,8 +18,9 @@ from core.training.build import build_executor, build_sharded, build_stages
 from core.training.checkpoint import Checkpoints
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.data import BatchSource, Corpus, open_corpus
-from core.training.engine import Loader, Scheduler, TrainingModel
+from core.training.engine import TrainingModel
 from core.training.evaluate import next_token_loss
+from core.training.loader import Loader, Scheduler
 
 
 class Initialized(NamedTuple):
@@ -40,7 +42,8 @@ def initialize(
     """Model, optimizer, scheduler and data loader of a run, each usable alone, on one process or under torchrun.
 
     model: any module, or stage -> module of this rank; default: the GPT that `config.model` describes. A module of
-        your own is copied from the first data rank to the others, and stays the object that you hold.
+        your own is copied from the first data rank to the others, in 16 bits where `config.model` says so, and stays
+        the object that you hold.
     config: a `RunConfig`, nested dicts of its fields, or the path of a TOML file.
     batches: what the loader reads; default: the text that `config.data` names, for a GPT.
     loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`.
@@ -68,11 +71,14 @@ def initialize(
     source = batches if corpus is None else corpus.train
     start = checkpoints.resume()
     steps = run.training.train_steps
-    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, steps)
+    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
+    if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
+        trained.accumulation = 1  # as in DeepSpeed: nobody said that `step` has to wait
     if source is not None:
-        trained.loader = Loader(source, ps, steps, start, lambda: checkpoints.stopped)
+        count = trained.gradient_accumulation_steps()
+        trained.loader = Loader(source, ps, steps, start, lambda: checkpoints.stopped, count)
     atexit.register(checkpoints.close)  # before the world is left: what is registered last runs first
-    return Initialized(trained, optimizer, Scheduler(optimizer), trained.loader)
+    return Initialized(trained, optimizer, trained.lr_scheduler, trained.loader)
 
 
 def _refuse_mixed_up(model: Any, batches: Any) -> None:
@@ -129,7 +135,8 @@ def _stages(
     for part in stages.values():
         if corpus is not None and isinstance(part, GPTModel):
             corpus.check_model(part.vocab_size, part.max_sequence_length, run.data.sequence_length)
-    return {i: part if isinstance(part, GPTModel) else part.to(ps.device) for i, part in stages.items()}
+    dtype = torch.bfloat16 if run.model.bf16 else torch.float16 if run.model.fp16 else None  # None: as it is
+    return {i: part if isinstance(part, GPTModel) else part.to(ps.device, dtype) for i, part in stages.items()}
 
 
 def _say(ps: ParallelState) -> Callable[[str], None]:

@@ -18,8 +18,9 @@ from core.training.deepspeed import PARTS, from_deepspeed
 from core.training.deepspeed.__main__ import main
 from core.training.deepspeed.keys import IGNORED, IGNORED_SECTIONS, MAPPED, UNSUPPORTED, UNSUPPORTED_SECTIONS
 from core.training.deepspeed.reader import leaves
-from core.training.deepspeed.sections import solve_batch
+from core.training.deepspeed.sections import CONSTANT, solve_batch
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*keys are unsupported")
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12, "hysteresis": 2}
 ADAM = {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
 AUTO = {
@@ -92,11 +93,13 @@ FILES = {
                 "adam_beta2": 0.95,
                 "adam_eps": 1e-6,
                 "weight_decay": 0.1,
+                "weight_decay_of": "all",
                 "initial_loss_scale": 4096.0,
                 "loss_scale_window": 500,
                 "lr_schedule": "WarmupLR",
+                "lr_warmup_fraction": 0.0,
                 "lr_schedule_options": {"warmup_num_steps": 9},
-                "clip_grad": 0.0,
+                "clip_grad": 1.0,
             },
         },
     ),
@@ -121,7 +124,7 @@ FILES = {
                 "offload_fraction": 0.5,
             },
             "parallel": {"replicate": 4},
-            "optimizer": {"clip_grad": 0.0},
+            "optimizer": {"clip_grad": 1.0},
         },
     ),
     "no ZeRO, pure bf16, SGD of torch": (
@@ -141,7 +144,8 @@ FILES = {
                 "lr": 0.1,
                 "weight_decay": 0.0,
                 "momentum": 0.0,
-                "clip_grad": 0.0,
+                **CONSTANT,
+                "clip_grad": 1.0,
             },
         },
     ),
@@ -150,7 +154,7 @@ FILES = {
         8,
         {
             "data_parallel": {"zero_stage": 3, "offload": "optimizer", "overlap": True},
-            "optimizer": {"optimizer": "adamw", "initial_loss_scale": 65536.0},
+            "optimizer": {"optimizer": "adamw", "weight_decay_of": "all", "initial_loss_scale": 65536.0, **CONSTANT},
         },
     ),
 }
@@ -231,7 +235,7 @@ TOLD = {  # config, key, verdict, words
     "amp": ({"amp": {"enabled": True, "opt_level": "O1"}}, "weights have one type"),
     "plain Adam": (
         {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}},
-        "weight decay is decoupled",
+        "decay is decoupled; use AdamW",
     ),
     "cycled momentum": (
         {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}},
@@ -239,6 +243,12 @@ TOLD = {  # config, key, verdict, words
     ),
     "size without ranks": ({"train_micro_batch_size_per_gpu": 4}, "give data_ranks"),
     "copies without ranks": ({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, "give data_ranks"),
+    "inputs cast": ({"fp16": {"enabled": True, "auto_cast": True}}, "cast those that float yourself"),
+    "a least scale": ({"fp16": {"enabled": True, "min_loss_scale": 128}}, "the scale stops at 1"),
+    "steps beside auto": (
+        {"gradient_accumulation_steps": 4, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"},
+        "left to Hugging Face's Trainer",
+    ),
     "sums": ({"gradient_allreduce_op": "sum"}, "the loss is a mean over tokens"),
 }
 
@@ -246,7 +256,9 @@ TOLD = {  # config, key, verdict, words
 @pytest.mark.parametrize("name", TOLD)
 def test_what_has_no_place_here_is_told(name):
     config, words = TOLD[name]
-    found = from_deepspeed(config)
+    with pytest.warns(UserWarning, match="keys are unsupported") as warned:
+        found = from_deepspeed(config)
+    assert words in str(warned[0].message)
     assert any(words in told.words for told in found.unsupported), found.table()
 
 
@@ -266,6 +278,11 @@ def test_what_has_no_place_here_is_told(name):
             }
         },
         {"zero_optimization": {"mics_shard_size": -1}},
+        {"_comment": "ours", "zero_optimization": {"//": "why", "stage": 1}, "comment": ["a", "b"]},
+        {"gradient_clipping": None, "fp16": {}, "optimizer": {"type": "AdamW", "params": {}}},
+        {"gradient_accumulation_steps": 1, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"},
+        {"fp16": {"enabled": True, "auto_cast": False, "min_loss_scale": 1}},
+        {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
         {"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/n", "ratio": 0.5}}},
     ],
     ids=str,

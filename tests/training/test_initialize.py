@@ -116,7 +116,7 @@ def test_each_part_works_alone(corpus):
         seen.append(own.param_groups[0]["lr"])
         own.step()
         follower.step()
-    assert seen == pytest.approx(rates) and model.step == STEPS and len(loader) == 0
+    assert seen == pytest.approx(rates) and model.global_steps == STEPS and len(loader) == 0
     assert float(model.evaluate(loader.batch(0)).loss) < 5.6
 
 
@@ -140,11 +140,14 @@ def test_a_checkpoint_of_the_facade_goes_on_bit_for_bit(corpus, tmp_path):
         model.train_step(batch)
     model.save_checkpoint(tmp_path / "saved")
     model.close()
-    for goes_on in (settings(corpus, model__dropout=0.1, checkpoint__load=str(tmp_path / "saved")), config):
+    for goes_on in (
+        settings(corpus, model__dropout=0.1, checkpoint__load=str(tmp_path / "saved" / "global_step2")),
+        config,
+    ):
         model, _, _, loader = initialize(config=goes_on)
         if goes_on is config:
-            assert model.load_checkpoint(tmp_path / "saved") == 2
-        assert loader.step == model.step == 2
+            assert model.load_checkpoint(tmp_path / "saved") == (str(tmp_path / "saved" / "global_step2"), {})
+        assert loader.step == model.global_steps == 2
         assert [float(model.train_step(batch).loss) for batch in loader] == unbroken[2:]
 
 
@@ -155,7 +158,7 @@ def test_train_step_saves_as_the_configuration_says(corpus, tmp_path):
     model.close()
     assert [p.name for p in tmp_path.glob("kept/step-*")] == ["step-00000003"]
     model, _, _, loader = initialize(config=config)
-    assert model.step == loader.step == 3
+    assert model.global_steps == loader.step == 3
     losses += [float(model.train_step(batch).loss) for batch in loader]
     model.close()
     assert losses == by_train_step(settings(corpus))
@@ -166,10 +169,10 @@ def test_a_signal_ends_the_loader_after_a_save(corpus, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     model, _, _, loader = initialize(config=settings(corpus, checkpoint__directory=str(tmp_path / "kept")))
     for batch in loader:
-        if model.step == 1:
+        if model.global_steps == 1:
             signal.raise_signal(signal.SIGTERM)
         model.train_step(batch)
-    assert model.step == 2 and len(loader) == STEPS - 2
+    assert model.global_steps == 2 and len(loader) == STEPS - 2
     assert [p.name for p in tmp_path.glob("kept/step-*")] == ["step-00000002"]
     model.close()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -283,4 +286,4 @@ def test_a_plain_loop_goes_on_after_train_step(corpus):
     loss = model.loss(next(batches))
     loss.backward()
     optimizer.step()
-    assert model.step == 2 and loss.item() < 5.6
+    assert model.global_steps == 2 and loss.item() < 5.6

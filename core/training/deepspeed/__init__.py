@@ -6,6 +6,7 @@ prints the table and the flags; its exit status is 1 where something is unsuppor
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,6 +71,28 @@ class FromDeepSpeed:
         return made
 
 
+def _read(path: str) -> Any:
+    """JSON, or what DeepSpeed takes beside it: comments, commas at the end, names without quotes.
+
+    Raises ValueError: neither.
+    """
+    text = Path(path).read_text(encoding="utf-8-sig")
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        told = f"{path} is no JSON: {error}"
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    try:
+        import hjson
+    except ImportError:
+        raise ValueError(f"{told}; with comments or commas at the end it is Hjson: pip install hjson") from None
+    try:
+        return hjson.loads(text, object_pairs_hook=_once)
+    except ValueError as error:
+        raise ValueError(f"{told}; and no Hjson: {error}") from None
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for i, (key, _) in enumerate(pairs):
         if key in dict(pairs[:i]):
@@ -80,21 +103,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def from_deepspeed(
     config: str | Path | Mapping[str, Any], *, data_ranks: int | None = None, auto: Mapping[str, Any] | None = None
 ) -> FromDeepSpeed:
-    """Read a ds_config.json, or its content.
+    """Read a ds_config.json, or its content; with comments and commas at the end where `hjson` is installed.
 
     data_ranks: data parallel ranks of the run, for sizes that depend on it. auto: key ("scheduler.params.
     total_num_steps") -> value, where the file says "auto" and Hugging Face's Trainer would fill it in.
-    DeepSpeed's defaults that differ from ours (stage 0, no clipping, no weight decay) are among the fields.
+    DeepSpeed's defaults that differ from ours (stage 0, no weight decay) are among the fields.
+    `initialize(model, from_deepspeed(...).fields)` is the migration. What is unsupported is told in one warning.
     Raises ValueError: no JSON object, a key twice, values of the wrong kind or out of range, batch sizes that
     contradict each other.
     """
     where = "ds_config"
     if not isinstance(config, Mapping):
         where = str(config)
-        try:
-            config = json.loads(Path(config).read_text(), object_pairs_hook=_once)
-        except ValueError as error:
-            raise ValueError(f"{where} is no JSON: {error}") from None
+        config = _read(where)
         if not isinstance(config, dict):
             raise ValueError(f"{where} holds a {type(config).__name__}, not an object; give a ds_config")
     try:
@@ -108,6 +129,9 @@ def from_deepspeed(
                 found.onto(kind())  # our own rules
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    if missing := found.unsupported:
+        each = "\n".join(f"  {told.key}: {told.words}" for told in missing)
+        warnings.warn(f"{where}: {len(missing)} of {len(found.told)} keys are unsupported:\n{each}", stacklevel=2)
     return found
 
 

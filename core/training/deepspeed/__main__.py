@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     auto = {key: _value(text) for key, _, text in (each.partition("=") for each in given.auto)}
     try:
-        found = deepspeed.from_deepspeed(given.file, data_ranks=given.data_ranks, auto=auto)
+        with warnings.catch_warnings(action="ignore"):  # the table says the same
+            found = deepspeed.from_deepspeed(given.file, data_ranks=given.data_ranks, auto=auto)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

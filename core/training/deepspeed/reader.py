@@ -1,11 +1,14 @@
 """The keys of a ds_config.json, taken one by one, so that what nobody took can be told."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from core.training.deepspeed.keys import IGNORED, IGNORED_SECTIONS, MAPPED, UNSUPPORTED, UNSUPPORTED_SECTIONS
+
+COMMENT = re.compile(r"_|//|#|comments?$")
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,13 @@ class Reader:
             raise ValueError(f"{key}={value!r} is neither true nor false; give one of them")
         if kind in (int, float):
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or (kind is int and int(value) != value):
+            if not number or (kind is int and not float(value).is_integer()):
                 raise ValueError(f"{key}={value!r} is not a{'n integer' if kind is int else ' number'}; give one")
         return kind(value)
 
-    def tell(self, key: str, verdict: str, words: str) -> None:
-        """What became of `key`."""
-        value = self.left.pop(key, "not given")
+    def tell(self, key: str, verdict: str, words: str, *, value: Any = "not given") -> None:
+        """What became of `key`; value: of a key that was told of before."""
+        value = self.left.pop(key, value)
         if value == "auto" and key in self.auto:
             words = f"{words} (auto)"
         self.told[key] = Told(key, value, verdict, words)
@@ -71,7 +74,11 @@ class Reader:
         """Whatever no mapping took."""
         for key in list(self.left):
             value = self.left[key]
-            if value == "auto":
+            if any(COMMENT.match(part) for part in key.split(".")):
+                self.tell(key, "ignored", "a comment")
+            elif value is None or (value == {} and key in _known()):
+                self.tell(key, "ignored", "empty: as if it were not there")
+            elif value == "auto":
                 self.tell(key, "ignored", "left to Hugging Face's Trainer: our default or your flag holds")
             elif key in IGNORED or (why := _section(key, IGNORED_SECTIONS)) is not None:
                 self.tell(key, "ignored", IGNORED.get(key) or why or "")
@@ -113,7 +120,8 @@ def _nearest(key: str) -> str | None:
     inside = [k for k in known if key.endswith(f".{k}")]
     alike = get_close_matches(key, known, n=1, cutoff=0.75)
     elsewhere = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    return next(iter([*inside, *alike, *elsewhere]), None)
+    beside = [k for k in elsewhere if k.partition(".")[0] == key.partition(".")[0]]
+    return next(iter([*inside, *beside, *alike, *elsewhere]), None)
 
 
 def _known() -> list[str]:

@@ -1,7 +1,7 @@
 """What the keys of a ds_config.json are here, section by section."""
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from core.optimizer import OptimizerConfig
@@ -11,7 +11,10 @@ from core.training.deepspeed.reader import Reader
 DTYPES = {"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"}
 DTYPES |= {"bf16": "bfloat16", "bfloat16": "bfloat16"}
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+P = "optimizer.params"
 Size = int | None
+NEVER = 10**9  # steps
+CONSTANT: dict[str, Any] = {"lr_schedule": "constant", "lr_warmup_fraction": 0.0}
 
 
 def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tuple[Size, Size]:
@@ -49,6 +52,9 @@ def batch(r: Reader) -> None:
         r.tell(TRAIN, "unsupported", "it is micro x accumulation x data ranks: give data_ranks")
     if accumulation is not None and train is not None and micro is not None:
         r.tell(ACCUMULATION, "mapped", "follows: global_batch_size / (micro_batch_size x data ranks)")
+    elif accumulation is not None and left_open:
+        words = "the sizes are left to Hugging Face's Trainer: our defaults or your flags hold, or give auto={...}"
+        r.tell(ACCUMULATION, "ignored" if accumulation == 1 else "unsupported", words)
     elif accumulation is not None:
         r.tell(
             ACCUMULATION, "unsupported", "global_batch_size says it, and is not known: give data_ranks and the sizes"
@@ -81,7 +87,9 @@ def zero(r: Reader) -> None:
             r.tell(f"{o}.nvme_path", "ignored", "offload_optimizer.device=cpu")
         if f"{o}.buffer_size" in r.left:
             r.tell(f"{o}.buffer_size", "ignored", "buffers are as large as buckets")
-    r.simple(f"{z}.reduce_bucket_size", "data_parallel", "bucket_size", int)
+    size = r.value(f"{z}.reduce_bucket_size", int)
+    if size is not None:
+        r.put(f"{z}.reduce_bucket_size", "data_parallel", bucket_size=max(1, size))  # 0: each parameter by itself
     r.simple(f"{z}.overlap_comm", "data_parallel", "overlap", bool)
     shard = r.value(f"{z}.mics_shard_size", int)
     if shard is not None and shard < 1:
@@ -119,6 +127,10 @@ def dtypes(r: Reader) -> None:
         if power is not None:
             r.put("fp16.initial_scale_power", "optimizer", initial_loss_scale=2.0**power)
     r.simple("fp16.loss_scale_window", "optimizer", "loss_scale_window", int)
+    least = r.value("fp16.min_loss_scale", float)
+    if least is not None:
+        words = "the scale stops at 1; optimizer.max_skipped_steps ends a run that overflows there"
+        r.tell("fp16.min_loss_scale", "mapped" if least == 1 else "unsupported", words)
     if r.value(f"{bf16}.bf16_master_weights_and_grads", bool):
         r.fields.setdefault("data_parallel", {})["grad_dtype"] = "bfloat16"
         r.put(f"{bf16}.bf16_master_weights_and_grads", "optimizer", main_params=False)
@@ -131,49 +143,91 @@ def dtypes(r: Reader) -> None:
 
 
 def optimizer(r: Reader) -> None:
-    """Which update, and its numbers. DeepSpeed's Adam does not decay unless it is told to, ours does."""
-    p = "optimizer.params"
+    """Which update, and its numbers, where nothing is said DeepSpeed's own."""
     name = r.value("optimizer.type", str)
     kinds = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon"}
     if name is not None and name.lower() not in kinds:
         r.tell("optimizer.type", "unsupported", f"known: {', '.join(kinds)}; the optimizer stays ours")
-        for key in [k for k in r.left if k.startswith(f"{p}.")]:
+        for key in [k for k in r.left if k.startswith(f"{P}.")]:
             r.tell(key, "unsupported", f"of optimizer.type={name}")
         return
     kind = kinds[name.lower()] if name is not None else None
-    decay = r.value(f"{p}.weight_decay", float)
+    plain_adam = name is not None and name.lower() == "adam" and r.value(f"{P}.adam_w_mode") is False
     if kind is not None:
         r.put("optimizer.type", "optimizer", optimizer=kind)
-        if not r.unfilled(f"{p}.weight_decay"):
-            note = ", of matrices: biases and norms do not decay" if decay else ""
-            r.put(f"{p}.weight_decay", "optimizer", weight_decay=decay or 0.0, note=note)
-    r.simple(f"{p}.lr", "optimizer", "lr", float)
-    r.simple(f"{p}.eps", "optimizer", "adam_eps", float)
-    betas = r.value(f"{p}.betas")
+        _decay(r, 0.01 if kind == "adamw" and r.value(f"{P}.torch_adam") and not plain_adam else 0.0, plain_adam)
+    if kind == "muon":
+        _muon(r)
+    r.simple(f"{P}.lr", "optimizer", "lr", float)
+    r.simple(f"{P}.eps", "optimizer", "adam_eps", float)
+    betas = r.value(f"{P}.betas")
     if betas is not None:
         if not (isinstance(betas, Sequence) and len(betas) == 2):
-            raise ValueError(f"{p}.betas={betas!r} must be 2 numbers; give both")
-        r.put(f"{p}.betas", "optimizer", adam_beta1=betas[0], adam_beta2=betas[1])
-    if kind == "sgd" or f"{p}.momentum" in r.left:
-        r.put(f"{p}.momentum", "optimizer", momentum=r.value(f"{p}.momentum", float) or 0.0)
+            raise ValueError(f"{P}.betas={betas!r} must be 2 numbers; give both")
+        r.put(f"{P}.betas", "optimizer", adam_beta1=betas[0], adam_beta2=betas[1])
+    if kind == "sgd" or f"{P}.momentum" in r.left:
+        r.put(f"{P}.momentum", "optimizer", momentum=r.value(f"{P}.momentum", float) or 0.0)
     for key, plain, why in (
-        ("adam_w_mode", True, "weight decay is decoupled, as AdamW's"),
         ("bias_correction", True, "moments are always corrected"),
         ("amsgrad", False, "the largest second moment is not kept"),
-        ("nesterov", False, "momentum is the plain one"),
+        ("maximize", False, "the loss is made small"),
+        ("nesterov", kind == "muon", "momentum is the plain one, of Muon Nesterov's"),
         ("dampening", 0, "momentum is not dampened"),
     ):
-        value = r.value(f"{p}.{key}")
+        value = r.value(f"{P}.{key}")
         if value is not None:
-            same = value == plain or (key == "adam_w_mode" and not decay)
-            r.tell(f"{p}.{key}", "mapped" if same else "unsupported", why)
+            r.tell(f"{P}.{key}", "mapped" if value == plain else "unsupported", why)
+
+
+def _decay(r: Reader, default: float, plain_adam: bool) -> None:
+    """Of every parameter, as in DeepSpeed; `default`: where the file does not say how much."""
+    key = f"{P}.weight_decay"
+    if r.unfilled(key):
+        r.fields["optimizer"]["weight_decay_of"] = "all"
+    else:
+        decay = r.value(key, float)
+        decay = default if decay is None else decay
+        r.put(key, "optimizer", weight_decay=decay, **({"weight_decay_of": "all"} if decay else {}))
+        if plain_adam and decay:
+            r.tell(f"{P}.adam_w_mode", "unsupported", "decay is decoupled; use AdamW, or a decay of 0")
+    if f"{P}.adam_w_mode" in r.left:
+        r.tell(f"{P}.adam_w_mode", "mapped", "decay is AdamW's" if not plain_adam else "nothing decays")
+
+
+def _muon(r: Reader) -> None:
+    """Keller Jordan's form, as in DeepSpeed: its scale of the rate, and what it and the Adam beside it begin with."""
+    r.fields["optimizer"] |= {"muon_lr": "original", "muon_except": "embed,lm_head", "momentum": 0.95}
+    r.fields["optimizer"] |= {"adam_beta2": 0.95, "adam_eps": 1e-10}
+    one, left_open = r.value(f"{P}.lr", float), r.unfilled(f"{P}.lr")
+    muon, adam = (r.value(f"{P}.{key}", float) for key in ("muon_lr", "adam_lr"))
+    if muon is not None or not left_open:
+        muon, adam = (x if x is not None else one for x in (muon, adam))
+        muon, adam = 0.02 if muon is None else muon, 3e-4 if adam is None else adam
+        r.put(f"{P}.muon_lr" if f"{P}.muon_lr" in r.left else f"{P}.lr", "optimizer", lr=muon)
+        if adam != muon:
+            words = f"1 rate for all, {muon:g}; for {adam:g} beside it"
+            r.tell(f"{P}.adam_lr", "unsupported", f"{words} ShardedMuon(groups=[{{'names': ..., 'lr': ...}}])")
+        for key in ("lr", "adam_lr"):
+            if f"{P}.{key}" in r.left:
+                r.tell(f"{P}.{key}", "mapped", f"optimizer.lr={muon}")
+    if f"{P}.ns_method" in r.left:
+        r.tell(f"{P}.ns_method", "ignored", "five steps of Newton and Schulz, in torch.optim.Muon's form")
+    stage = r.fields.get("data_parallel", {}).get("zero_stage", 0)
+    if stage:
+        r.fields["data_parallel"]["zero_stage"] = 0
+        words = f"Muon multiplies whole matrices: data_parallel.zero_stage=0 instead of {stage}, the same numbers"
+        r.tell("zero_optimization.stage", "unsupported", words, value=stage)
 
 
 def scheduler(r: Reader) -> None:
     """One of the five schedules, if all its numbers are known."""
     name, prefix = r.value("scheduler.type", str), "scheduler.params."
     keys = [key for key in r.left if key.startswith(prefix)]
+    if name is None and r.fields.get("optimizer", {}).get("optimizer") is None:
+        return  # both are the script's
+    r.fields.setdefault("optimizer", {}).update(CONSTANT)  # a run's default is not
     if name is None:
+        r.tell("scheduler.type", "mapped", "optimizer.lr_schedule=constant")
         return
     if name not in SCHEDULES:
         r.tell("scheduler.type", "unsupported", f"known: {', '.join(SCHEDULES)}; the rate is constant")
@@ -190,6 +244,9 @@ def scheduler(r: Reader) -> None:
         elif r.unfilled(key) and option.endswith("num_steps"):
             missing = True
             r.tell(key, "unsupported", f"left to Hugging Face's Trainer: give auto={{{key!r}: ...}}")
+        elif r.unfilled(key) and (name, option) == ("WarmupDecayLR", "warmup_max_lr"):
+            options[option] = "auto"  # Trainer's rate; without a word it is 0.001
+            r.tell(key, "mapped", "optimizer.lr_schedule_options[warmup_max_lr]=auto, optimizer.lr")
         elif name == "OneCycle" and (option in MOMENTUM or (option == "cycle_momentum" and value)):
             r.tell(key, "unsupported", "the momentum has 1 value for the whole run")
         elif not r.unfilled(key):
@@ -206,20 +263,44 @@ def scheduler(r: Reader) -> None:
 
 
 def others(r: Reader) -> None:
-    """What stands by itself. DeepSpeed does not clip unless it is told to, ours does."""
+    """What stands by itself."""
     clip, inner = r.value("gradient_clipping", float), r.value("optimizer.params.max_grad_norm", float)
     if inner is not None:
         r.put("optimizer.params.max_grad_norm", "optimizer", clip_grad=inner)
-    if clip is not None or (inner is None and "gradient_clipping" not in r.left):
-        r.put("gradient_clipping", "optimizer", clip_grad=clip or 0.0)
-    r.simple("steps_per_print", "training", "log_interval", int)
+    if clip is not None or (inner is None and not r.unfilled("gradient_clipping")):
+        note = "" if clip is not None else ", DeepSpeed's default (in older versions 0): better say it"
+        r.put("gradient_clipping", "optimizer", clip_grad=1.0 if clip is None else clip, note=note)
+    _monitors(r)
+    key = "steps_per_print"
+    if r.value(key) is not None:
+        never = r.value(key, float) in (0, inf)
+        r.put(key, "training", log_interval=NEVER if never else r.value(key, int))
     r.simple("tensor_parallel.autotp_size", "parallel", "tensor", int)
     r.simple("pipeline.stages", "parallel", "pipeline", int)
     op = r.value("gradient_allreduce_op", str)
     if op is not None:
         r.tell("gradient_allreduce_op", "mapped" if op == "mean" else "unsupported", "the loss is a mean over tokens")
-    every = r.value("pipeline.activation_checkpoint_interval", int)
-    if every:
+    layers = r.value("pipeline.activation_checkpoint_interval", int)
+    if layers:
         r.put("pipeline.activation_checkpoint_interval", "training", recompute="layer")
-    elif every is not None:
+    elif layers is not None:
         r.tell("pipeline.activation_checkpoint_interval", "ignored", "it is off")
+
+
+def _monitors(r: Reader) -> None:
+    """TensorBoard and Weights & Biases, and where their curves go."""
+    for section, fields, words in (
+        ("tensorboard", {"tensorboard": True}, "curves go into training.output"),
+        (
+            "wandb",
+            {"wandb_project": r.value("wandb.project", str) or "deepspeed"},
+            "the environment says it: WANDB_*",
+        ),
+    ):
+        on = r.value(f"{section}.enabled", bool)
+        if on:
+            r.put(f"{section}.enabled", "training", **fields)
+        if f"{section}.project" in r.left and on:
+            r.tell(f"{section}.project", "mapped", f"training.wandb_project={fields['wandb_project']}")
+        for key in [k for k in r.left if k.startswith(f"{section}.")]:
+            r.tell(key, "ignored", words if on else "it is off")

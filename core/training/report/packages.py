@@ -27,6 +27,7 @@ EXTRAS = {
         "zstandard": "reading .zst",
     },
     "log": {"tensorboard": "TensorBoard's curves", "wandb": "Weights & Biases, offline or not"},
+    "deepspeed": {"hjson": "a ds_config.json with comments"},
 }
 
 

@@ -1,0 +1,298 @@
+"""What DeepSpeed's engine promises and its loops rely on."""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.dist_checkpointing import load, save
+from core.dist_checkpointing.place import open_store
+from core.dist_checkpointing.ranks import agree, from_first, problem_of
+from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
+from core.training.checkpoint import Checkpoints
+from core.training.config import TrainingConfig
+from core.training.loader import Loader
+
+# what an engine has there and this has elsewhere
+ELSEWHERE = {
+    "train_batch": "train_step(batch)",
+    "eval_batch": "evaluate(batch)",
+    "save_16bit_model": "save_checkpoint, then `python -m core.dist_checkpointing export`",
+    "save_fp16_model": "save_checkpoint, then `python -m core.dist_checkpointing export`",
+    "allreduce_gradients": "nothing: step() sums what backward has not",
+    "set_train_batch_size": "initialize with other sizes, and load_checkpoint",
+    "set_train_micro_batch_size": "initialize with other sizes, and load_checkpoint",
+}
+
+
+class EngineFace(nn.Module):
+    """`loss = engine(x); engine.backward(loss); engine.step()`: an update after every
+    `gradient_accumulation_steps()` of these, from the mean of their losses over all data ranks.
+
+    micro_steps: calls of `step` so far. What is not here is looked for in the wrapped module.
+    """
+
+    optimizer: ShardedOptimizer
+    checkpoints: Checkpoints
+    loader: Loader | None
+    training_config: TrainingConfig
+    accumulation: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.micro_steps = 0
+        self._boundary: bool | None = None
+        self._last: StepStats | None = None
+        self._in_backward = self._in_no_sync = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ELSEWHERE:
+                raise AttributeError(f"the engine has no {name} here; use {ELSEWHERE[name]}") from None
+            if name == "module" or not hasattr(self.module, name):
+                raise
+        return getattr(self.module, name)
+
+    # one update
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of loss / `gradient_accumulation_steps()` (of loss, without `scale_wrt_gas`), which is returned.
+
+        The loss scale of float16 weights is multiplied in, and taken out by `step`.
+        Raises ValueError: no scalar tensor; a batch of the loader that holds several microbatches.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"backward needs a loss of 1 number in a tensor, this is {kind}; take its mean")
+        many = self.gradient_accumulation_steps()
+        if many > 1 and self.loader is not None and self.loader.gave_whole:
+            raise ValueError(
+                f"a batch of the loader holds the rows of all {many} microbatches of an update; write `for batch in "
+                "loader.microbatches():`, or train_step(batch)"
+            )
+        loss = loss / many if scale_wrt_gas else loss
+        scale = self.optimizer.loss_scale
+        self._in_backward = True
+        try:
+            scaled = loss * scale.to(loss.dtype) if isinstance(scale, Tensor) else loss
+            scaled.backward(retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the boundary update, move the rate and zero gradients; else only count. Collective at the boundary.
+
+        Saves nothing by itself: `save_checkpoint` is the loop's. Raises ValueError: inside `no_sync`.
+        """
+        if self._in_no_sync:
+            raise ValueError(f"step {self.micro_steps + 1} is inside no_sync; call it after the block")
+        if self.is_gradient_accumulation_boundary():
+            self.checkpoints.before_update()
+            self._last = self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say it from now on, instead of the count."""
+        self._boundary = is_boundary
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; `step` has done so after an update."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in it add up, at every stage; `step` belongs after it."""
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    # what it is
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps made so far, also by earlier runs that this one goes on from."""
+        return self.optimizer.step_count
+
+    @property
+    def global_samples(self) -> int:
+        """Rows that these steps have seen."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of them were skipped (waits for the device)."""
+        return self.optimizer.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the last update was not skipped (waits for the device)."""
+        return self._last is not None and not bool(self._last.skipped)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last update, before clipping (waits for the device); None before the first."""
+        return None if self._last is None else float(self._last.grad_norm)
+
+    def get_lr(self) -> list[float]:
+        """The rate of the next update, of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def train_batch_size(self) -> int:
+        """Rows of an update over all data ranks."""
+        return self.training_config.global_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of one forward on one rank, in such a loop."""
+        return self.train_batch_size() // self.dp_world_size // self.accumulation
+
+    def gradient_accumulation_steps(self) -> int:
+        """Forwards of one update; 1 where the configuration, a mapping, does not say `training.micro_batch_size`."""
+        return self.accumulation
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.optimizer.shard.zero_stage
+
+    def gradient_clipping(self) -> float:
+        """Largest global norm; 0: none."""
+        return self.optimizer.config.clip_grad
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self.optimizer.ps.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.optimizer.ps.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine, as torchrun says; alone 0."""
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        world = self.optimizer.ps.world
+        return 1 if world is None else world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data parallel ranks."""
+        return self.optimizer.ps.size("dp")
+
+    @property
+    def training_dataloader(self) -> Loader | None:
+        """The loader of `initialize`."""
+        return self.loader
+
+    # checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        """Write model, optimizer, step and `client_state` (rank 0's) to `save_dir`/`tag`, a directory or URL that
+        opens under any layout. Collective.
+
+        tag: the same on all ranks; default: global_step and their number. save_latest: note it in the file `latest`.
+        Raises ValueError, on all ranks: a client_state that JSON does not give back; frozen parameters left out.
+        """
+        if exclude_frozen_parameters:
+            raise ValueError("exclude_frozen_parameters=True leaves parameters out, 0 can be; give False")
+        name, ps = f"global_step{self.global_steps}" if tag is None else str(tag), self.optimizer.ps
+        text = from_first(lambda: _as_text(client_state or {}), ps)
+        state = self.checkpoints.state(self.global_steps) | {"client": {"state": text}}
+        where = os.fspath(save_dir).rstrip("/")
+        save(state, f"{where}/{name}", ps=ps)
+        if save_latest:
+            note = problem_of(lambda: open_store(where).write("latest", name.encode())) if ps.rank == 0 else None
+            agree(note, ps)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from `load_dir`/`tag`, saved under any layout, with the loader's next batch: (path, client_state).
+
+        tag: default: the one in the file `latest`; without one `load_dir` itself, if that is a checkpoint, else it is
+        told and (None, None). load_module_only: weights alone, updates begin anew. Collective.
+        Raises ValueError: another model, another order of the data, states that can only be loaded together.
+        """
+        everything = load_optimizer_states and load_lr_scheduler_states
+        if custom_load_fn is not None or not (load_module_only or everything):
+            raise ValueError(
+                "load_checkpoint loads 2 things: all, or weights alone with load_module_only=True; the rate follows "
+                "the optimizer's count, and custom_load_fn has no place here"
+            )
+        ps = self.optimizer.ps
+        path = from_first(lambda: _found(os.fspath(load_dir).rstrip("/"), tag), ps)
+        if path is None:
+            warnings.warn(
+                f"load_checkpoint: {load_dir} has no file `latest` and is no checkpoint; nothing is loaded: give a "
+                "tag, or look at the path",
+                stacklevel=2,
+            )
+            return None, None
+        if load_module_only:
+            load({"model": sharded_state_dict(self.optimizer.shard)}, path, ps=ps, strict=load_module_strict)
+            self.optimizer.reload_parameters()
+            self.optimizer.shard.publish()
+        else:
+            step = self.checkpoints.restore(path)
+            self.micro_steps = step * self.gradient_accumulation_steps()
+            if self.loader is not None:
+                self.loader.step = step
+        told = load({"client": {"state": "{}"}}, path, ps=ps, strict=False, verify=False)
+        return path, json.loads(told["client"]["state"])
+
+
+def _as_text(client_state: Mapping[str, Any]) -> str:
+    """JSON. Raises ValueError: what it would not give back."""
+    for key, value in client_state.items():
+        try:
+            same = json.loads(json.dumps({key: value})) == {key: value}
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"client_state[{key!r}] is a {type(value).__name__} that JSON does not give back; save numbers, "
+                "texts, lists and dicts with text keys, tensors as .tolist()"
+            )
+    return json.dumps(client_state)
+
+
+def _found(where: str, tag: str | int | None) -> str | None:
+    place = open_store(where)
+    if tag is None and place.size("latest") is not None:
+        tag = place.read("latest").decode().strip()
+    if tag is None:
+        return where if place.size("manifest.json") is not None else None
+    return f"{where}/{tag}"

@@ -1,0 +1,97 @@
+"""The schedule as an object, and batches as an iterator."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.optimizer import ShardedOptimizer
+from core.parallel_state import ParallelState
+from core.pipeline.step import split_microbatches
+from core.training.data import BatchSource, moved_to
+
+
+class Scheduler:
+    """The learning rate of an optimizer that counts its own steps: read it here, or hand it to torch's optimizers.
+
+    `step()` moves nothing and is here for loops that call it: the rate follows `optimizer.step_count`.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+        self._rates = optimizer.config.learning_rate
+
+    def at(self, step: int) -> float:
+        """The rate of the update before which `step` updates were made."""
+        return self._rates.at(step)
+
+    def step(self) -> None:
+        """Nothing: see the class."""
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of the last update (of the first one, before it), as torch's schedulers give it."""
+        return [self.at(max(0, self.optimizer.step_count - 1))]
+
+    def for_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """The same schedule for one of torch's optimizers, whose `step()` does count: a LambdaLR."""
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = 1.0
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the optimizer's count is all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take."""
+
+
+class Loader:
+    """This data rank's rows of global batch `step`, `step + 1`, ... up to `train_steps`, on its device.
+
+    The order is a function of (seed, step): `step`, the number of the next batch, is all that resuming needs. It ends
+    early where `stopped()` says so. microbatches: into how many `microbatches()` cuts a batch. gave_whole: whether
+    the last one was given uncut.
+    """
+
+    def __init__(
+        self,
+        batches: BatchSource,
+        ps: ParallelState,
+        train_steps: int,
+        step: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+        microbatches: int = 1,
+    ) -> None:
+        self.gave_whole, self._microbatches = False, microbatches
+        self.batches, self.train_steps, self.step, self.stopped = batches, train_steps, step, stopped
+        self._rank, self._size, self._move = ps.index("dp"), ps.size("dp"), moved_to(ps.device)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.step < self.train_steps and not self.stopped():
+            self.step += 1  # before it is given: a loop that stops in the middle has used it
+            self.gave_whole = True
+            yield self.batch(self.step - 1)
+
+    def microbatches(self) -> Iterator[dict[str, Tensor]]:
+        """The same, cut into the microbatches of an update, for `backward` and `step` after each."""
+        for batch in self:
+            self.gave_whole = False
+            yield from split_microbatches(batch, self._microbatches)
+
+    def __len__(self) -> int:
+        """Batches that are left."""
+        return max(0, self.train_steps - self.step)
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """This rank's rows of global batch number `step`; does not move `self.step`."""
+        return self._move(self.batches.batch(step, self._rank, self._size))
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of the next batch."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there."""
+        self.step = int(state["step"])
