@@ -227,7 +227,13 @@ class AdamW:
 
         Parameters stay as they are: a model is loaded by itself, and a weight need not be its main copy rounded.
         """
-        self._resume(state["step_count"], state["skipped_steps"])
+        count = state["step_count"]
+        if isinstance(count, Mapping):
+            raise ValueError(
+                f"{len(count['behind'])} parameters of this checkpoint missed updates, or its groups were changed by "
+                "hand: this AdamW counts one number for all; load it with ShardedAdamW"
+            )
+        self._resume(count, state["skipped_steps"])
 
     @torch.no_grad()
     def load_states(

@@ -68,6 +68,14 @@ class Reached:
                 found.append(name)
         return found
 
+    def of_all_stages(self) -> dict[str, int]:
+        """`behind` of every pipeline rank: a checkpoint holds one for all. All-gather over pp."""
+        found: dict[str, int] = {}
+        for theirs in all_gather_objects(self.behind, self._ps.group("pp")):
+            found |= theirs
+        return dict(sorted(found.items()))
+
     def load(self, behind: Mapping[str, int]) -> None:
-        """Of a checkpoint."""
-        self.behind, self.left_out = {name: int(n) for name, n in behind.items()}, frozenset()
+        """Of a checkpoint, which may hold other stages' too."""
+        self.behind = {name: int(n) for name, n in behind.items() if name in self._place}
+        self.left_out = frozenset()
