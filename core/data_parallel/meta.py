@@ -1,6 +1,7 @@
 """Models that were built on the meta device: filled module by module, of which each rank keeps its part."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,9 @@ def fill_all(
                         elif id(p) not in done:
                             p.data = drawn.data
                     done |= {id(p) for p in held.values()}
+                elif any(buffer is not None and buffer.is_meta for buffer in part._buffers.values()):
+                    remake: Any = part.reset_parameters  # `stand_up` has seen that it is there
+                    remake()
 
 
 def _fill(

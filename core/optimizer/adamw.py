@@ -87,7 +87,8 @@ class AdamW:
         decayed: list[Tensor] = []
         rest: list[Tensor] = []
         for name, p in self._parameters.items():
-            flat = name.rpartition(".")[2] == "bias" or len(layout_of(p).shape) <= 1
+            vector = name.rpartition(".")[2] == "bias" or len(layout_of(p).shape) <= 1
+            flat = vector and config.weight_decay_of != "all"
             (rest if flat else decayed).append(self._main[name])
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay},

@@ -49,8 +49,7 @@ class OptimizerConfig:
     """Decoupled decay per unit of learning rate, of what weight_decay_of says; of sgd torch's, into the gradient."""
 
     weight_decay_of: str = "matrices"
-    """What decays in sharded optimizers: matrices, parameters of at least 2 dims that are no biases; or all, as in
-    torch and DeepSpeed."""
+    """What decays: matrices, parameters of at least 2 dims that are no biases; or all, as in torch and DeepSpeed."""
 
     adam_beta1: float = 0.9
     """Decay of AdamW's first moment per update."""

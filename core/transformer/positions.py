@@ -72,6 +72,10 @@ class Rotary(nn.Module):
         if self.cos.is_meta and metadata.get("assign_to_params_buffers"):
             self._rebuild(self.device)
 
+    def reset_parameters(self) -> None:
+        """Compute the tables again, on the device of the model: for a model on meta that is filled module by module."""
+        self._rebuild(self.device)
+
     def _rebuild(self, device: torch.device) -> None:
         for name, table in self._tables(device, self.cos.dtype).items():
             setattr(self, name, table)

@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
 from core.testing.live import LiveBytes
+from tests.models.gpt import batch, gpt
 from tests.parity.shards import whole_weights
+from tests.parity.whole import whole_parameters
 from tests.states import state
 
 
@@ -67,3 +70,26 @@ def test_what_nobody_can_fill_is_refused():
         bare = Bare()
     DataParallel(bare, ps, init=lambda module: nn.init.constant_(module.weight, 4.0))
     assert (bare.weight == 4).all()
+
+
+def a_gpt(zero, tp):
+    """Weights after two steps, of a model built on meta and of an eager one."""
+    ps, found = state(tp=tp), []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = gpt("llama", parallel=ps, seed=7)
+        shard = DataParallel(model, ps, zero_stage=zero)
+        optimizer = ShardedAdamW(shard, OptimizerConfig(lr=1e-2))
+        for step in range(2):
+            tokens, labels = batch(step)
+            model(tokens, labels=labels).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        shard.remove()
+        found.append(whole_parameters(model, ps))
+    assert all(torch.equal(found[0][name], p) for name, p in found[1].items())
+
+
+@pytest.mark.parametrize("zero, tp, world", [(3, 2, 4), (1, 1, 2), pytest.param(3, 2, 2, marks=pytest.mark.full)])
+def test_a_gpt_on_meta_is_the_eager_one(ranks, zero, tp, world):
+    ranks(a_gpt, zero, tp, world=world)
