@@ -299,14 +299,13 @@ class ShardedOptimizer(TorchFace):
         """All states and counts, for `dist_checkpointing.save` and `load`; live memory, the keys of `AdamW`'s.
 
         A parameter that is its own main is saved as a weight only. After a load call `load_state_dict(state)`.
-        Over pipeline ranks collective: an all-gather of the updates that parameters missed.
         """
         return sharded_parts(self._parts, self.shard, self._counts(self._reached.of_all_stages()))
 
     def _counts(self, behind: Mapping[str, int] | None = None) -> dict[str, Any]:
         count: Any = self.step_count
-        behind, groups = self._reached.behind if behind is None else behind, self._groups.changed()
-        if behind or groups:
+        behind = self._reached.behind if behind is None else behind
+        if (groups := self._groups.changed()) or behind:
             count = {"steps": count, "behind": behind, "groups": groups}
         counts = {"step_count": count, "skipped_steps": self.skipped_steps}
         return counts if self._scaler is None else counts | {"loss_scale": self._scaler.state()}

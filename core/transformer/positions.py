@@ -73,7 +73,7 @@ class Rotary(nn.Module):
             self._rebuild(self.device)
 
     def reset_parameters(self) -> None:
-        """Compute the tables again, on the device of the model: for a model on meta that is filled module by module."""
+        """Compute the tables again, on the model's device: for a model on meta that is filled part by part."""
         self._rebuild(self.device)
 
     def _rebuild(self, device: torch.device) -> None:
