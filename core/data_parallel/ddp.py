@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from core.parallel_state import ParallelState, current_state
+from core.parallel_state.collectives.groups import is_initialized
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -24,5 +25,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if kwargs.get("process_group") is None:
             own = getattr(module, "parallel", None)
             ps = parallel or (own if isinstance(own, ParallelState) else current_state())
+            if not is_initialized():
+                raise ValueError(
+                    "DistributedDataParallel averages over processes and there is 1, without a process group: leave "
+                    "it out, or call torch.distributed.init_process_group first"
+                )
             kwargs["process_group"] = ps.torch_group("dp-cp").process_group
         super().__init__(module, *args, **kwargs)

@@ -342,5 +342,6 @@ class GradientSums:
                 place.whole = None
                 if set_to_none:
                     place.parameter.grad, place.shown = None, False
+                place.renew()
         self.phase = Phase.OPEN
         self._begin_plain()

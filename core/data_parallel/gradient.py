@@ -6,6 +6,7 @@ Norms and changes by a number are computed on each rank's part; anything else fe
 then what counts until the step.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 ADDS = {aten.add_.Tensor, aten.add.Tensor}
 
 
+_OURS = 2  # references to an object that one attribute holds: that, and the argument
+
+
 class Sums(Protocol):
     """What a place asks of `GradientSums`."""
 
@@ -58,7 +62,7 @@ class Place:
         self.delivered, self.zeros, self.pairs = False, False, 1
         self.round: Any = None  # stages 0, 1: the `Round` that counts it
         self.unit: Unit | None = None  # stage 3
-        self.shown = False
+        self.shown, self.step = False, 0
         self.whole: Tensor | None = None
         self.sums: Sums
         self.gradient = BucketGradient(self)
@@ -85,6 +89,14 @@ class Place:
             )
         self.sums.wanted()
 
+    def renew(self) -> None:
+        """The next step's gradient: what somebody has kept of this one's is of no use any more."""
+        self.step += 1
+        if self.parameter.grad is self.gradient or sys.getrefcount(self.gradient) == _OURS:
+            self.gradient.step = self.step
+        else:
+            self.gradient = BucketGradient(self)
+
     def part(self) -> Tensor:
         """The live elements that this rank updates; all of them, if somebody has fetched the whole."""
         return part_of(self) if self.whole is None else self.whole
@@ -103,15 +115,39 @@ class BucketGradient(Tensor):
     """
 
     place: Place
+    step: int  # of which it is the gradient
 
     def __new__(cls, place: Place) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""
         like = place.parameter
         made = Tensor._make_wrapper_subclass(cls, tuple(like.shape), dtype=like.dtype, device=like.device)
-        made.place = place
+        made.place, made.step = place, place.step
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def check_step(self) -> None:
+        """Raises RuntimeError: its step is over, and the bucket holds another's gradient."""
+        if self.step != self.place.step:
+            raise RuntimeError(
+                f"a gradient of {self.place.name} was kept past zero_grad(), which gives its memory to the next; "
+                "keep p.grad.clone()"
+            )
+
+    @property
+    def data(self) -> Tensor:
+        """Itself; what is assigned to it is copied."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.copy_(value)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole gradient's, which counts from now on."""
+        self.check_step()
+        self.place.summed()
+        return self.place.fetched().numpy(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"BucketGradient({self.place.name}, {list(self.shape)})"
@@ -124,13 +160,15 @@ class BucketGradient(Tensor):
             return args[0] if func is aten.add_.Tensor else cls(args[0].place)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         mine = [leaf for leaf in leaves if type(leaf) is cls]
+        for leaf in mine:
+            leaf.check_step()
         if func is aten.detach.default:
             return cls(mine[0].place)
         mine[0].place.summed()
         if func in (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default) and _over_all(func, args, kwargs):
             norms = _norms([leaf.place for leaf in mine], args[1] if len(args) > 1 else 2)
             return norms if func is aten._foreach_norm.Scalar else norms[0]
-        if func in SCALES:
+        if func in SCALES and isinstance(args[1], Tensor):
             _tell_of_stages(mine[0].place)
         local = (func in ELEMENTWISE and _numbers(leaves, cls)) or func is UNSCALE
         real = {id(leaf): leaf.place.part() if local else leaf.place.fetched() for leaf in mine}

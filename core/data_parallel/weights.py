@@ -85,6 +85,7 @@ class Weights:
         # stage 3. lent: whole until the next step, because somebody outside its unit reads it. kept: by `hold`.
         # untraced: somebody has had its `.data`, where no version tells of writes
         self.lent = self.kept = self.untraced = False
+        self.updates = 0  # a graph of before an update is refused by autograd, which compares versions
         self.told: list[str] = []  # of all buckets of one DataParallel: loans are told once
         self.weights = flat[slice(*self.held)]
         self.gathered = True
@@ -93,7 +94,7 @@ class Weights:
             for parameter in self.parameters:
                 parameter.bucket = self  # type: ignore[attr-defined]
             self._point(self._whole)
-            self._mark(0)
+            self._mark(self.updates)
             self.free()
         else:
             self._point(self._whole)
@@ -154,7 +155,7 @@ class Weights:
             for parameter, kind in zip(self.parameters, self._classes, strict=True):
                 parameter.__class__ = Whole if kind is Parameter else kind
             self._point(self._whole)
-            self._mark(0)
+            self._mark(self.updates)
 
     def free(self, *, keep: bool = True) -> None:
         """Stage 3: give the memory of whole parameters back, if it is not lent; keep: what was written counts."""
@@ -202,7 +203,7 @@ class Weights:
             if parameter.data_ptr() != view.data_ptr():
                 self._adopt(parameter, view)
                 written = True
-            written = written or parameter._version != 0
+            written = written or parameter._version != self.updates
         if self.stage < 3:
             return
         assert self.ranks is not None
@@ -238,6 +239,10 @@ class Weights:
 
     def publish(self) -> None:
         """`weights` have changed: start to bring them to the other ranks. Stages 1, 2: all-gather over `ranks`."""
+        self.updates += 1
+        if self.stage < 3:
+            moved = tuple(parameter._version + 1 for parameter in self._tuple)
+            torch._C._autograd._unsafe_set_version_counter(self._tuple, moved)
         if self.stage in (1, 2) and self.ranks is not None:
             self._gathering = start_gather_parts(
                 self._storage.flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"

@@ -99,6 +99,13 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(*args, **kwargs)
         self._parallel = parallel
 
+    def _check_scale_growth_tracker(self, funcname: str) -> Any:
+        """In a pipeline the last stage alone has called `scale`; the others unscale and step as well."""
+        if self._scale is None:
+            ps = self._parallel if self._parallel is not None else current_state()
+            self._lazy_init_scale_growth_tracker(ps.device)
+        return super()._check_scale_growth_tracker(funcname)
+
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, Tensor]:
         """found_inf by device, the largest of all ranks'."""
         _refuse_main_grad(p for group in optimizer.param_groups for p in group["params"])

@@ -318,7 +318,7 @@ class ShardedOptimizer(TorchFace):
         Weights stay as they are, a model is loaded by itself; but `shard.publish()` tells all ranks of them.
         Raises ValueError: another rank's part.
         """
-        if "local" in state:
+        if "local" in state or "step_count" not in state:
             self.load_local(state)
             return
         self._resume(state["step_count"], state["skipped_steps"])

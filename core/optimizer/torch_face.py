@@ -76,6 +76,11 @@ class TorchFace(torch.optim.Optimizer):
         """What `state_dict` gave. Raises ValueError, before anything is written: another rank's part."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = before(self, dict(state)) or state
+        if "local" not in state:
+            raise ValueError(
+                f"a state with {', '.join(map(repr, list(state)[:3]))} is not one of this optimizer's (torch.optim's "
+                "states are whole tensors by number); give what its state_dict() gave, or start its states anew"
+            )
         parts, counts = self.states(), state["local"]
         for name, kinds in state["states"].items():
             for kind, (_, interval) in kinds.items():

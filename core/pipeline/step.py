@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -129,27 +130,50 @@ def sums(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> 
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """The microbatches' outputs as one: tensors joined along dim 0, anything else from the first."""
-    return pytree.tree_map(lambda *x: torch.cat(x) if isinstance(x[0], Tensor) else x[0], *outputs)
+    """The microbatches' outputs as one: tensors joined along dim 0; anything else must be the same in all.
+
+    Raises ValueError: a tensor without dims, other values in another microbatch.
+    """
+
+    def join(*each: Any) -> Any:
+        first = each[0]
+        if isinstance(first, Tensor):
+            if not first.dim() and len(each) > 1:
+                raise ValueError(
+                    f"the model returned a tensor without dims for each of {len(each)} microbatches, which cannot be "
+                    "joined; return rows [b, ...], or use num_microbatches=1"
+                )
+            return torch.cat(each) if len(each) > 1 else first
+        if any(type(other) is not type(first) or other != first for other in each[1:]):
+            raise ValueError(
+                f"the model returned {first!r} beside its tensors for the first of {len(each)} microbatches, and "
+                "other values after it, which cannot be joined; return tensors [b, ...]"
+            )
+        return first
+
+    structures = [pytree.tree_structure(output) for output in outputs]
+    if any(structure != structures[0] for structure in structures):
+        raise ValueError(
+            f"the model returned other nestings in {len(outputs)} microbatches, such as lists of other lengths, "
+            "which cannot be joined; return tensors [b, ...]"
+        )
+    return pytree.tree_map(join, *outputs)
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
     """Cut every tensor [b, ...] of a batch along dim 0 into views [b/n, ...]; same structure n times.
 
-    Whatever is not a tensor, or has no dim, is in every microbatch.
-    Raises ValueError: b does not divide, or differs between tensors.
+    Inside mappings and tuples what has b rows is cut too, as are numpy arrays and lists of b entries. All else is
+    whole in every microbatch. Raises ValueError: b does not divide, or differs between tensors.
     """
     if isinstance(batch, list):
         raise ValueError(
             f"the batch is a list of {len(batch)}; give a tensor, a tuple (positionally) or a mapping (by name)"
         )
-    entries = (
-        batch if isinstance(batch, Mapping) else dict(enumerate(batch if isinstance(batch, tuple) else (batch,)))
-    )
-    sizes = {key: value.shape[0] for key, value in entries.items() if _is_cut(value)}
+    sizes = {key: value.shape[0] for key, value in _entries(batch) if _is_cut(value)}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one")
-    size = next(iter(sizes.values()), 0)
+    size = rows_of(batch) or 0
     if num_microbatches < 1 or size % num_microbatches or not size:
         fits = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
@@ -157,13 +181,35 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
             f"or a multiple of {max(1, num_microbatches)} samples"
         )
     rows = size // num_microbatches
-    cut = [
-        {key: _rows(value, m * rows, rows) if _is_cut(value) else value for key, value in entries.items()}
-        for m in range(num_microbatches)
-    ]
+    return [_cut(batch, m * rows, rows, size) for m in range(num_microbatches)]
+
+
+def _entries(batch: Any) -> list[tuple[Any, Any]]:
     if isinstance(batch, Mapping):
+        return list(batch.items())
+    return list(enumerate(batch if isinstance(batch, tuple) else (batch,)))
+
+
+def _cut(value: Any, first: int, count: int, size: int) -> Any:
+    """Rows first .. first + count of whatever has `size` of them."""
+    if _is_cut(value):
+        return _rows(value, first, count) if value.shape[0] == size else value
+    if isinstance(value, Mapping):
+        cut = {key: _cut(inner, first, count, size) for key, inner in value.items()}
+        return cut if type(value) is dict else _like(value, cut)
+    if isinstance(value, tuple):
+        parts = [_cut(inner, first, count, size) for inner in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    per_row = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    return value[first : first + count] if per_row and len(value) == size else value
+
+
+def _like(mapping: Mapping[Any, Any], cut: dict[Any, Any]) -> Any:
+    """Hugging Face's BatchEncoding and the like; a plain dict where that cannot be made of one."""
+    try:
+        return type(mapping)(cut)  # type: ignore[call-arg]
+    except TypeError:
         return cut
-    return [tuple(part.values()) if isinstance(batch, tuple) else part[0] for part in cut]
 
 
 def _rows(value: Tensor, first: int, count: int) -> Tensor:
@@ -174,8 +220,8 @@ def _rows(value: Tensor, first: int, count: int) -> Tensor:
 
 def rows_of(batch: Batch | None) -> int | None:
     """Rows of the first tensor that is cut into microbatches; None without one."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
-    return next((value.shape[0] for value in values if _is_cut(value)), None)
+    tensors = [value for _, value in _entries(batch) if _is_cut(value)] or pytree.tree_leaves(batch)
+    return next((value.shape[0] for value in tensors if _is_cut(value)), None)
 
 
 def parts_of(batch: Batch | None, num_microbatches: int) -> int:

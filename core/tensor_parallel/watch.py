@@ -9,6 +9,7 @@ hold is equal, and what is split is not.
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def _is_whole(parameter: Tensor) -> bool:
         return plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
 
 
+def _is_foreign(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
+
+
 class SplitWatch:
     """Compares weights and inputs over the tensor ranks in forwards 1, 2, 4, 8 ... and in the first one
     after an update. One all-gather of a number per parameter over the group, then; nothing in between.
@@ -46,7 +53,7 @@ class SplitWatch:
 
     def __init__(self, group: Group, *, sums_foreign: bool = False) -> None:
         self._group, self._sums_foreign = group, sums_foreign
-        self._forwards = 0
+        self._forwards, self._told_of_hooks = 0, False
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
@@ -58,6 +65,8 @@ class SplitWatch:
 
         Raises ValueError, on every rank of the group: what differs and should not, or does not and should.
         """
+        if torch._C._are_functorch_transforms_active():  # values cannot be looked at
+            return
         self._forwards += 1
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
         if self._forwards & (self._forwards - 1) and not updated:
@@ -68,7 +77,21 @@ class SplitWatch:
         keep_layouts(module)
         if self._sums_foreign:
             sum_gradients_of_foreign(module, self._group)
+            self._tell_of_hooks(module)
         self._compare(module, [x for x in inputs if x is not None])
+
+    def _tell_of_hooks(self, module: nn.Module) -> None:
+        """Warns, once: a user's hook sees sequence shards, and what it brings along is in no layout."""
+        for name, part in module.named_modules():
+            hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            if any(map(_is_foreign, hooks)) and not self._told_of_hooks:
+                self._told_of_hooks = True
+                warnings.warn(
+                    f"a forward hook on {name or 'the model'} sees this rank's rows, [s/tp, b, h], under sequence "
+                    "parallelism. A parameter that it uses and the model does not hold gets the gradient of these "
+                    "rows only: register it in the model, or pass it through core.tensor_parallel.sum_gradient",
+                    stacklevel=5,
+                )
 
     def _compare(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
@@ -110,7 +133,8 @@ class SplitWatch:
             return (
                 f"tokens, positions, mask or labels differ between {ranks}, which share one model (tensor "
                 "parallelism) and must read one batch: give the sampler rank=parallel_state.get_data_parallel_rank() "
-                "and num_replicas=parallel_state.get_data_parallel_world_size()"
+                "and num_replicas=parallel_state.get_data_parallel_world_size(); sample tokens from gathered logits "
+                "(gather_logits), with one seed"
             )
         if self._forwards == 1:
             return (

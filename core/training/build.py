@@ -30,6 +30,7 @@ def build_stages(
         share_embeddings_and_output_weights=model.tie_embeddings,
         parallel=ps,
         seed=model.seed,
+        parallel_output=True,  # whoever reads them gathers
     )
 
 

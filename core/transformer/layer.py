@@ -33,6 +33,13 @@ class TransformerLayer(nn.Module):
         return x + (self.mlp_dropout(y) if self.drops else y)
 
 
+class Layers(nn.ModuleDict):
+    """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`."""
+
+    def __getitem__(self, key: str | int) -> nn.Module:
+        return super().__getitem__(str(key))
+
+
 class TransformerBlock(nn.Module):
     """The layers `numbers` (global numbers: layer 7 is `layers.7` on every stage) and, at the end, a norm.
 
@@ -48,7 +55,7 @@ class TransformerBlock(nn.Module):
             with seeded(torch.device("cpu"), seed), seeded(build.parallel.device, seed):
                 return spec.layer(replace(build, layer=number), spec)
 
-        self.layers = nn.ModuleDict({str(n): layer(n) for n in numbers})
+        self.layers = Layers({str(n): layer(n) for n in numbers})
         self.final_layernorm = spec.norm(build, build.config.hidden_size) if final_norm else None
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from tests.parity.whole import whole_gradients
 from tests.zoo.case import Case, compared
 from tests.zoo.split_model import (
     LR,
+    SEQUENCE,
     STEPS,
     gradients,
     loss_of,
@@ -220,6 +221,7 @@ def features(model):
     return {n: gather_from_sequence_region(y, group) for n, y in kept.items()}
 
 
+HOOKED = {SEQUENCE: ("told", r"this rank's rows, \[s/tp, b, h\]")}
 CASES = [
     Case("Gradient accumulation", weights(accumulated)),
     Case("Two forwards, then one backward", gradients(two_losses)),
@@ -239,7 +241,7 @@ CASES = [
         "A gradient penalty (second derivatives)",
         gradients(gradient_penalty),
         "refused",
-        "once_differentiable",
+        "has no second derivative",
         remedy="first derivatives only: the loss and the collectives have no second ones",
     ),
     Case(
@@ -250,15 +252,19 @@ CASES = [
         remedy="reverse mode only",
     ),
     Case("`torch.utils.checkpoint(use_reentrant=False)` around layers", checkpointed(False)),
-    Case("`torch.utils.checkpoint(use_reentrant=True)` around layers", checkpointed(True)),
+    Case("`torch.utils.checkpoint(use_reentrant=True)` around layers", checkpointed(True), elsewhere=HOOKED),
     Case("`torch.utils.checkpoint`, dropout, two forwards, then backward", checkpointed_dropout),
     Case("`torch.autograd.graph.save_on_cpu`", gradients(offloaded)),
     Case("`saved_tensors_hooks`", gradients(packed)),
     Case("`detect_anomaly`", gradients(anomaly), "told", "Anomaly Detection has been enabled"),
     Case("`torch.profiler`", gradients(profiled)),
     Case("`retain_graph=True` over the layers", gradients(retained)),
-    Case("Hooks on modules and parameters that change values", gradients(hooked)),
-    Case("Hooks on tensors", gradients(tensor_hook)),
+    Case("Hooks on modules and parameters that change values", gradients(hooked), elsewhere=HOOKED),
+    Case("Hooks on tensors", gradients(tensor_hook), elsewhere=HOOKED),
     Case("A hook on every module (`register_module_forward_hook`)", gradients(global_hook)),
-    Case("Features by forward hooks in `inference_mode`", results(features)),
+    Case(
+        "Features by forward hooks in `inference_mode`",
+        results(features),
+        elsewhere=HOOKED,
+    ),
 ]

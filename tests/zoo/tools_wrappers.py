@@ -12,7 +12,11 @@ from tests.models.gpt import VOCAB, batch, gpt
 from tests.parity.whole import whole_parameters
 from tests.zoo.case import Case, compared
 from tests.zoo.split_model import (
+    LR,
+    SEQUENCE,
+    STEPS,
     gradients,
+    loss_of,
     only_split,
     results,
     sgd,
@@ -110,6 +114,7 @@ def future_visible(model):
 def own_loss(model):
     """Cross entropy of one's own over gathered logits."""
     tokens, labels = batch()
+    model._tells_of_columns = False  # as parallel_output=True does
     logits = model.gather_logits(model(tokens)) if model.place.tp > 1 else model(tokens)
     F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), labels.flatten(), reduction="sum").backward()
 
@@ -117,6 +122,29 @@ def own_loss(model):
 def keyword_call(model):
     tokens, labels = batch()
     model(input_ids=tokens, labels=labels).sum().backward()
+
+
+def own_head(model):
+    body = gpt(parallel=model.parallel, post_process=False, seed=2)
+    head = nn.Linear(32, 1, bias=False)
+    with torch.no_grad():
+        head.weight.fill_(0.1)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=LR)
+    for step in range(STEPS):
+        head(body(batch(step)[0]))[-1].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return body
+
+
+def softmax_of_a_part(model):
+    return {"loss": model(batch()[0]).log_softmax(-1).square().sum()}
+
+
+def soft_prompt(model):
+    prompt = nn.Parameter(torch.zeros(32))
+    model.embedding.register_forward_hook(lambda module, args, y: y + prompt)
+    loss_of(model).backward()
 
 
 def parts_told(model):
@@ -180,5 +208,18 @@ CASES = [
         remedy="combine it with a causal mask",
     ),
     Case("A loss of one's own over the logits", gradients(own_loss)),
+    Case("A head of one's own on `GPTModel(post_process=False)`", weights(own_head)),
+    Case(
+        "A softmax over what `model(tokens)` returns",
+        results(softmax_of_a_part),
+        remedy="`gather_logits`, or `GPTModel(parallel_output=False)`",
+        elsewhere=only_split("told", "parallel_output=False"),
+    ),
+    Case(
+        "A parameter outside of the model, brought in by a hook",
+        gradients(soft_prompt),
+        remedy="register it in the model",
+        elsewhere={SEQUENCE: ("told", "register it in the model")},
+    ),
     Case("`model(input_ids=...)`", gradients(keyword_call)),
 ]

@@ -14,7 +14,12 @@ from core.parallel_state import ParallelState, current_state, initialize_paramet
 from core.parallel_state.collectives import broadcast
 from core.parallel_state.spread import keep_layouts
 from core.pipeline.partition import even
-from core.tensor_parallel import gather_from_tensor_region, sum_gradients_of_foreign, vocab_parallel_cross_entropy
+from core.tensor_parallel import (
+    gather_from_sequence_region,
+    gather_from_tensor_region,
+    sum_gradients_of_foreign,
+    vocab_parallel_cross_entropy,
+)
 from core.tensor_parallel.watch import SplitWatch, watch_optimizers
 from core.transformer.layer import TransformerBlock
 from core.transformer.rules import check_layout
@@ -34,6 +39,7 @@ class GPTModel(nn.Module):
         share. A stage is born with only its part.
     share_embeddings_and_output_weights: one table for both (tied). ends_share_a_rank: whether the first and the
         last stage are on one rank, so that it is one parameter; tied_with: that first stage, for the last one.
+    parallel_output: whether logits stay split over the tensor ranks; where nobody says so, they do, and it is told.
     parallel: the layout of ranks; default: the current state (a single process needs none).
     seed: of the initial weights, which are the same on every layout; default: that of `torch.manual_seed`, which
         must then be one on all ranks that share a model.
@@ -55,7 +61,7 @@ class GPTModel(nn.Module):
         share_embeddings_and_output_weights: bool = False,
         ends_share_a_rank: bool = False,
         tied_with: "GPTModel | None" = None,
-        parallel_output: bool = True,
+        parallel_output: bool | None = None,
         parallel: ParallelState | None = None,
         seed: int | None = None,
     ) -> None:
@@ -65,7 +71,8 @@ class GPTModel(nn.Module):
         self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         self.pre_process = ps.is_first_stage if pre_process is None else pre_process
         self.post_process = ps.is_last_stage if post_process is None else post_process
-        self.tied, self.parallel_output = share_embeddings_and_output_weights, parallel_output
+        self.tied = share_embeddings_and_output_weights
+        self.parallel_output, self._tells_of_columns = parallel_output is not False, parallel_output is None
         self.stage, spec = StageContext(), transformer_layer_spec
         self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
         self.seed = seed if seed is not None else mix32("initial weights", torch.initial_seed())
@@ -129,7 +136,8 @@ class GPTModel(nn.Module):
         output [s, b, h].
         position_ids: [b, s], default 0 .. s-1. attention_mask: None is causal, else bool [b, 1, s, s], True =
         masked out. Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
-        `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h].
+        `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h], or
+        [s/tp, b, h] under sequence parallelism where another stage follows.
         Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype; a token,
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
@@ -161,7 +169,7 @@ class GPTModel(nn.Module):
         rotary = self.rotary(s, position_ids) if self.rotary is not None else None
         x = self.decoder(x, attention_mask, rotary)
         if self.output_layer is None:
-            return x
+            return self._whole_sequence(x)
         logits = self.output_layer(x, self.embedding.word_embeddings.weight if self.tied else None)
         if labels is not None:
             target = labels.t().contiguous()
@@ -169,7 +177,26 @@ class GPTModel(nn.Module):
             loss = vocab_parallel_cross_entropy(logits, target, group, vocab_size=self.vocab_size, inplace=True)
             return loss.t().contiguous()
         logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(0, 1)
+        if self.parallel_output and self._tells_of_columns and self.place.tp > 1:
+            self._tell_of_columns(logits.shape[-1])
         return logits if self.parallel_output else self.gather_logits(logits)
+
+    @torch.compiler.disable
+    def _tell_of_columns(self, columns: int) -> None:
+        self._tells_of_columns = False
+        warnings.warn(
+            f"logits are this tensor rank's {columns} columns of the padded vocabulary, as Megatron's: a softmax, an "
+            "argmax or a loss over them is of a part. gather_logits(logits) or GPTModel(parallel_output=False) gives "
+            f"all {self.vocab_size}; parallel_output=True says that the part is meant",
+            stacklevel=5,
+        )
+
+    def _whole_sequence(self, x: Tensor) -> Tensor:
+        """What a stage hands over: sequence shards for the next one, the whole for a head of a user's own."""
+        headless = self.pre_process and len(self.decoder.layers) == self.config.num_layers
+        if headless and self.place.splits_sequence and self.parallel.size("pp") == 1 and not self.stage.driven:
+            return gather_from_sequence_region(x, self.place.group, to_tensor_region=False)
+        return x
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
