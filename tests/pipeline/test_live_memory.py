@@ -136,7 +136,9 @@ def test_no_more_lives_than_the_limit_allows(ranks, recompute, parts):
     predicted = answers[0][0]
     for rank, (told, live) in enumerate(answers):
         assert told == predicted
-        assert live <= predicted[rank] <= 1.1 * live + 512, "true, and not far above it"
+        # the step that is counted copies what a recomputed stage receives, to see whether it writes into it
+        above = 1.4 if recompute == "stage" else 1.1
+        assert live <= predicted[rank] <= above * live + 512, "true, and not far above it"
     refused = []
     for part in parts:
         limit = max(predicted) * part
