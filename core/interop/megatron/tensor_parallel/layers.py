@@ -25,21 +25,36 @@ def _place(config: Any, tp_group: Any) -> Placement:
 
 
 @torch.no_grad()
-def _draw(weight: Tensor, init_method: InitMethod | None) -> None:
-    """This rank's part of the whole weight as `init_method` draws it on the CPU: seed all ranks alike before."""
+def _draw(layer: Any, init_method: InitMethod | None) -> None:
+    """This rank's part of the whole weight as `init_method` draws it on the CPU (seed all ranks alike); bias 0."""
     if init_method is None:
         raise ValueError("a layer of its own needs init_method, such as torch.nn.init.xavier_normal_")
-    ps, layout = current_state(), layout_of(weight)
+    ps, weight = current_state(), layer.weight
+    layout = layout_of(weight)
     whole = torch.empty(layout.shape, dtype=weight.dtype)
     init_method(whole)
     weight.zero_()
     true_part(weight, layout, ps.coordinate, ps.sizes).copy_(whole[layout.box(ps.coordinate, ps.sizes)])
+    if getattr(layer, "bias", None) is not None:
+        layer.bias.zero_()
 
 
 def _refuse(more: dict[str, Any]) -> None:
     known = {"keep_master_weight_for_test", "skip_weight_param_allocation", "disable_grad_reduce", "is_expert"}
     if asked := [name for name, value in more.items() if value not in (None, False, 1) and name in known | set(more)]:
         raise ValueError(f"{len(asked)} arguments are not here: {', '.join(asked)}; leave them out")
+
+
+def _output_and_bias(layer: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(y, None), or with `skip_bias_add` (y without bias, bias)."""
+    bias = layer.bias
+    if not layer.skip_bias_add or bias is None:
+        return run(x), None
+    layer._parameters["bias"] = None
+    try:
+        return run(x), bias
+    finally:
+        layer._parameters["bias"] = bias
 
 
 class ColumnParallelLinear(ours.ColumnParallelLinear):
@@ -63,21 +78,12 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
         super().__init__(
             input_size, output_size, place=place, bias=bias, init=Init(std=0.02), gather_output=gather_output
         )
-        _draw(self.weight, init_method)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+        _draw(self, init_method)
         self.skip_bias_add = skip_bias_add
 
     def forward(self, x: Tensor, *unused: Any) -> Any:
         """See the class."""
-        bias = self.bias
-        if not self.skip_bias_add or bias is None:
-            return super().forward(x), None
-        self._parameters["bias"] = None
-        try:
-            return super().forward(x), bias
-        finally:
-            self._parameters["bias"] = bias
+        return _output_and_bias(self, super().forward, x)
 
 
 class RowParallelLinear(ours.RowParallelLinear):
@@ -99,23 +105,14 @@ class RowParallelLinear(ours.RowParallelLinear):
         _refuse(more)
         place = _place(config, tp_group)
         super().__init__(input_size, output_size, place=place, bias=bias, init=Init(std=0.02))
-        _draw(self.weight, init_method)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+        _draw(self, init_method)
         self.skip_bias_add, self.input_is_parallel, self.group = skip_bias_add, input_is_parallel, place.group
 
     def forward(self, x: Tensor) -> Any:
         """See the class."""
         if not self.input_is_parallel:
             x = ours.scatter_to_tensor_region(x, self.group)
-        bias = self.bias
-        if not self.skip_bias_add or bias is None:
-            return super().forward(x), None
-        self._parameters["bias"] = None
-        try:
-            return super().forward(x), bias
-        finally:
-            self._parameters["bias"] = bias
+        return _output_and_bias(self, super().forward, x)
 
 
 class VocabParallelEmbedding(ours.VocabParallelEmbedding):
@@ -133,4 +130,4 @@ class VocabParallelEmbedding(ours.VocabParallelEmbedding):
     ) -> None:
         _refuse(more)
         super().__init__(num_embeddings, embedding_dim, place=_place(config, tp_group), init=Init(std=0.02))
-        _draw(self.weight, init_method)
+        _draw(self, init_method)
