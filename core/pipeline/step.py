@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.random import mix32
 
-Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]  # tensors are [b, ...]; everything else is passed on as it is
+Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]  # tensors are [b, ...]; see split_microbatches for the rest
 LossFn = Callable[[Any, Any], tuple[Tensor, Tensor | float]]  # (output, microbatch) -> (loss_sum, num_tokens)
 
 

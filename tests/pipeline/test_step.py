@@ -1,11 +1,12 @@
 """Cutting batches and calling modules."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from core.pipeline import call_stage, split_microbatches
-from core.pipeline.step import StepResult, forward_arguments, stage_seed
+from core.pipeline.step import StepResult, forward_arguments, join_outputs, rows_of, stage_seed
 
 
 class Takes(nn.Module):
@@ -76,3 +77,31 @@ def test_seeds_differ_in_every_part():
 
 def test_mean_loss():
     assert StepResult(torch.tensor(6.0), torch.tensor(4.0)).loss.item() == 1.5
+
+
+def test_what_has_a_row_per_sample_is_cut_wherever_it_is():
+    x, table = torch.arange(4.0), torch.ones(3, 2)
+    batch = {
+        "x": x,
+        "in": {"y": x + 1, "both": (x + 2, table)},
+        "names": list("abcd"),
+        "w": np.arange(4),
+        "n": [1, 2],
+    }
+    first, second = split_microbatches(batch, 2)
+    assert first["in"]["y"].tolist() == [1, 2] and second["in"]["both"][0].tolist() == [4, 5]
+    assert second["names"] == ["c", "d"] and second["w"].tolist() == [2, 3]
+    assert first["n"] == [1, 2] and first["in"]["both"][1] is table
+    assert rows_of({"in": {"y": x}}) == 4 and len(split_microbatches({"in": {"y": x}}, 4)) == 4
+
+
+def test_outputs_that_cannot_be_joined_are_refused():
+    rows = torch.ones(2, 1)
+    assert join_outputs([{"y": rows, "n": 3}, {"y": rows, "n": 3}])["y"].shape == (4, 1)
+    for bad, words in (
+        ([(rows, 1), (rows, 2)], "returned 1 beside its tensors"),
+        ([(rows, [1]), (rows, [1, 2])], "other nestings in 2 microbatches"),
+        ([torch.ones(()), torch.ones(())], "a tensor without dims for each of 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            join_outputs(bad)
