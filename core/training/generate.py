@@ -48,17 +48,27 @@ def generate(
     tokens = list(prompt)
     for n in range(len(prompt), min(len(prompt) + new_tokens, longest)):
         padded = torch.tensor([tokens + [0] * (-n % multiple)], device=device)  # padding is not attended to
-        if executor is None:
-            with evaluating(model):
-                logits = model(padded)
-        else:
-            logits = executor.forward({"tokens": padded})
+        logits = _logits(model, executor, padded)
         found = torch.zeros(1, dtype=torch.int64, device=device)
         if logits is not None:
             whole = model.gather_logits(logits) if model.parallel_output else logits
             found.fill_(_pick(whole[0, n - 1], temperature, generator))
         tokens.append(int((found if executor is None else executor.from_last_stage(found)).item()))
     return tokens
+
+
+def _logits(model: GPTModel, executor: Forward | None, tokens: Tensor) -> Tensor | None:
+    """[b, s, v_padded/tp], where the last stage is; they are gathered by the caller, so there is nothing to tell."""
+    tells, model.tells_of_columns = model.tells_of_columns, False
+    try:
+        if executor is not None:
+            found: Tensor | None = executor.forward({"tokens": tokens})
+        else:
+            with evaluating(model):
+                found = model(tokens)
+    finally:
+        model.tells_of_columns = tells
+    return found
 
 
 def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -114,7 +114,7 @@ def future_visible(model):
 def own_loss(model):
     """Cross entropy of one's own over gathered logits."""
     tokens, labels = batch()
-    model._tells_of_columns = False  # as parallel_output=True does
+    model.tells_of_columns = False  # as parallel_output=True does
     logits = model.gather_logits(model(tokens)) if model.place.tp > 1 else model(tokens)
     F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), labels.flatten(), reduction="sum").backward()
 

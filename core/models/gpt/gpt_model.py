@@ -72,7 +72,7 @@ class GPTModel(nn.Module):
         self.pre_process = ps.is_first_stage if pre_process is None else pre_process
         self.post_process = ps.is_last_stage if post_process is None else post_process
         self.tied = share_embeddings_and_output_weights
-        self.parallel_output, self._tells_of_columns = parallel_output is not False, parallel_output is None
+        self.parallel_output, self.tells_of_columns = parallel_output is not False, parallel_output is None
         self.stage, spec = StageContext(), transformer_layer_spec
         self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
         self.seed = seed if seed is not None else mix32("initial weights", torch.initial_seed())
@@ -177,13 +177,13 @@ class GPTModel(nn.Module):
             loss = vocab_parallel_cross_entropy(logits, target, group, vocab_size=self.vocab_size, inplace=True)
             return loss.t().contiguous()
         logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(0, 1)
-        if self.parallel_output and self._tells_of_columns and self.place.tp > 1:
+        if self.parallel_output and self.tells_of_columns and self.place.tp > 1:
             self._tell_of_columns(logits.shape[-1])
         return logits if self.parallel_output else self.gather_logits(logits)
 
     @torch.compiler.disable
     def _tell_of_columns(self, columns: int) -> None:
-        self._tells_of_columns = False
+        self.tells_of_columns = False
         warnings.warn(
             f"logits are this tensor rank's {columns} columns of the padded vocabulary, as Megatron's: a softmax, an "
             "argmax or a loss over them is of a part. gather_logits(logits) or GPTModel(parallel_output=False) gives "
