@@ -30,6 +30,15 @@ def mix32(*parts: int | str) -> int:
     return state >> 32
 
 
+def chosen_seed(default: int) -> int:
+    """A seed from what `torch.manual_seed` was told; `default` where nobody called it.
+
+    A process that nobody seeds starts from 64 random bits, other ones on every rank.
+    """
+    found = torch.initial_seed()
+    return mix32("chosen", found) if found < 2**32 else default
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operations without one of their own draw from, on any device type."""
     if device.type in ("cpu", "meta"):  # nothing is drawn on meta

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -29,6 +30,7 @@ def alone(script, *flags):
     """Run it in this process, which spares it the imports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *map(str, flags)])
+        torch.seed()  # as in a process that nobody has seeded
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 

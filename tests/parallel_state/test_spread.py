@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 from core.parallel_state import Init, Layout, layout_of
 from core.parallel_state.layout import set_layout
 from core.parallel_state.modules import named_buffers, named_parameters
+from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import SpreadModule, building_device, keep_layouts
 
 LAYOUT = Layout((6, 4), {"tp": 0})
@@ -119,3 +120,13 @@ def test_where_parameters_are_made():
     assert building_device(cpu) == cpu
     with torch.device("meta"):
         assert building_device(cpu).type == "meta"
+
+
+def test_a_seed_that_somebody_chose_counts_and_no_other():
+    torch.seed()  # 64 random bits, as in a process that nobody seeds
+    assert chosen_seed(7) == 7
+    torch.manual_seed(3)
+    first = chosen_seed(7)
+    assert first != 7 and first == chosen_seed(8)
+    torch.manual_seed(4)
+    assert chosen_seed(7) != first

@@ -12,6 +12,7 @@ from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
 from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, either
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, mix32, seeded
 from core.parallel_state.collectives import broadcast
+from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
 from core.pipeline.partition import even
 from core.tensor_parallel import (
@@ -42,7 +43,7 @@ class GPTModel(nn.Module):
     parallel_output: whether logits stay split over the tensor ranks; where nobody says so, they do, and it is told.
     parallel: the layout of ranks; default: the current state (a single process needs none).
     seed: of the initial weights, which are the same on every layout; default: that of `torch.manual_seed`, which
-        must then be one on all ranks that share a model.
+        must then be one on all ranks that share a model; 1234 where nobody called it.
     Inside `with torch.device("meta")` nothing is allocated: `to_empty`, then `init_weights` or `load_state_dict`.
 
     Raises ValueError: a config that does not fit the layout of ranks (all reasons at once).
@@ -75,7 +76,7 @@ class GPTModel(nn.Module):
         self.parallel_output, self.tells_of_columns = parallel_output is not False, parallel_output is None
         self.stage, spec = StageContext(), transformer_layer_spec
         self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
-        self.seed = seed if seed is not None else mix32("initial weights", torch.initial_seed())
+        self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
         self.place = build.place
         across = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
