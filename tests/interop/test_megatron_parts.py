@@ -225,3 +225,14 @@ def test_names_of_the_documentation_are_there():
         home = import_module_by_name(f"core.interop.megatron.{module}")
         for name in names.split(", "):
             assert hasattr(home, name.strip("`")), (module, name)
+
+
+@pytest.mark.parametrize("name", ["is_expert", "disable_grad_reduce", "skip_weight_param_allocation"])
+def test_a_layer_refuses_an_argument_that_asks_for_something_else(state, name):
+    facts = {"config": CONFIG, "init_method": nn.init.xavier_normal_}
+    for layer in (tp_.ColumnParallelLinear, tp_.RowParallelLinear, tp_.VocabParallelEmbedding):
+        layer(4, 8, **facts, stride=1, **{name: False})
+        with pytest.raises(ValueError, match=f"1 arguments are not here: {name}"):
+            layer(4, 8, **facts, **{name: True})
+        with pytest.raises(ValueError, match="1 arguments are not here: stride"):
+            layer(4, 8, **facts, stride=2)

@@ -13,6 +13,7 @@ from core.parallel_state.layout import true_part
 from core.tensor_parallel import Placement
 
 InitMethod = Callable[[Tensor], Any]
+STRIDE = ("stride", 1)  # one block of rows per rank, as ours are cut
 
 
 def _place(config: Any, tp_group: Any) -> Placement:
@@ -40,8 +41,9 @@ def _draw(layer: Any, init_method: InitMethod | None) -> None:
 
 
 def _refuse(more: dict[str, Any]) -> None:
-    known = {"keep_master_weight_for_test", "skip_weight_param_allocation", "disable_grad_reduce", "is_expert"}
-    if asked := [name for name, value in more.items() if value not in (None, False, 1) and name in known | set(more)]:
+    """Of the arguments that are not here, the values that ask for nothing pass: None, False and a stride of 1."""
+    asked = [name for name, value in more.items() if not (value is None or value is False or (name, value) == STRIDE)]
+    if asked:
         raise ValueError(f"{len(asked)} arguments are not here: {', '.join(asked)}; leave them out")
 
 
