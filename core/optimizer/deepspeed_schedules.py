@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from core.parallel_state.config import raise_all
 
@@ -17,7 +17,12 @@ MOMENTUM = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
 
 class Schedule(Protocol):
-    """A learning rate that depends on nothing but the number of updates."""
+    """A learning rate that depends on nothing but the number of updates.
+
+    leaves_out_skipped: updates of float16 that overflowed do not count (DeepSpeed does not move its schedulers then).
+    """
+
+    leaves_out_skipped: ClassVar[bool]
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
@@ -27,6 +32,8 @@ class Schedule(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
     """A schedule that tells all its mistakes at once."""
+
+    leaves_out_skipped: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         raise_all(type(self).__name__, self._rules())

@@ -26,6 +26,7 @@ class Groups:
         self, shard: DataParallel, config: OptimizerConfig, defaults: Mapping[str, Any], given: Given
     ) -> None:
         self._schedule, self._kind = config.learning_rate, config.lr_schedule
+        self.leaves_out_skipped = self._schedule.leaves_out_skipped
         named = shard.named_parameters()
         self.of = dict.fromkeys(named, 0)
         self.all: list[dict[str, Any]] = [dict(defaults)]

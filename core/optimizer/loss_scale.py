@@ -1,9 +1,43 @@
 """The loss scale of float16: as large as gradients allow, found by trying, on the device."""
 
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor
 
 SMALLEST = 1.0
+
+
+# with one of these a loss is scaled, or the gradient that its backward begins with is made
+_SCALES = {
+    *("mul", "__mul__", "__rmul__", "mul_", "multiply", "div", "__truediv__"),
+    *("expand", "expand_as", "broadcast_to", "full_like", "fill_", "copy_"),
+}
+
+
+class _Asked(Tensor):
+    """The scale as a program gets it: it notices whether a loss is multiplied by it. What is computed from it alone,
+    as `scale.to(loss.dtype)`, notices it too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        asked = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, _Asked))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                if result.requires_grad or getattr(func, "__name__", "") in _SCALES:
+                    asked.scale.multiplied = True  # type: ignore[attr-defined]
+                elif type(result) is Tensor:
+                    result.__class__, result.scale = _Asked, asked.scale  # type: ignore[attr-defined]
+        return result
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.__reduce_ex__(self.as_subclass(Tensor), protocol)
 
 
 class LossScale:
@@ -11,12 +45,35 @@ class LossScale:
 
     value: float64, shape []; never changed in place, so that a step may keep the one it began with. Nothing here
     waits for an accelerator.
+    multiplied: a tensor that `asked` gave has scaled something.
     """
 
     def __init__(self, initial: float, window: int, device: torch.device) -> None:
         self._window = window
         self.value = torch.full((), initial, dtype=torch.float64, device=device)
         self._good = torch.zeros((), dtype=torch.int64, device=device)
+        self.multiplied = self._asked = self._told = False
+
+    def asked(self) -> Tensor:
+        """The value, for whoever multiplies a loss by it; from now on `taken_out` is not None."""
+        self._asked = True
+        given = self.value.detach().as_subclass(_Asked)
+        given.scale = self  # type: ignore[attr-defined]
+        return given
+
+    def taken_out(self) -> Tensor | None:
+        """What gradients are to be divided by. Warns, once, if that is a guess: read, but multiplied with no loss."""
+        if not self._asked:
+            return None
+        if not (self.multiplied or self._told):
+            self._told = True
+            warnings.warn(
+                "optimizer.loss_scale was read, and no loss multiplied by that tensor; gradients are divided by it "
+                "all the same. If it was read for a log only, call step(loss_scale=1.0); if float(loss_scale) scaled "
+                "the loss, step(loss_scale=that number)",
+                stacklevel=6,
+            )
+        return self.value
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:

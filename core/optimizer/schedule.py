@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from core.parallel_state.config import raise_all
 
@@ -21,6 +22,8 @@ class LearningRate:
 
     Raises ValueError: an unknown kind, a minimum above the peak, steps that do not fit into each other.
     """
+
+    leaves_out_skipped: ClassVar[bool] = False
 
     peak: float
     minimum: float = 0.0

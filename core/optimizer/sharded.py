@@ -66,7 +66,7 @@ class ShardedOptimizer(TorchFace):
         self._parts = make_parts(shard, kinds_of=self.kinds_of, key_of=self._key_of, offload=offload)
         allocate(self._parts, self._dtype, offload, self.ps.rank, main_params=config.main_params)
         self._batches: dict[Key, Batch] | None = None
-        self._step = self._number(0.0, torch.float32)
+        self._step = torch.zeros((), device=self.ps.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=self.ps.device)
         self._in_row = torch.zeros_like(self._skipped)
         self._watch = GradientWatch(shard.buffers, self.ps)
@@ -75,7 +75,6 @@ class ShardedOptimizer(TorchFace):
         half = any(buffer.weights.dtype == torch.float16 for buffer in shard.buffers)
         window, initial = config.loss_scale_window, config.initial_loss_scale
         self._scaler = LossScale(initial, window, self.ps.device) if half else None
-        self._scales = False  # somebody has asked for the loss scale, so losses are multiplied by it
 
     def options(self, config: OptimizerConfig) -> dict[str, Any]:
         """What a param group says: lr, weight_decay and the kernel's own, at their first values."""
@@ -104,9 +103,14 @@ class ShardedOptimizer(TorchFace):
     @property
     def learning_rate(self) -> float:
         """The rate of the next step, of the first param group."""
-        if not self._groups.theirs:
-            self._groups.follow(self.step_count)
+        self._groups.follow(self.rate_step)
         return float(self.param_groups[0]["lr"])
+
+    @property
+    def rate_step(self) -> int:
+        """What the rate follows: `step_count`; of float16 under DeepSpeed's schedules without the skipped ones."""
+        leaves_out = self._scaler is not None and self._groups.leaves_out_skipped
+        return self.step_count - (self.skipped_steps if leaves_out else 0)
 
     @property
     def skipped_steps(self) -> int:
@@ -119,8 +123,7 @@ class ShardedOptimizer(TorchFace):
 
         Nothing scales a loss for you: until somebody has read this, `step` takes gradients as they are.
         """
-        self._scales = True
-        return 1.0 if self._scaler is None else self._scaler.value
+        return 1.0 if self._scaler is None else self._scaler.asked()
 
     @torch.no_grad()
     def step(
@@ -132,7 +135,7 @@ class ShardedOptimizer(TorchFace):
     ) -> Any:
         """Update every parameter; a `StepStats`. Collectives: `shard.finish()` if nobody called it, the norm's
         all-gather of a few numbers over the world, `shard.publish()`. No wait for an accelerator, but for offloaded
-        states, Muon, and parameters without a gradient.
+        states, Muon, parameters without a gradient, float16 under a schedule of DeepSpeed's.
 
         num_tokens: as in `AdamW.step`; None divides by the number of data and context replicas.
         loss_scale: what the loss was multiplied by; by default `self.loss_scale`, if somebody has read it.
@@ -143,12 +146,10 @@ class ShardedOptimizer(TorchFace):
         """
         if callable(num_tokens):
             closure, num_tokens = num_tokens, None
-        if closure is None:
-            return self._one_step(num_tokens, loss_scale)
         with torch.enable_grad():
-            loss = closure()
-        self._one_step(num_tokens, loss_scale)
-        return loss
+            loss = None if closure is None else closure()
+        stats = self._one_step(num_tokens, loss_scale)
+        return stats if closure is None else loss
 
     def _one_step(self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None) -> StepStats:
         if self._used and self.shard.finished:
@@ -160,14 +161,13 @@ class ShardedOptimizer(TorchFace):
             self.shard.finish()
         self.shard.take_weights()
         self.shard.take_gradients()
-        scaled = self._scaler is not None and (self._scales or loss_scale is not None)
+        if self._scaler is not None and loss_scale is None:
+            loss_scale = self._scaler.taken_out()
         replicas = self.shard.replicas
         divisor = self._number(replicas if num_tokens is None else num_tokens)
         if num_tokens is not None and replicas != (whole := self.ps.size("dp-cp")):
             divisor = divisor * (replicas / whole)
-        if scaled:
-            divisor = divisor * self._number(self._scaler.value if loss_scale is None else loss_scale)  # type: ignore[union-attr]
-        elif loss_scale is not None:
+        if loss_scale is not None:
             divisor = divisor * self._number(loss_scale)
         missing = self.shard.missing
         squared, rows = self._watch.squared_norm(self._reached.message(missing))
@@ -184,19 +184,18 @@ class ShardedOptimizer(TorchFace):
         self._used = True
         self.shard.stepped()
         self.shard.publish()
-        self._count(found_inf, scaled=scaled)
+        self._count(found_inf, scaled=loss_scale is not None)
         return StepStats(norm, found_inf, found_inf)
 
-    def _number(self, value: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-        """A tensor of shape [] on the device; numbers are filled in there, not copied."""
+    def _number(self, value: float | Tensor) -> Tensor:
+        """float64, shape [], on the device; numbers are filled in there, not copied."""
         if isinstance(value, Tensor):
-            return value.detach().to(self.ps.device, dtype).reshape(())
-        return torch.full((), value, dtype=dtype, device=self.ps.device)
+            return value.detach().to(self.ps.device, torch.float64).reshape(())
+        return torch.full((), value, dtype=torch.float64, device=self.ps.device)
 
     def _update(self, divisor: Tensor, found_inf: Tensor) -> None:
         self._groups.check()
-        if not self._groups.theirs:
-            self._groups.follow(self.step_count)
+        self._groups.follow(self.rate_step)
         self._step += 1 - found_inf.float()
         factor = Factor(divisor, found_inf.float(), self._step)
         for part in self._parts:
@@ -233,15 +232,15 @@ class ShardedOptimizer(TorchFace):
         return rounded
 
     def _to_weights(self, *, all_parts: bool = False) -> None:
-        copies = [p for p in self._parts if p.main is not None and (p.direct or all_parts)]
-        for part in copies:
-            part.weights.copy_(part.main)  # type: ignore[arg-type]
+        for part in self._parts:
+            if part.main is not None and (part.direct or all_parts):
+                part.weights.copy_(part.main)
 
     def _count(self, found_inf: Tensor, *, scaled: bool) -> None:
         self._skipped += found_inf
         self._in_row = torch.where(found_inf, self._in_row + 1, 0)
         self.step_count += 1
-        self._groups.follow(self.step_count)
+        self._groups.follow(self.rate_step)
         if self._scaler is not None and scaled:
             self._scaler.update(found_inf)
         self._since += 1
@@ -344,11 +343,11 @@ class ShardedOptimizer(TorchFace):
         for part in self._parts:
             part.recut(self._key_of)
         self._batches = None
-        if more.get("groups"):
-            self._groups.load(more["groups"], step=self.step_count)
-        else:
-            self._groups.follow(self.step_count)
         self._skipped.fill_(skipped_steps)
+        if more.get("groups"):
+            self._groups.load(more["groups"], step=self.rate_step)
+        else:
+            self._groups.follow(self.rate_step)
         self._in_row.zero_()
         self._step.fill_(self.step_count - skipped_steps)
 
@@ -392,7 +391,7 @@ def _main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:
         if names:
             first.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, names[0])
     if len(first) > 1:
-        each = " and ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in first.items())
+        each = " and ".join(f"{str(d).removeprefix('torch.')} ({name})" for d, name in first.items())
         raise ValueError(
             f"one optimizer updates parameters of 1 dtype, these are of {len(first)}: {each}; build the model with "
             "one params_dtype (16-bit weights count as float32)"

@@ -163,7 +163,7 @@ class Pipeline:
             result = self._result(executor.sums(self.ps.device))
             clock.stop()
             if alone and self._scales is not None:
-                self._scales.after_step(counts)
+                self._scales.after_step([*self.modules.values()])
         self._clock = clock
         self.step_index += 1
         self._tune()
@@ -234,6 +234,8 @@ class Pipeline:
 
     def _told_to_all(self, call: str) -> ToldToAll:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
+        if self._scales is not None:
+            self._scales.before_call()
         self._calls += 1
         self._where = "before its first action"
         return ToldToAll(self.ps, self._key, f"{call} (call {self._calls})", lambda: self._where)

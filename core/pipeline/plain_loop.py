@@ -1,7 +1,8 @@
 """What a plain loop around a pipeline gets wrong without an error: a norm of one stage, a DDP over other stages."""
 
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import all_gather
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
@@ -26,6 +28,7 @@ class ScaleWatch:
         self._ps, self._steps = ps, 0
         self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # a gradient, where it is largest, its value there
         self._factor: Tensor | None = None
+        self._hands: _Hands | None = None
         kept = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -34,12 +37,20 @@ class ScaleWatch:
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
+    def before_call(self) -> None:
+        """Of the pipeline: parameters are plain from here on."""
+        if self._hands is not None:
+            self._hands.end()
+
     @torch.no_grad()
-    def after_step(self, parameters: Iterable[nn.Parameter]) -> None:
+    def after_step(self, modules: Sequence[nn.Module]) -> None:
         """Compare what the optimizer's last step saw, and remember the smallest of the new gradients as they are.
 
         Raises ValueError, on every rank: factors that differ.
         """
+        if self._hands is None:
+            self._hands = _Hands(modules)
+        parameters = {p: None for module in modules for p in module.parameters()}
         if self._due():
             self._compare()
         self._steps += 1
@@ -72,6 +83,40 @@ class ScaleWatch:
                 f"another before the optimizer's step {self._steps}: torch.nn.utils.clip_grad_norm_ takes the "
                 "norm of one rank's stages; use core.optimizer.clip_grad_norm_, which takes the model's"
             )
+
+
+class _Hands:
+    """Listens, between a pipeline's first step and its second, to what is done by hand with weights and gradients.
+
+    A norm of one stage's gradients and then a write is told: the model's norm is over all stages. So are norms,
+    products and draws of weights that tensor ranks split.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._normed = modules, False
+        self._by_hand: ByHand | None = ByHand(self._hear, gradients=True)
+        self._by_hand.open(p for module in modules for p in module.parameters())
+
+    def end(self) -> None:
+        if self._by_hand is not None:
+            self._by_hand.end()
+            self._by_hand = None
+
+    def _hear(self, heard: Heard) -> None:
+        if heard.is_of_part:
+            self._tell(heard.words(*self._modules))
+        elif heard.of_gradient and heard.kind == "reduction":
+            self._normed = True
+        elif heard.kind == "write" and self._normed:
+            self._tell(
+                "gradients were reduced by hand before weights or gradients were written: such a norm is of this "
+                "rank's stages. core.optimizer.get_grad_norm(parameters) is the model's, "
+                "core.optimizer.clip_grad_norm_ clips by it"
+            )
+
+    def _tell(self, words: str) -> None:
+        self.end()
+        warnings.warn(words, stacklevel=5)
 
 
 def refuse_other_groups(modules: Sequence[nn.Module], ps: ParallelState) -> None:

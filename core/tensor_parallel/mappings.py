@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.autograd.second import no_second_derivative
-from core.parallel_state import Layout
+from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout
 from core.tensor_parallel.placement import sequence_shard
@@ -203,6 +203,19 @@ def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     its owner, once per step (`Layout.partial` says that it is needed).
     """
     return weight if group is None else _SumGradient.apply(weight, group)
+
+
+def full_tensor(parameter: Tensor, *, parallel: ParallelState | None = None) -> Tensor:
+    """All of a split parameter, in its true shape, on every rank; for penalties, norms and looks, with a gradient.
+
+    One all-gather per axis that splits it; backward takes this rank's part, so every rank of the axis must compute
+    the same from it. A parameter that nobody splits is returned as it is.
+    """
+    layout, ps = layout_of(parameter), parallel if parallel is not None else current_state()
+    whole = parameter
+    for axis, dim in reversed(layout.split.items()):  # on one dim the first named axis is outermost
+        whole = gather_from_tensor_region(whole.transpose(dim, -1), ps.group(axis)).transpose(dim, -1)
+    return whole if not layout.padding else whole[tuple(slice(0, n) for n in layout.shape)]
 
 
 def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:

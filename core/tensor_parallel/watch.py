@@ -3,7 +3,7 @@
 torch's own tools know nothing of tensor parallelism: `clip_grad_norm_` takes the norm of one rank's part, DDP over
 the default group sends one rank's part to the others, a GradScaler skips on one rank alone, a sampler gives every
 rank its own batch. None of them fails; each breaks one of two facts that are cheap to look at: what all tensor ranks
-hold is equal, and what is split is not.
+hold is equal, and what is split is not. A norm of one part breaks neither: those are listened to (`by_hand`).
 """
 
 import warnings
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
+
+FIRST_FORWARDS = 16  # of the first step, at most, that are followed by listening
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,6 +57,7 @@ class SplitWatch:
     def __init__(self, group: Group, *, sums_foreign: bool = False) -> None:
         self._group, self._sums_foreign = group, sums_foreign
         self._forwards, self._told_of_hooks = 0, False
+        self._by_hand: ByHand | None = None  # listens in between the forwards of the first step
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
@@ -65,10 +69,14 @@ class SplitWatch:
 
         Raises ValueError, on every rank of the group: what differs and should not, or does not and should.
         """
+        if self._by_hand is not None:
+            self._by_hand.close()
         if torch._C._are_functorch_transforms_active():  # values cannot be looked at
             return
         self._forwards += 1
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
+        if self._by_hand is not None and (updated or self._by_hand.saw_step or self._forwards > FIRST_FORWARDS):
+            self._stop_listening()
         if self._forwards & (self._forwards - 1) and not updated:
             return
         if self._forwards == 1 or updated:  # of the updates only the first is looked for
@@ -79,6 +87,23 @@ class SplitWatch:
             sum_gradients_of_foreign(module, self._group)
             self._tell_of_hooks(module)
         self._compare(module, [x for x in inputs if x is not None])
+
+    def after(self, module: nn.Module) -> None:
+        """After a forward: from here to the next one, of the first step, arithmetic by hand is listened to."""
+        if self._forwards == 1 and self._by_hand is None:
+            self._by_hand = ByHand(partial(self._tell_by_hand, weakref.ref(module)), gradients=True)
+        if self._by_hand is not None:
+            self._by_hand.open(p for p in module.parameters() if "tp" in layout_of(p).split)
+
+    def _stop_listening(self) -> None:
+        if self._by_hand is not None:
+            self._by_hand.end()
+            self._by_hand = None
+
+    def _tell_by_hand(self, module: weakref.ref, heard: Heard) -> None:
+        if (here := module()) is not None and self._by_hand is not None and heard.is_of_part:
+            self._stop_listening()
+            warnings.warn(heard.words(here), stacklevel=5)
 
     def _tell_of_hooks(self, module: nn.Module) -> None:
         """Warns, once: a user's hook sees sequence shards, and what it brings along is in no layout."""
@@ -161,19 +186,20 @@ def watch_optimizers(model: nn.Module) -> None:
 
     Through torch's hook on every optimizer's step; it goes with the model.
     """
-    kept = weakref.ref(model)
+    kept, told = weakref.ref(model), False
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal told
         kind, here = type(optimizer), kept()
         known = kind.__name__ in _ELEMENTWISE or kind.__module__.startswith("core.")
-        if known or here is None:
+        if known or here is None or told:
             return
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [(name, p) for name, p in here.named_parameters() if id(p) in given]
         other = [name for name, p in mine if "tp" in layout_of(p).split and layout_of(p).padded_shape() != p.shape]
         other = other or [name for name, p in mine if p.dim() > 2]
         if other:
-            handle.remove()
+            told = True  # the hook stays: torch walks through them now
             warnings.warn(
                 f"{kind.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of {other[0]} it "
                 "sees this rank's part, or [groups, heads, d, h] for [out, in], and does something else. "

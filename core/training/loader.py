@@ -15,7 +15,7 @@ from core.training.data import BatchSource, moved_to
 class Scheduler:
     """The learning rate of an optimizer that counts its own steps: read it here, or hand it to torch's optimizers.
 
-    `step()` moves nothing and is here for loops that call it: the rate follows `optimizer.step_count`.
+    `step()` moves nothing and is here for loops that call it: the rate follows `optimizer.rate_step`.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
@@ -31,7 +31,7 @@ class Scheduler:
 
     def get_last_lr(self) -> list[float]:
         """The rate of the last update (of the first one, before it), as torch's schedulers give it."""
-        return [self.at(max(0, self.optimizer.step_count - 1))]
+        return [self.at(max(0, self.optimizer.rate_step - 1))]
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The same schedule for one of torch's optimizers, whose `step()` does count: a LambdaLR."""

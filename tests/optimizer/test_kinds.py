@@ -1,5 +1,7 @@
 """SGD and Muon beside torch's own, the loss scale of float16, states that go out and come back."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from core.optimizer import (
     sharded_state_dict,
 )
 from core.optimizer.loss_scale import LossScale
+from core.pipeline.step import scale_like
 from tests.optimizer.fake_shard import FakeShard
 from tests.optimizer.test_sharded import ALONE, CONFIG, Net, equal, flat, give, plain
 
@@ -180,7 +183,7 @@ def test_float16_steps_use_and_move_the_loss_scale():
     scales = []
     for step in range(4):
         scales.append(ours.loss_scale.item())
-        give(model, step, 3 * scales[-1])
+        give(model, step, (3 * ours.loss_scale).item())
         give(twin_model, step, 3)
         if step == 2:
             model.first.main_grad[0, 0] = float("inf")
@@ -197,6 +200,73 @@ def test_float16_steps_use_and_move_the_loss_scale():
     _, again = flat(torch.float16, config)
     again.load_state_dict(counts)
     assert again.loss_scale.item() == 8 and again.step_count == 4 and again.skipped_steps == 1
+
+
+def half(**more):
+    return flat(torch.float16, OptimizerConfig(lr=0.1, clip_grad=0.0, initial_loss_scale=8.0, **more))
+
+
+def ones(like):
+    return torch.ones((), requires_grad=True, dtype=like)
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda scale: ones(torch.float64) * scale,
+        lambda scale: scale * ones(torch.float64),
+        lambda scale: ones(torch.float16) * scale.to(torch.float16),
+        lambda scale: ones(torch.float32) * scale.float().detach(),
+        lambda scale: torch.mul(ones(torch.float64), scale / 4),
+        lambda scale: scale_like(ones(torch.float64), scale),
+        lambda scale: torch.autograd.backward([ones(torch.float64)], [scale.expand(())]),
+    ],
+)
+def test_a_loss_multiplied_by_the_loss_scale_is_noticed(multiply, recwarn):
+    model, ours = half()
+    multiply(ours.loss_scale)
+    give(model, 0, 8)
+    ours.step(num_tokens=1)
+    assert not recwarn
+
+
+def test_a_loss_scale_that_is_only_looked_at_is_told():
+    model, ours = half()
+    log = [ours.loss_scale.item(), f"{ours.loss_scale:.0f}", ours.loss_scale.log2(), ours.loss_scale > 4]
+    assert log == [8, "8", 3, True]
+    give(model, 0, 8)
+    with pytest.warns(UserWarning, match=r"read for a log only, call step\(loss_scale=1.0\)"):
+        ours.step(num_tokens=1)
+    ours.zero_grad()
+    give(model, 1, 8)
+    ours.step(num_tokens=1)  # once
+
+
+def test_the_loss_scale_travels_as_a_plain_tensor():
+    copied = pickle.loads(pickle.dumps(half()[1].loss_scale))
+    assert type(copied) is torch.Tensor and copied.item() == 8
+
+
+def test_overflows_do_not_move_a_schedule_of_deepspeeds():
+    """DeepSpeed calls its scheduler after updates that were made; ours count every step."""
+    options = {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
+    deepspeeds = half(lr_schedule="WarmupLR", lr_schedule_options=options)
+    counting = half(lr_schedule="linear", lr_warmup_steps=4, lr_decay_steps=9)
+    rates = []
+    for model, ours in (deepspeeds, counting):
+        rates.append([])
+        for step in range(4):
+            rates[-1].append(ours.learning_rate)
+            give(model, step, (ours.loss_scale * 1).item())
+            if step == 1:
+                model.first.main_grad[0, 0] = float("inf")
+            ours.step(num_tokens=1)
+            ours.zero_grad()
+        assert ours.skipped_steps == 1
+    assert rates[0] == pytest.approx([0.0, 0.0, 0.0, 0.025]) and rates[1] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+    _, again = half(lr_schedule="WarmupLR", lr_schedule_options=options)
+    again.load_states(deepspeeds[1].states(), 4, skipped_steps=1)
+    assert again.learning_rate == deepspeeds[1].learning_rate == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

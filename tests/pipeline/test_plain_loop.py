@@ -1,11 +1,13 @@
 """What a plain loop around a pipeline gets wrong is told before the next step."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from core.data_parallel import DistributedDataParallel
-from core.optimizer import clip_grad_norm_
+from core.optimizer import clip_grad_norm_, get_grad_norm
 from core.pipeline import Pipeline, PipelineError
 from tests.pool import Pool
 from tests.states import state
@@ -104,3 +106,49 @@ def test_ddp_over_other_stages_is_refused(ranks):
 
 def test_ddp_over_the_replicas_is_right(ranks):
     ranks(over_the_replicas)
+
+
+def updated_by_hand(clipped_by):
+    """SGD without an optimizer: what is told of it in two steps."""
+    ps = state(pp=2)
+    model = stages(ps)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            pipeline.step(batch(step), loss)
+            factor = clipped_by(model, ps)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * factor * p.grad
+                    p.grad = None
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return [str(w.message) for w in caught]
+
+
+def own_norm(model, ps):
+    """As the forums have it."""
+    return 0.1 / sum(p.grad.detach().data.norm(2).item() ** 2 for p in model.parameters()) ** 0.5
+
+
+def flat_norm(model, ps):
+    return 0.1 / torch.cat([p.grad.flatten() for p in model.parameters()]).square().sum().sqrt()
+
+
+def models_norm(model, ps):
+    return 0.1 / get_grad_norm(model, parallel=ps)
+
+
+def no_norm(model, ps):
+    return 1.0
+
+
+@pytest.mark.parametrize("norm", [own_norm, flat_norm])
+def test_a_stages_norm_by_hand_is_told_before_it_is_used_twice(ranks, norm):
+    for told in ranks(updated_by_hand, norm):
+        assert len(told) == 1 and "core.optimizer.get_grad_norm(parameters) is the model's" in told[0]
+
+
+@pytest.mark.parametrize("norm", [models_norm, no_norm])
+def test_other_updates_by_hand_are_nobodys_concern(ranks, norm):
+    assert ranks(updated_by_hand, norm) == [[], []]

@@ -1,10 +1,16 @@
 """torch's own tools, and the loops written with them, on a model that tensor ranks share."""
 
-from tests.zoo import tools_autograd, tools_optimizers, tools_weights, tools_wrappers
+from tests.zoo import tools_autograd, tools_by_hand, tools_optimizers, tools_weights, tools_wrappers
 from tests.zoo.case import Family
 from tests.zoo.split_model import LAYOUTS
 
-CASES = [*tools_optimizers.CASES, *tools_autograd.CASES, *tools_weights.CASES, *tools_wrappers.CASES]
+CASES = [
+    *tools_optimizers.CASES,
+    *tools_autograd.CASES,
+    *tools_weights.CASES,
+    *tools_wrappers.CASES,
+    *tools_by_hand.CASES,
+]
 FAMILY = Family(
     "torch's tools on a GPTModel that ranks share",
     "On one rank, two tensor ranks, two with sequence parallelism; compared with the same program in one process.",

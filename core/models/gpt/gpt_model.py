@@ -155,8 +155,13 @@ class GPTModel(nn.Module):
         if self._draws and self.training and not self.stage.driven:
             self.stage.drawn = True
             with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
-                return self._run(s, tokens, position_ids, attention_mask, labels)
-        return self._run(s, tokens, position_ids, attention_mask, labels)
+                output = self._run(s, tokens, position_ids, attention_mask, labels)
+        else:
+            output = self._run(s, tokens, position_ids, attention_mask, labels)
+        plain = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
+        if self._watch is not None and plain:
+            self._watch.after(self)
+        return output
 
     def _run(
         self,

@@ -1,0 +1,238 @@
+"""Arithmetic that a user's own code does with weights and gradients of which other ranks hold the rest.
+
+`p.norm()`, `p @ p.T`, `torch.randn_like(p)` call nothing of ours, fail nowhere and are of one rank's part. So in a
+model's first step, between its forwards, parameters are of a class that sees which functions are called on them.
+From then on they are plain ones: nothing is slower.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from core.parallel_state.layout import layout_of
+
+_REDUCTIONS = """
+    norm _foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
+    argmax argmin median nanmedian quantile mode sort argsort topk kthvalue logsumexp softmax log_softmax normalize
+    cumsum cumprod renorm count_nonzero unique histc svd svdvals qr eigh eigvals eigvalsh det slogdet inv pinv
+    matrix_rank cosine_similarity dist cdist cov corrcoef nansum nanmean trace
+"""
+_PRODUCTS = "matmul mm bmm mv dot inner outer vdot linear einsum tensordot addmm baddbmm chain_matmul multi_dot kron"
+# one seed on all ranks draws the same for every part
+_DRAWS = """
+    randn_like rand_like randint_like normal_ uniform_ bernoulli bernoulli_ dropout feature_dropout exponential_
+    cauchy_ geometric_ log_normal_ random_ trunc_normal_ multinomial
+"""
+_WHOLE = {
+    **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
+    **dict.fromkeys(_PRODUCTS.split(), "product"),
+    **dict.fromkeys(_DRAWS.split(), "draw"),
+}
+KINDS = {"reduction", "product", "draw"}  # of a part they are not the part of the whole one's
+_IN_PLACE = {f"__i{name}__" for name in ["add", "sub", "mul", "div", "truediv"]} | {"__setitem__"}
+# torch's own frames between a program and `__torch_function__`
+_BETWEEN = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
+
+
+def _is_users(frame: Any) -> bool:
+    """Whether a program called, not torch's or our own code; torch.nn.utils is a program's hand."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module not in _BETWEEN and not module.startswith("torch.nn.utils."):
+            return not module.startswith(("torch.", "core.")) and module != "torch"
+        frame = frame.f_back
+    return False
+
+
+def _makes_parameter(frame: Any) -> bool:
+    """`Parameter(...)` of a result wants its class back from `detach`; closing makes it a plain one."""
+    return frame is not None and frame.f_globals.get("__name__") == "torch.nn.parameter"
+
+
+def _name(func: Any) -> str:
+    """vector_norm of `torch.linalg.vector_norm`, matmul of `@`, grad of `p.grad`."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return str(func.__self__.__name__)
+    return name if name in _WHOLE else name.removeprefix("linalg_").removeprefix("__r").strip("_")
+
+
+def _kind(func: Any) -> str | None:
+    """What `Heard.kind` says; None: elementwise, a view, a fact."""
+    name, own = _name(func), getattr(func, "__name__", "")
+    if name in _WHOLE:
+        return _WHOLE[name]
+    if own == "__set__":
+        return "write" if name == "data" else None
+    in_place = own.endswith("_") and not own.startswith("__") and own != "requires_grad_"
+    return "write" if in_place or own in _IN_PLACE else None
+
+
+class ByHand:
+    """Tells `hear(Heard)` of the functions that a program calls on the parameters it was opened with.
+
+    Nothing is told of elementwise functions, views and facts. While an optimizer steps, parameters are plain.
+    saw_step: an optimizer has stepped while it was open (fused ones leave no other trace).
+    """
+
+    def __init__(self, hear: Callable[["Heard"], None], *, gradients: bool = False) -> None:
+        self._hear, self._gradients, self.is_open, self.saw_step = hear, gradients, False, False
+        self._parameters: list[Parameter] = []
+        self._followed: list[weakref.ref[Tensor]] = []  # results and gradients, to be given their own class back
+        self._parameter, self._result = _classes(self)
+        self._hooks = [
+            weakref.finalize(self, register(_on(self, method)).remove)
+            for register, method in (
+                (register_optimizer_step_pre_hook, ByHand._plain),
+                (register_optimizer_step_post_hook, ByHand._stepped),
+            )
+        ]
+
+    def open(self, parameters: Iterable[Parameter]) -> None:
+        """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
+        self._parameters = [p for p in parameters if type(p) is Parameter]
+        self.is_open = True
+        self._listening()
+
+    def close(self) -> None:
+        """Make all of them plain again."""
+        self._plain()
+        self._parameters, self.is_open = [], False
+
+    def end(self) -> None:
+        """Close for good."""
+        self.close()
+        for remove in self._hooks:
+            remove()
+
+    def _stepped(self) -> None:
+        self.saw_step = True
+        self._listening()
+
+    def _listening(self) -> None:
+        for parameter in self._parameters:
+            if type(parameter) is Parameter:
+                parameter.__class__ = self._parameter
+
+    def _plain(self) -> None:
+        for parameter in self._parameters:
+            if type(parameter) is self._parameter:
+                parameter.__class__ = Parameter
+        for kept in self._followed:
+            if type(tensor := kept()) is self._result:
+                tensor.__class__ = Parameter if getattr(tensor, "_is_param", False) else Tensor
+        self._followed = []
+
+    def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run `func` on plain tensors; what is elementwise stays listened to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            caller = sys._getframe(2)
+            if not self.is_open or not (_is_users(caller) or _makes_parameter(caller)):
+                return result
+            name, kind = _name(func), _kind(func)
+            source, part = self._listened((*args, *kwargs.values()))
+            if name == "grad":
+                if self._gradients and type(result) is Tensor:
+                    self._follow(result, Heard(source.parameter, True))
+                return result
+            if kind is not None:
+                self._hear(replace(source, kind=kind, name=name))
+            joins = name in ("cat", "stack", "hstack", "vstack", "concat")
+            if kind in (None, "write") and type(result) is Tensor and (joins or result.numel() == part.numel()):
+                self._follow(result, source)
+        return result
+
+    def _listened(self, given: Iterable[Any]) -> tuple["Heard", Tensor]:
+        for value in given:
+            if isinstance(value, self._parameter):
+                return Heard(value, False), value
+            if isinstance(value, self._result):
+                return value.heard, value  # type: ignore[attr-defined]
+            if isinstance(value, (list, tuple)) and any(
+                isinstance(v, (self._parameter, self._result)) for v in value
+            ):
+                return self._listened(value)
+        raise AssertionError("called without a tensor of these classes")
+
+    def _follow(self, result: Tensor, source: "Heard") -> None:
+        if result.is_floating_point():
+            result.__class__, result.heard = self._result, source  # type: ignore[attr-defined]
+            self._followed.append(weakref.ref(result))
+
+
+_WHOLE_IS = (
+    "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
+    "parallel_state.get_tensor_model_parallel_group()"
+)
+_NORM_IS = "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
+
+
+@dataclass(frozen=True)
+class Heard:
+    """kind: "reduction", "product", "draw" or "write", by the function `name`, on a parameter or its gradient, or on
+    what came of either by elementwise functions."""
+
+    parameter: Parameter
+    of_gradient: bool
+    kind: str = ""
+    name: str = ""
+
+    @property
+    def is_of_part(self) -> bool:
+        """Whether tensor ranks hold the rest of what was reduced, multiplied or drawn for."""
+        return "tp" in layout_of(self.parameter).split and self.kind in KINDS
+
+    def words(self, *modules: nn.Module) -> str:
+        """What a user reads of a function of a part; the parameter is one of the modules'."""
+        named = (pair for module in modules for pair in module.named_parameters())
+        name = next((name for name, p in named if p is self.parameter), "a parameter")
+        shape, whole = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
+        of, other = "", _WHOLE_IS
+        if self.of_gradient:
+            of, other = "the gradient of ", _NORM_IS
+        elif self.kind == "draw":
+            other = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
+        return f"{self.name} by hand sees {shape} of {of}{name}, this tensor rank's part of {whole}: {other}"
+
+
+def _on(by_hand: ByHand, method: Callable[[ByHand], None]) -> Callable[..., None]:
+    """A hook that does not keep `by_hand` alive."""
+    kept = weakref.ref(by_hand)
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (found := kept()) is not None and found.is_open:
+            method(found)
+
+    return hook
+
+
+def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
+    """The classes of parameters and of results that report to `by_hand`; copies and files hold plain ones."""
+    kept = weakref.ref(by_hand)
+
+    def called(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if (found := kept()) is not None:
+            return found.called(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def copied(self: Tensor, memo: dict) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Tensor = self.detach().clone()
+        memo[id(self)] = made = Parameter(plain, self.requires_grad) if isinstance(self, Parameter) else plain
+        return made
+
+    def reduced(self: Tensor, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.__reduce_ex__(self.as_subclass(Tensor), protocol)
+
+    shared = {"__torch_function__": classmethod(called), "__deepcopy__": copied, "__module__": __name__}
+    return type("Parameter", (Parameter,), shared), type("Tensor", (Tensor,), shared | {"__reduce_ex__": reduced})

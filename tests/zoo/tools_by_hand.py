@@ -1,0 +1,145 @@
+"""What loops do by hand with whole weights, on a model that ranks share."""
+
+import torch
+from torch.nn.utils import parameters_to_vector
+
+from core.tensor_parallel import full_tensor
+from tests.zoo.case import Case
+from tests.zoo.split_model import CLIP, LR, ONE, STEPS, gradients, loss_of, only_split, sgd, train, weights
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.dim() > 1]
+
+
+def stepping(update):
+    """A loop that has no optimizer."""
+
+    def program(model):
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            with torch.no_grad():
+                update(model)
+            model.zero_grad()
+
+    return weights(program)
+
+
+def elementwise(model):
+    for p in model.parameters():
+        p -= LR * p.grad.clamp(-1, 1)
+
+
+def through_data(model):
+    for p in model.parameters():
+        p.data.mul_(0.999).add_(p.grad.data, alpha=-LR)
+
+
+def lars(model):
+    for p in model.parameters():
+        p -= LR * p.grad * p.norm() / p.grad.norm()
+
+
+def lars_of_data(model):
+    for p in model.parameters():
+        p.data.sub_(LR * p.grad.data * p.detach().float().pow(2).sum().sqrt().item())
+
+
+def noisy(model):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        for p in model.parameters():
+            p.sub_(LR * p.grad + 1e-3 * torch.randn_like(p))
+
+
+def clipped(model):
+    norm = torch.stack([p.grad.detach().data.norm(2) for p in model.parameters()]).norm(2)
+    for p in model.parameters():
+        p.data.add_(p.grad.data, alpha=-LR * min(1.0, 0.1 / norm.item()))
+
+
+def max_norm(model):
+    def bound():
+        with torch.no_grad():
+            for p in matrices(model):
+                p.mul_((1.0 / p.norm()).clamp(max=1.0))
+
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bound()
+
+
+def logged(model):
+    log = []
+    train(model, between=lambda: log.append(sum(p.grad.detach().data.norm(2) ** 2 for p in model.parameters())))
+
+
+def penalized(penalty):
+    """The gradients of a loss with a penalty on weights."""
+
+    def program(model):
+        (loss_of(model) + 0.1 * penalty(model)).backward()
+
+    return gradients(program, style="llama")
+
+
+def ema(model):
+    """A moving average of the weights, put in at the end."""
+    kept = {}
+
+    def average():
+        for name, p in model.named_parameters():
+            kept[name] = p.detach().clone() if name not in kept else kept[name].lerp(p.detach(), 0.1)
+
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average()
+    model.load_state_dict(kept)
+
+
+def group_lasso(model):
+    return sum(p.norm() for p in matrices(model))
+
+
+def whole_group_lasso(model):
+    return sum(full_tensor(p, parallel=model.parallel).norm() for p in matrices(model))
+
+
+def whole_orthogonality(model):
+    found = [full_tensor(p, parallel=model.parallel).flatten(0, -2) for p in matrices(model)]
+    return sum((w.T @ w).square().sum() for w in found)
+
+
+def told(what, run, remedy="`core.tensor_parallel.full_tensor(p)`", says="full_tensor"):
+    return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
+
+
+CASES = [
+    Case("SGD by hand, `p -= lr * p.grad`", stepping(elementwise)),
+    Case("SGD and decay by hand through `.data`", stepping(through_data)),
+    Case("an average of the weights (EMA), put in at the end", weights(ema)),
+    told("LARS by hand, `p.norm() / p.grad.norm()`", stepping(lars)),
+    told("a trust ratio by hand through `.data` and `.float()`", stepping(lars_of_data)),
+    told("noise on the weights, `randn_like(p)`", stepping(noisy), "a generator of its own per rank", "generator"),
+    told("a log of `p.grad.norm()`", weights(logged), "`core.optimizer.get_grad_norm`", "get_grad_norm"),
+    told("max-norm after the step", weights(max_norm)),
+    told("a group lasso, `p.norm()` in the loss", penalized(group_lasso)),
+    told("weight decay in the loss, `p.pow(2).sum()`", penalized(lambda m: sum(p.pow(2).sum() for p in matrices(m)))),
+    told(
+        "orthogonality in the loss, `p.flatten(1) @ p.flatten(1).T`",
+        penalized(lambda m: sum((p.flatten(1) @ p.flatten(1).T).square().sum() for p in matrices(m))),
+    ),
+    told(
+        "`parameters_to_vector(...).norm()` in the loss",
+        penalized(lambda m: parameters_to_vector(matrices(m)).norm()),
+    ),
+    Case("a group lasso over `full_tensor(p)`", penalized(whole_group_lasso)),
+    Case("orthogonality of `full_tensor(p)`", penalized(whole_orthogonality)),
+    Case("clipped and updated by hand", stepping(clipped), elsewhere=only_split("refused", CLIP), remedy=f"`{CLIP}`"),
+]
