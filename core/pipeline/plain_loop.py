@@ -26,7 +26,9 @@ class ScaleWatch:
 
     def __init__(self, ps: ParallelState) -> None:
         self._ps, self._steps = ps, 0
-        self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # a gradient, where it is largest, its value there
+        self._seen: tuple[nn.Parameter, Tensor, Tensor] | None = (
+            None  # where its gradient is largest, the value there
+        )
         self._factor: Tensor | None = None
         self._hands: _Hands | None = None
         kept = weakref.ref(self)
@@ -55,11 +57,12 @@ class ScaleWatch:
             self._compare()
         self._steps += 1
         self._seen, self._factor = None, None
-        found = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        found = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
         if found and self._due():
-            flat = min(found, key=Tensor.numel).view(-1)
+            smallest = min(found, key=Tensor.numel)
+            flat = smallest.grad.reshape(-1)  # type: ignore[union-attr]
             place = flat.abs().argmax().reshape(1)
-            self._seen = flat, place, flat[place]
+            self._seen = smallest, place, flat[place]
 
     def _due(self) -> bool:
         """After steps 1, 2, 4, 8 ..."""
@@ -67,11 +70,10 @@ class ScaleWatch:
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         if self._seen is not None and self._factor is None:
-            flat, place, before = self._seen
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            mine = {grad.untyped_storage().data_ptr() for grad in grads}
-            if flat.untyped_storage().data_ptr() in mine:
-                self._factor = (flat[place] / before).double()
+            parameter, place, before = self._seen
+            own = any(p is parameter for group in optimizer.param_groups for p in group["params"])
+            if own and parameter.grad is not None:
+                self._factor = (parameter.grad.reshape(-1)[place] / before).double()
 
     def _compare(self) -> None:
         mine = self._factor if self._factor is not None else torch.full((1,), torch.nan, dtype=torch.float64)

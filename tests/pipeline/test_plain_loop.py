@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import DistributedDataParallel
-from core.optimizer import clip_grad_norm_, get_grad_norm
+from core.data_parallel import DataParallel, DistributedDataParallel
+from core.optimizer import OptimizerConfig, ShardedSGD, clip_grad_norm_, get_grad_norm
 from core.pipeline import Pipeline, PipelineError
 from tests.pool import Pool
 from tests.states import state
@@ -106,6 +106,28 @@ def test_ddp_over_other_stages_is_refused(ranks):
 
 def test_ddp_over_the_replicas_is_right(ranks):
     ranks(over_the_replicas)
+
+
+def beside_another_loop():
+    """A sharded optimizer steps elsewhere between a pipeline's step and its optimizer's."""
+    ps = state(pp=2)
+    model, other = stages(ps), nn.Linear(3, 3)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    shard = DataParallel(other, ps, zero_stage=3)
+    sharded = ShardedSGD(shard, OptimizerConfig(lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        pipeline.step(batch(step), loss)
+        other(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        sharded.step()
+        sharded.zero_grad()
+        clip_grad_norm_(model, 0.1, parallel=ps)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_another_models_optimizer_is_not_looked_at(ranks):
+    ranks(beside_another_loop)
 
 
 def updated_by_hand(clipped_by):
