@@ -84,6 +84,8 @@ def the_rest(table, path, size, pairs):
     found = launch(1, "checksums", path, size, "float32", pairs)
     cost = [a / b - 1 for a, b in zip(found["with"], found["without"], strict=True)]
     table.number("crc_wall_cost", statistics.median(cost))
+    found = launch(1, "many_steps", path, size, "float32", 2 * pairs + 1)
+    table.ratio("save_with_1000_steps", found["one"], found["many"])
     toy = launch(1, "save_and_load", path, "toy", "float32", 2 * pairs + 1)["save"]
     table.number("toy_save_vs_dcp", statistics.median(o / d for o, d in zip(toy["ours"], toy["dcp"], strict=True)))
 

@@ -1,6 +1,7 @@
 """What one rank measures; `benchmarks.checkpoint` starts it under torchrun. Rank 0 prints one JSON line."""
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint_sides import Dcp, Ours, Raw, State, counter, drop_cache, fresh, reset_peak
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.arrays import ArrayInfo
+from core.dist_checkpointing.root import step_name
 from core.dist_checkpointing.zarr_metadata import array_metadata
 
 
@@ -167,6 +169,22 @@ def stall(path, size, dtype, pairs):
     manager.close()
     fresh(f"{path}/steps")
     return {"stall": stalls, "copy": copies, "beside": beside}
+
+
+def many_steps(path, size, dtype, pairs):
+    """Small saves into a directory of one step, and into one of 1,000 that are all kept."""
+    sharded, calls, steps = State("toy", dtype).sharded(), {}, itertools.count(1000)
+    for name, count in (("one", 1), ("many", 1000)):
+        root = f"{path}/{name}"
+        manager = CheckpointManager(root, keep_last=3, keep_every=1, keep_hours=1.0, keep_best="loss")
+        manager.save(0, sharded, {"loss": 0.0})
+        for step in range(1, count):
+            shutil.copytree(f"{root}/{step_name(0)}", f"{root}/{step_name(step)}")
+        calls[name] = lambda manager=manager: manager.save(next(steps), sharded, {"loss": 1.0})
+    times = turns(calls, pairs)
+    for name in times:
+        fresh(f"{path}/{name}")
+    return times
 
 
 def write(path, size, dtype, pairs):

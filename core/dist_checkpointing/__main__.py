@@ -1,4 +1,4 @@
-"""`python -m core.dist_checkpointing inspect|verify|diff|reshard|prune|export PATH …`: checkpoints on a machine
+"""`python -m core.dist_checkpointing inspect|verify|diff|reshard|prune|tag|export PATH …`: checkpoints on a machine
 without torch, accelerators or the model. PATH is a checkpoint, or a directory of steps, of which the newest is taken.
 
 Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, told on standard error.
@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.console import progress, size_text
@@ -19,6 +20,7 @@ from core.dist_checkpointing.export import DTYPES, export, per_rank, tensors
 from core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from core.dist_checkpointing.place import open_place
 from core.dist_checkpointing.reshard import WELL, amplification, copy, cut_for
+from core.dist_checkpointing.retention import MODES, Retention
 from core.dist_checkpointing.root import Root, step_name
 from core.dist_checkpointing.show import facts, text
 from core.dist_checkpointing.stored import Stored
@@ -105,16 +107,32 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prune(options: argparse.Namespace) -> int:
+def _tag(options: argparse.Namespace) -> int:
     root = Root(options.root)
+    if options.delete:
+        if options.name not in root.tags():
+            raise ValueError(f"{root.url} has no tag {options.name}; tags there: {', '.join(root.tags()) or 'none'}")
+        root.untag(options.name)
+    elif options.name is not None:
+        if options.step is None and not root.steps():
+            raise FileNotFoundError(f"{options.root} holds no steps; give the directory above them")
+        root.tag(options.name, options.step if options.step is not None else root.steps()[-1])
+    for name, step in sorted(root.tags().items()):
+        print(f"{name} {step_name(step)}")
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    root, names = Root(options.root), [f.name for f in fields(Retention)]
+    rules = {name: getattr(options, name) for name in names}
     if not root.steps():
         raise FileNotFoundError(f"{options.root} holds no steps; give the directory above them")
     if options.dry_run:
-        removed, said, swept = root.surplus(options.keep_last, options.keep_every), "would remove", []
+        removed, said, swept = root.surplus(**rules), "would remove", []
     else:
         lock = root.lock()
         try:
-            removed, said, swept = root.retain(options.keep_last, options.keep_every), "removed", root.sweep()
+            removed, said, swept = root.retain(**rules), "removed", root.sweep()
         finally:
             lock.release()
     for name in [*map(step_name, removed), *swept]:
@@ -164,8 +182,21 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("root", help="a directory of steps, or a URL")
     prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="newest steps to keep")
     prune.add_argument("--keep-every", type=int, metavar="N", help="keep multiples of N too")
+    prune.add_argument("--keep-hours", type=float, metavar="H", help="keep one per H hours too")
+    prune.add_argument("--keep-best", metavar="METRIC", help="keep those with the smallest values of a metric too")
+    prune.add_argument("--keep-best-count", type=int, default=1, metavar="N", help="how many (default 1)")
+    prune.add_argument("--keep-best-mode", choices=MODES, default="min", help="max: the largest values")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
     prune.set_defaults(run=_prune)
+
+    tag = commands.add_parser(
+        "tag", help="let a name stand for a step, which is then kept; without a name: list them"
+    )
+    tag.add_argument("root", help="a directory of steps, or a URL")
+    tag.add_argument("name", nargs="?", help="letters, digits, _.=+-")
+    tag.add_argument("--step", type=int, metavar="N", help="default: the newest")
+    tag.add_argument("--delete", action="store_true", help="remove the tag, not the step")
+    tag.set_defaults(run=_tag)
 
     out = commands.add_parser("export", help="the model's weights in another format")
     out.add_argument("source", help=PATH)

@@ -29,8 +29,8 @@ SLACK = 1 << 20  # bytes beside the arrays: metadata, receipts, the manifest
 @dataclass(frozen=True)
 class Job:
     """root, name, uuid: which attempt at which checkpoint. metadata: key -> `zarr.json` of every array.
-    attributes: of the root group. run: for the manifest. keep_last, keep_every: retention after the commit, None for
-    none. nbytes: of the whole checkpoint. budget_bytes: on their way to disk at a time."""
+    attributes: of the root group. run: for the manifest. retention: what is kept after the commit, as `Retention`
+    names it; None: everything. nbytes: of the whole checkpoint. budget_bytes: on their way to disk at a time."""
 
     root: str
     name: str
@@ -42,8 +42,7 @@ class Job:
     run: Mapping[str, Any]
     nbytes: int
     timeout_s: float = 600.0
-    keep_last: int | None = None
-    keep_every: int | None = None
+    retention: Mapping[str, Any] | None = None
     durable: bool = True
     budget_bytes: int = 192 << 20
 
@@ -117,8 +116,8 @@ class Job:
             run=self.run,
             timeout_s=self.timeout_s,
         )
-        if self.keep_last is not None:
-            self._root.retain(self.keep_last, self.keep_every)
+        if self.retention is not None:
+            self._root.retain(**self.retention)
 
     def fail(self, error: str) -> None:
         """Tell whoever commits that this rank will not be done; or, if it gave up before, remove what came late."""

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from core.dist_checkpointing.async_save import Background, SaveStats, WriterProgram
 from core.dist_checkpointing.exchange import exchanged_cells, gather_json, local_cells
@@ -16,6 +16,7 @@ from core.dist_checkpointing.lock import Lock
 from core.dist_checkpointing.place import PosixPlace
 from core.dist_checkpointing.prepare import Prepared, Weights
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
+from core.dist_checkpointing.retention import Retention, checked_metrics
 from core.dist_checkpointing.root import Root, step_name
 from core.dist_checkpointing.saving import Saver
 from core.dist_checkpointing.slab import aligned
@@ -46,9 +47,9 @@ class SaveHandle:
 class CheckpointManager:
     """Saves steps under `root`, keeps the newest ones, and loads the newest that verifies. Collective throughout.
 
-    keep_last: newest steps kept; keep_every: multiples of it are kept for ever. when_busy: what `save_async` does
-    while a save is under way: "wait" for it (that is part of the stall), or "skip" this one. A step saved again
-    replaces itself only when the new one is whole. run: told in the manifest (who wrote).
+    keep_last, keep_every, keep_hours, keep_best (by the `metrics` that saves are given): see `Retention`.
+    when_busy: what `save_async` does while a save is under way: "wait" for it (that is part of the stall), or "skip"
+    this one. A step saved again replaces itself only when the new one is whole. run: who wrote, for the manifest.
     One job at a time per root: a lock with a heartbeat is held from the first save to `close`.
     """
 
@@ -58,6 +59,10 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_every: int | None = None,
+        keep_hours: float | None = None,
+        keep_best: str | None = None,
+        keep_best_count: int = 1,
+        keep_best_mode: Literal["min", "max"] = "min",
         ps: ParallelState | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         weights: Weights = "derive",
@@ -67,10 +72,7 @@ class CheckpointManager:
     ) -> None:
         raise_all(
             "CheckpointManager",
-            [
-                (when_busy in ("wait", "skip"), f"when_busy={when_busy!r} must be 'wait' or 'skip'"),
-                (keep_last >= 1, f"keep_last={keep_last} must be at least 1"),
-            ],
+            [(when_busy in ("wait", "skip"), f"when_busy={when_busy!r} must be 'wait' or 'skip'")],
         )
         self.ps = ps if ps is not None else default_state()
         self.root, self.when_busy, self.stale_s, self.timeout_s = str(root), when_busy, stale_s, timeout_s
@@ -80,8 +82,14 @@ class CheckpointManager:
             run=run,
             timeout_s=timeout_s,
             weights=weights,
-            keep_last=keep_last,
-            keep_every=keep_every or None,
+            retention=Retention(
+                keep_last=keep_last,
+                keep_every=keep_every or None,
+                keep_hours=keep_hours,
+                keep_best=keep_best,
+                keep_best_count=keep_best_count,
+                keep_best_mode=keep_best_mode,
+            ),
         )
         self._lock: Lock | None = None
         self._writer: WriterProgram | None = None
@@ -100,11 +108,15 @@ class CheckpointManager:
 
     # saving
 
-    def save(self, step: int, state: Any) -> SaveStats:
-        """Save a step and return when it is committed. Raises what went wrong, on all ranks (see `save`)."""
+    def save(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None) -> SaveStats:
+        """Save a step and return when it is committed. Raises what went wrong, on all ranks (see `save`).
+
+        metrics: name -> number, rank 0's are told in the manifest; `keep_best` looks at them. ValueError: no numbers.
+        """
+        told = checked_metrics(metrics)
         self._begin()
         self._settle()
-        return self._saver.save(step_name(step), state, self._obstacle())
+        return self._saver.save(step_name(step), state, self._obstacle(), told)
 
     def prepare(self, state: Any) -> None:
         """Before training: plan, warm memory, start the writer: the first save is as short as later ones then."""
@@ -112,19 +124,22 @@ class CheckpointManager:
         size = self._bytes(self._saver.prepare(state))
         agree(problem_of(lambda: self._program().start(size)), self.ps)
 
-    def save_async(self, step: int, state: Any) -> SaveHandle | None:
+    def save_async(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> SaveHandle | None:
         """Copy this rank's cells and return; a program of its own writes and commits them, also if this one dies.
 
         The state may change as soon as this returns (on an accelerator: as soon as `before_update` does). None: a
-        save is under way, and `when_busy` says to skip. Raises what went wrong with the save before, on all ranks.
+        save is under way, and `when_busy` says to skip. metrics: as `save`. Raises what went wrong with the save
+        before, on all ranks.
         """
-        begin = time.perf_counter()
+        begin, told = time.perf_counter(), checked_metrics(metrics)
         self._begin()
         if self.when_busy == "skip" and self._busy():
             return None
         self._settle()
         prepared = self._saver.prepare(state, self._obstacle())
-        job, stats = self._saver.job(step_name(step), prepared), SaveStats(bytes=self._bytes(prepared))
+        job, stats = self._saver.job(step_name(step), prepared, told), SaveStats(bytes=self._bytes(prepared))
 
         def start() -> None:
             self._program().start(stats.bytes)

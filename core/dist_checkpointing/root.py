@@ -3,23 +3,27 @@
 Only what is committed has a name here. `latest` is found by looking, never by a pointer.
 """
 
+import contextlib
 import math
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from core.dist_checkpointing.bucket import Bucket
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.directory import Directory
 from core.dist_checkpointing.fs import Fs
-from core.dist_checkpointing.json_files import canonical_json, parse_json
+from core.dist_checkpointing.json_files import canonical_json, parse_json, seal, unseal
 from core.dist_checkpointing.lock import Heartbeat, Lock
 from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
+from core.dist_checkpointing.retention import Facts, Retention
 
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+_FACTS = ".retention.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
@@ -77,7 +81,8 @@ class Root:
 
     def publish(self, name: int | str, uuid: str, manifest: bytes, files: Iterable[str]) -> None:
         """Gives the temporary its name, durably. Raises RuntimeError: it was swept, or another attempt was faster."""
-        name = _named(name)
+        name, before = _named(name), self._remembered()
+        self._remember({step: facts for step, facts in before.items() if step_name(step) != name}, before)
         try:
             replaces = parse_json(self._at.note(name, uuid), f"the heartbeat of {name}")["replaces"]
             published = self._at.publish(name, uuid, replaces, manifest, files)
@@ -165,28 +170,55 @@ class Root:
             raise ValueError(f'{self.url}{bad[0]}: no {{"step": number}}; write the tag again')
         return {name.removeprefix("tags/").removesuffix(".json"): tag["step"] for name, tag in found.items()}
 
-    def retain(self, keep_last: int, keep_every: int | None = None) -> list[int]:
+    def retain(self, keep_last: int = 3, keep_every: int | None = None, **rules: Any) -> list[int]:
         """Removes old steps and returns them: to be called after a commit. Which ones, `surplus` says."""
-        removed = self.surplus(keep_last, keep_every)
+        removed = self.surplus(keep_last, keep_every, **rules)
         for step in removed:
             self._at.remove(step_name(step))
         return removed
 
-    def surplus(self, keep_last: int, keep_every: int | None = None) -> list[int]:
-        """The steps that need not be kept.
+    def surplus(self, keep_last: int = 3, keep_every: int | None = None, **rules: Any) -> list[int]:
+        """The steps that need not be kept by `Retention(keep_last=..., keep_every=..., **rules)`.
 
-        Kept: the last `keep_last` with a valid manifest, multiples of `keep_every`, tagged ones, and the newest that
-        verifies with everything newer.
+        Kept whatever it says: tagged steps, and the newest that verifies with everything newer. Reads `keep_last`
+        manifests, and those of steps that `.retention.json` does not know where a rule needs more than numbers.
         """
-        if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(f"keep_last={keep_last} and keep_every={keep_every} must be at least 1")
-        steps = self.steps()
-        verified = next((step for step in reversed(steps) if not self.problems(step, digests=True)), None)
+        retention = Retention(keep_last=keep_last, keep_every=keep_every, **rules)
+        steps, whole, verified = self.steps(), set[int](), None
+        for step in reversed(steps):
+            if verified is None and not self.problems(step, digests=True):
+                verified = step
+            if self._has_manifest(step):
+                whole.add(step)
+            if verified is not None and len(whole) >= keep_last:
+                break
         if verified is None:
             return []
-        kept = {step for step in steps if step >= verified or (keep_every and step % keep_every == 0)}
-        kept |= set(self.tags().values()) | set([step for step in steps if self._has_manifest(step)][-keep_last:])
-        return [step for step in steps if step not in kept]
+        facts = self.facts(steps) if retention.reads_facts else {}
+        kept = whole | set(self.tags().values()) | retention.kept(steps, facts)
+        return [step for step in steps if step < verified and step not in kept]
+
+    def facts(self, steps: Iterable[int]) -> dict[int, Facts]:
+        """What the manifests of steps tell; those without a valid one are left out. Remembered beside the steps."""
+        before = self._remembered()
+        known = {step: before[step] for step in steps if step in before}
+        for step in set(steps) - known.keys():
+            with contextlib.suppress(OSError, ValueError):
+                known[step] = Facts.of_run(read_manifest(self.open(step)).run)
+        self._remember(known, before)
+        return known
+
+    def _remember(self, known: Mapping[int, Facts], before: Mapping[int, Facts]) -> None:
+        if known != before:
+            told = {str(step): [facts.time, dict(facts.metrics)] for step, facts in known.items()}
+            self.files.write(_FACTS, seal({"format": 1, "steps": told}))
+
+    def _remembered(self) -> dict[int, Facts]:
+        try:
+            told = unseal(self.files.read(_FACTS), self.url + _FACTS)["steps"]
+            return {int(step): Facts(time, metrics) for step, (time, metrics) in told.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not ours: manifests are read
+            return {}
 
     # after a crash
 

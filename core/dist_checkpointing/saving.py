@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from core.dist_checkpointing.exchange import owned_cells
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.prepare import Prepared, Preparer, Weights
 from core.dist_checkpointing.ranks import agree, default_state, problem_of
+from core.dist_checkpointing.retention import Retention
 from core.dist_checkpointing.root import root_and_name
 from core.parallel_state import ParallelState
 
@@ -29,12 +31,11 @@ class Saver:
         run: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         weights: Weights = "derive",
-        keep_last: int | None = None,
-        keep_every: int | None = None,
+        retention: Retention | None = None,
         durable: bool = True,
     ) -> None:
         self.root, self.ps, self.timeout_s = root, ps, timeout_s
-        self.keep_last, self.keep_every, self.durable = keep_last, keep_every, durable
+        self.retention, self.durable = retention, durable
         self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
         self._run |= dict(run or {})
         self._preparer = Preparer(ps, weights)
@@ -43,8 +44,9 @@ class Saver:
         """Agree with all ranks on what is saved by whom. Collective."""
         return self._preparer.prepare(state, failure=failure)
 
-    def job(self, name: str, prepared: Prepared) -> Job:
-        """This rank's share."""
+    def job(self, name: str, prepared: Prepared, metrics: Mapping[str, float] | None = None) -> Job:
+        """This rank's share. metrics: told in the manifest."""
+        told = {"metrics": dict(metrics)} if metrics else {}
         return Job(
             root=self.root,
             name=name,
@@ -53,19 +55,20 @@ class Saver:
             world_size=self.ps.config.world_size,
             metadata=prepared.metadata,
             attributes=prepared.attributes,
-            run={**self._run, "time": time.time()},
+            run={**self._run, **told, "time": time.time()},
             nbytes=prepared.nbytes,
             timeout_s=self.timeout_s,
-            keep_last=self.keep_last,
-            keep_every=self.keep_every,
+            retention=asdict(self.retention) if self.retention is not None else None,
             durable=self.durable,
         )
 
-    def save(self, name: str, state: Any, failure: str | None = None) -> SaveStats:
+    def save(
+        self, name: str, state: Any, failure: str | None = None, metrics: Mapping[str, float] | None = None
+    ) -> SaveStats:
         """Collective; returns once it is committed. Raises what went wrong, on all ranks, with the rank named."""
         begin = time.perf_counter()
         prepared = self.prepare(state, failure)
-        job, size = self.job(name, prepared), 0
+        job, size = self.job(name, prepared, metrics), 0
         cells = owned_cells(
             prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
         )

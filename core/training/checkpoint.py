@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -49,11 +49,19 @@ class Checkpoints(AbstractContextManager):
         } | dict(order or {})
         self._terminated, self.stopped = False, False
         self._saved: int | None = None
+        self._failed = False  # the save before
         self._before: dict[int, Any] = {}
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
-                config.directory, keep_last=config.keep_last, keep_every=config.keep_every, ps=ps
+                config.directory,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                keep_hours=config.keep_hours,
+                keep_best=config.keep_best,
+                keep_best_count=config.keep_best_count,
+                keep_best_mode=config.keep_best_mode,
+                ps=ps,
             )
 
     def state(self, step: int) -> dict[str, Any]:
@@ -148,30 +156,52 @@ class Checkpoints(AbstractContextManager):
         if self.manager is not None:
             self.manager.before_update()
 
-    def after_step(self, step: int, *, last: bool) -> bool:
-        """After update number `step`: save if it is time; True if the run is to end here (SIGTERM, on any rank)."""
+    def after_step(self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
+        """After update number `step`: save if it is time; True if the run is to end here (SIGTERM, on any rank).
+
+        metrics: for the manifest, and `keep_best`. Raises RuntimeError: a save failed, as `on_failure` says.
+        """
         if self.manager is None:
             return False
         stop = self.stopped = self._anybody_terminated()
         due = last or stop or (self.config.every > 0 and step % self.config.every == 0)
         if due and step != self._saved:
             if self.config.asynchronous and not (last or stop):
-                self.manager.save_async(step, self.state(step))
+                self._save_beside(step, metrics)
             else:
-                self._save_at_once(step)
+                self._save_at_once(step, metrics)
             self._saved = step
         if stop:
             self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
         return stop
 
-    def _save_at_once(self, step: int) -> None:
+    def _save_beside(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        """A failure of the save before surfaces here, on all ranks; with this one it is made good, once."""
+        assert self.manager is not None
+        try:
+            self.manager.save_async(step, self.state(step), metrics)
+            self._failed = False
+            return
+        except RuntimeError as error:
+            if self.config.on_failure == "raise" or (self.config.on_failure == "retry" and self._failed):
+                raise
+            self._failed = True
+            self.say(f"warning: {error}; saving step {step}")
+        try:
+            self.manager.save_async(step, self.state(step), metrics)
+        except RuntimeError as error:  # not that save's, which is told of now
+            if self.config.on_failure != "warn":
+                raise
+            self.say(f"warning: {error}; step {step} is not saved")
+
+    def _save_at_once(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """The last chance: a failure of the save before is told, and is no reason to lose this one."""
         assert self.manager is not None
         try:
-            self.manager.save(step, self.state(step))
+            self.manager.save(step, self.state(step), metrics)
         except RuntimeError as error:
             self.say(f"warning: {error}; saving again")
-            self.manager.save(step, self.state(step))
+            self.manager.save(step, self.state(step), metrics)
 
     def _anybody_terminated(self) -> bool:
         """One reduced flag, so that all ranks stop after the same step."""

@@ -126,7 +126,8 @@ class TrainingModel(EngineFace):
         self._last = stats
         done = self.global_steps
         self.micro_steps = done * self.gradient_accumulation_steps()
-        self.checkpoints.after_step(done, last=done == self.training_config.train_steps)
+        last = done == self.training_config.train_steps
+        self.checkpoints.after_step(done, last=last, metrics={"loss": result.loss})
         return TrainStep(result.loss, result.num_tokens, stats.grad_norm, rate, stats.skipped)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:

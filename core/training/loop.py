@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
 from torch import Tensor
 
@@ -46,8 +46,8 @@ class Keeper(Protocol):
         """Before parameters change."""
         ...
 
-    def after_step(self, step: int, *, last: bool) -> bool:
-        """After update number `step`; True ends the run."""
+    def after_step(self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
+        """After update number `step`, of which `metrics` are known; True ends the run."""
         ...
 
 
@@ -152,9 +152,11 @@ def train(
             if every_step is not None:
                 every_step(step + 1, loss)
         begin = time.perf_counter()
+        metrics: dict[str, SupportsFloat] = {} if checkpoints is None else {"loss": result.loss}
         if validated and validate is not None:
-            say(f"step {step + 1:5d}/{config.train_steps} | validation {validate():.4f} bits per byte")
-        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last)
+            metrics["validation.bits_per_byte"] = bits = validate()
+            say(f"step {step + 1:5d}/{config.train_steps} | validation {bits:.4f} bits per byte")
+        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=metrics)
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.dist_checkpointing.manifest import read_manifest
+from core.dist_checkpointing.root import Root
 from core.optimizer import OptimizerConfig
 from core.training import (
     CheckpointConfig,
@@ -196,3 +198,62 @@ def fails_in_the_loop(directory):
 
 def test_an_error_in_the_loop(ranks, tmp_path):
     ranks(fails_in_the_loop, str(tmp_path), world=1)
+
+
+def writer_dies(directory, on_failure):
+    """The writer program is killed in the save of step 2."""
+    run = Run({"directory": directory, "every": 1, "on_failure": on_failure})
+
+    def before(step):
+        manager = run.checkpoints.manager
+        if step == 1:
+            manager._settle()
+            os.kill(manager._writer._process.pid, signal.SIGSTOP)
+        if step == 2:
+            os.kill(manager._writer._process.pid, signal.SIGKILL)
+
+    if on_failure == "raise":
+        with pytest.raises(RuntimeError, match=r"save of step 2 failed: the writer program ended"):
+            run.go(before)
+        assert run.checkpoints.manager.steps() == [1]
+        return
+    run.go(before)
+    assert run.checkpoints.manager.steps() == [1, 3, 4]
+    assert sum("the save of step 2 failed" in line and "saving step 3" in line for line in run.said) == 1
+
+
+@pytest.mark.parametrize("on_failure", ["retry", "raise", "warn"])
+def test_a_writer_that_dies(ranks, tmp_path, on_failure):
+    ranks(writer_dies, str(tmp_path), on_failure, world=1)
+
+
+def every_save_fails(directory, on_failure):
+    run = Run({"directory": directory, "every": 1, "on_failure": on_failure})
+
+    def before(step):
+        if step:
+            run.checkpoints.manager._settle()
+            run.checkpoints.manager._failure = f"the save of step {step} failed: so the test says"
+
+    if on_failure == "warn":
+        run.go(before)
+        assert sum(line.startswith("warning: ") and "failed: so the test says" in line for line in run.said) == 3
+        return
+    with pytest.raises(RuntimeError, match="save of step 2 failed"):
+        run.go(before)
+
+
+@pytest.mark.parametrize("on_failure", ["retry", "warn"])
+def test_two_failures_in_a_row(ranks, tmp_path, on_failure):
+    ranks(every_save_fails, str(tmp_path), on_failure, world=1)
+
+
+def keeps_the_best(directory):
+    Run({"directory": directory, "every": 1, "keep_last": 1, "keep_best": "loss", "keep_best_mode": "max"}).go()
+
+
+def test_a_run_keeps_its_best_checkpoint(ranks, tmp_path):
+    """Of which the loss was largest: the first, before it learned."""
+    ranks(keeps_the_best, str(tmp_path), world=1)
+    found = {step: read_manifest(Root(tmp_path).open(step)).run["metrics"]["loss"] for step in Root(tmp_path).steps()}
+    assert len(found) == 2 and max(found) == N and found[min(found)] >= found[N]

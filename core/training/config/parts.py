@@ -178,6 +178,9 @@ class TrainingConfig:
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
 
 
+METRICS = ("validation.bits_per_byte", "loss")  # that a run gives its checkpoints
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run's state is saved, how much of it is kept, and what a run starts from.
@@ -197,6 +200,23 @@ class CheckpointConfig:
     keep_every: int = 0
     """Checkpoints of steps that are multiples of this are kept for ever; 0: none."""
 
+    keep_hours: float | None = None
+    """One checkpoint per so many hours is kept for ever."""
+
+    keep_best: str | None = None
+    """A metric, by which the best checkpoints are kept: validation.bits_per_byte, where validation and a save fall
+    on one step, or loss."""
+
+    keep_best_count: int = 1
+    """How many of them."""
+
+    keep_best_mode: Literal["min", "max"] = "min"
+    """Whether small or large values are good."""
+
+    on_failure: Literal["retry", "raise", "warn"] = "retry"
+    """After a save that failed: "retry" warns and saves the next due step, "raise" ends the run at once, "warn" never
+    does. A second failure in a row ends a run that retries."""
+
     resume: Literal["must", "auto", "never"] = "auto"
     """From the newest checkpoint that verifies: "auto" if there is one, "must" (or it is an error), or "never"."""
 
@@ -212,6 +232,15 @@ class CheckpointConfig:
     def _rules(self) -> Iterator[tuple[bool, str]]:
         for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
             yield getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}"
+        hours, mode, failure = self.keep_hours, self.keep_best_mode, self.on_failure
+        yield hours is None or hours > 0, f"keep_hours={hours} must be above 0"
+        yield self.keep_best_count >= 1, f"keep_best_count={self.keep_best_count} must be at least 1"
+        yield mode in ("min", "max"), f"unknown keep_best_mode {mode!r}; known: min, max"
+        yield (
+            self.keep_best in (None, *METRICS),
+            f"keep_best={self.keep_best!r} is no metric of a run; known: {', '.join(METRICS)}",
+        )
+        yield failure in ("retry", "raise", "warn"), f"unknown on_failure {failure!r}; known: retry, raise, warn"
         yield self.resume in ("must", "auto", "never"), f"unknown resume {self.resume!r}; known: must, auto, never"
         yield (
             self.directory is not None or (self.every == 0 and self.resume != "must"),
