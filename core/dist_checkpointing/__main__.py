@@ -107,10 +107,10 @@ def _export(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     root = Root(options.root)
-    if not root.steps():
-        raise FileNotFoundError(f"{options.root} holds no steps; give the directory above them")
+    if not root.steps() and not root.leftovers():
+        raise FileNotFoundError(f"{options.root} holds no steps, nor what killed jobs left; give the directory above")
     if options.dry_run:
-        removed, said, swept = root.surplus(options.keep_last, options.keep_every), "would remove", []
+        removed, said, swept = root.surplus(options.keep_last, options.keep_every), "would remove", root.leftovers()
     else:
         lock = root.lock()
         try:

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from core.dist_checkpointing.json_files import canonical_json, parse_json
+from core.dist_checkpointing.ownership import is_lock
 from core.dist_checkpointing.place import Place
 
 _LOCK = ".lock"
@@ -88,10 +89,15 @@ class Lock:
 
     def _left_behind(self, stale_s: float) -> bytes | None:
         """The lock of a job that is gone; None: there is none any more. ValueError: its job lives."""
-        found, age = _read(self._place), self._place.age(_LOCK)
+        found = _read(self._place)
         if found is None:
             return None
-        owner = _owner(found)
+        if not is_lock(found):
+            raise ValueError(
+                f"{self._place.url}{_LOCK} is no lock of a job that saves checkpoints; remove it if nobody needs it, "
+                "or choose another directory"
+            )
+        owner, age = _owner(found), self._place.age(_LOCK)
         if age < stale_s and not _is_dead(owner):
             raise ValueError(
                 f"{self._place.url} is in use by {_told(owner)}, seen {age:.0f} s ago; two jobs must not save into "

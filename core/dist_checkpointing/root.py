@@ -3,6 +3,7 @@
 Only what is committed has a name here. `latest` is found by looking, never by a pointer.
 """
 
+import logging
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
+from core.dist_checkpointing.address import check_name
 from core.dist_checkpointing.bucket import Bucket
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.directory import Directory
@@ -19,8 +21,9 @@ from core.dist_checkpointing.lock import Heartbeat, Lock
 from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
 
+log = logging.getLogger(__name__)
+
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
 def step_name(step: int) -> str:
@@ -30,17 +33,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def root_and_name(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Where the checkpoint at a path or URL lies, and what it is called there. ValueError: it has no name."""
-    where = os.fspath(url).rstrip("/")
-    if "://" not in where and os.path.islink(where):  # a link to a checkpoint, or to where one shall be
-        where = os.path.realpath(where)
-    root, slash, name = where.rpartition("/")
-    if not name or root.endswith(":/"):
-        raise ValueError(f"{os.fspath(url)!r} names no checkpoint; give a directory that is to be made")
-    return root or slash or ".", name
-
-
 class Root:
     """The checkpoints of one run. `stale_s`: a temporary not written for so long has no writer any more."""
 
@@ -48,6 +40,11 @@ class Root:
         self.files = url if isinstance(url, KvPlace) else open_store(url, fs)
         self.url, self.stale_s = self.files.url, stale_s
         self._at = Directory(self.files) if isinstance(self.files, PosixPlace) else Bucket(self.files)
+
+    def _named(self, name: int | str) -> str:
+        text = step_name(name) if isinstance(name, int) else name
+        check_name(text, local=isinstance(self.files, PosixPlace))
+        return text
 
     def lock(self) -> Lock:
         """Keeps other jobs out. ValueError: another one is in."""
@@ -62,22 +59,30 @@ class Root:
         The attempt may replace the checkpoint that has the name now, and no other.
         """
         assert re.fullmatch("[0-9a-f]{32}", uuid), uuid
-        name = _named(name)
+        name = self._named(name)
         note = {"pid": os.getpid(), "replaces": self._at.identity(name), "time": time.time()}
         self._at.create(name, uuid, canonical_json(note))
         return self._at.temporary(name, uuid)
 
     def temporary(self, name: int | str, uuid: str) -> Place:
         """The place that `begin` made, seen from another process."""
-        return self._at.temporary(_named(name), uuid)
+        return self._at.temporary(self._named(name), uuid)
+
+    def is_begun(self, name: int | str, uuid: str) -> bool:
+        """Whether `begin` was called and the attempt neither given up nor committed."""
+        try:
+            self._at.note(self._named(name), uuid)
+        except FileNotFoundError:
+            return False
+        return True
 
     def beating(self, name: int | str, uuid: str, every: float = 1.0) -> Heartbeat:
         """Keeps the temporary from being swept while it is written. A context."""
-        return Heartbeat(partial(self._at.beat, _named(name), uuid), every)
+        return Heartbeat(partial(self._at.beat, self._named(name), uuid), every)
 
     def publish(self, name: int | str, uuid: str, manifest: bytes, files: Iterable[str]) -> None:
         """Gives the temporary its name, durably. Raises RuntimeError: it was swept, or another attempt was faster."""
-        name = _named(name)
+        name = self._named(name)
         try:
             replaces = parse_json(self._at.note(name, uuid), f"the heartbeat of {name}")["replaces"]
             published = self._at.publish(name, uuid, replaces, manifest, files)
@@ -92,17 +97,23 @@ class Root:
                 "being written; two jobs save into one directory: stop one"
             )
 
+    def publish_folder(self, name: str, uuid: str) -> None:
+        """Makes a local temporary a directory that is no checkpoint. ValueError: the name is taken."""
+        assert isinstance(self._at, Directory)
+        if not self._at.publish_folder(name, uuid):
+            raise ValueError(f"{self.url}{name} was made by another program meanwhile; choose another name")
+
     def abandon(self, name: int | str, uuid: str) -> None:
         """Removes the temporary of an attempt that failed, but nothing that was committed after all."""
-        if self._at.identity(_named(name)) != uuid:
-            self._at.abandon(_named(name), uuid)
+        if self._at.identity(self._named(name)) != uuid:
+            self._at.abandon(self._named(name), uuid)
 
     def wait_for(self, name: int | str, uuid: str, timeout_s: float) -> None:
         """Returns when that attempt is committed, seen from a rank that does not commit.
 
         Raises RuntimeError: it never will be. TimeoutError.
         """
-        name, end, pause = _named(name), time.monotonic() + timeout_s, 0.002
+        name, end, pause = self._named(name), time.monotonic() + timeout_s, 0.002
         while self._at.identity(name) != uuid:
             if self._at.age(name, uuid) == math.inf and self._at.identity(name) != uuid:
                 raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
@@ -120,10 +131,10 @@ class Root:
 
     def open(self, name: int | str) -> Place:
         """The checkpoint of a step or name. ValueError: there is none."""
-        place = self._at.open(_named(name))
+        place = self._at.open(self._named(name))
         if place is None:
             known = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"{self.url} has no checkpoint {_named(name)}; steps there: {known}")
+            raise ValueError(f"{self.url} has no checkpoint {self._named(name)}; steps there: {known}")
         return place
 
     def latest(self) -> int | None:
@@ -150,11 +161,11 @@ class Root:
         """Lets `tag` name a step, which retention then keeps."""
         self.open(step)
         self._at.prepare("tags")
-        self.files.write(f"tags/{_named(tag)}.json", canonical_json({"step": step}))
+        self.files.write(f"tags/{self._named(tag)}.json", canonical_json({"step": step}))
 
     def untag(self, tag: str) -> None:
         """Removes a tag, not the step it names."""
-        self.files.remove(f"tags/{_named(tag)}.json")
+        self.files.remove(f"tags/{self._named(tag)}.json")
 
     def tags(self) -> dict[str, int]:
         """Tag -> step."""
@@ -186,13 +197,29 @@ class Root:
             return []
         kept = {step for step in steps if step >= verified or (keep_every and step % keep_every == 0)}
         kept |= set(self.tags().values()) | set([step for step in steps if self._has_manifest(step)][-keep_last:])
-        return [step for step in steps if step not in kept]
+        return [step for step in steps if step not in kept and not self._holds_others(step)]
+
+    def _holds_others(self, step: int) -> bool:
+        """Whether a step holds what is no checkpoint's, which is said: only its user may remove that."""
+        if found := self._at.strangers(step_name(step)):
+            log.warning(
+                "%s%s is old and kept: it holds %s, which belongs to no checkpoint; move that",
+                self.url,
+                step_name(step),
+                found[0],
+            )
+        return bool(found)
 
     # after a crash
 
-    def sweep(self) -> list[str]:
-        """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished."""
-        return self._at.sweep(self.stale_s)
+    def sweep(self, name: int | str | None = None) -> list[str]:
+        """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished. With a
+        `name`: in an object store only what belongs to it, for a listing of all is dear there."""
+        return self._at.sweep(self.stale_s, "" if name is None else self._named(name))
+
+    def leftovers(self) -> list[str]:
+        """What `sweep` would remove."""
+        return self._at.leftovers(self.stale_s)
 
     def wait_for_writers(self, timeout_s: float, poll_s: float = 0.1) -> None:
         """Returns when every temporary is committed or stale: a job that was killed may have left a writer that still
@@ -202,12 +229,3 @@ class Root:
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.url}: after {timeout_s} s still being written: {', '.join(live)}")
             time.sleep(poll_s)
-
-
-def _named(name: int | str) -> str:
-    text = step_name(name) if isinstance(name, int) else name
-    if not _NAME.fullmatch(text) or text == "tags":
-        raise ValueError(
-            f"{text!r} is no name of a checkpoint: letters, digits, _.=+- but no dot in front, not `tags`"
-        )
-    return text
