@@ -6,7 +6,7 @@ when the attempt began: whoever puts it has committed. Nobody looks below a uuid
 uuid that has neither nothing is removed, it may be a user's.
 """
 
-import contextlib
+import json
 import re
 from collections.abc import Iterable
 
@@ -15,6 +15,8 @@ from core.dist_checkpointing.kv_place import KvPlace
 
 _POINTER = "/manifest.json"
 _ATTEMPT = re.compile(r"([^/]+)/([0-9a-f]{32})\.(heartbeat|trash)")  # all else is not ours
+_NOTE = {"pid", "replaces", "time"}  # what a heartbeat tells
+_TRASH = b"removed by paracore"
 _COMMITTED = re.compile(r"([0-9a-f]{32})/manifest\.json")
 
 
@@ -78,12 +80,13 @@ class Bucket:
         """The age of each attempt (at `name`) that no pointer names, by name and uuid."""
         keys = self.files.names(name)
         pointed = {name: self.identity(name) for name in _pointers(keys)}
-        found = {(attempt[1], attempt[2]) for key in keys if (attempt := _ATTEMPT.fullmatch(key))}
+        found = {
+            (attempt[1], attempt[2]) for key in keys if (attempt := _ATTEMPT.fullmatch(key)) and self._is_mark(key)
+        }
         ages = {}
         for of, uuid in sorted(found):
             if pointed.get(of) not in (uuid, "damaged"):
-                with contextlib.suppress(ValueError):  # a heartbeat of another program
-                    ages[of, uuid] = self.age(of, uuid)
+                ages[of, uuid] = self.age(of, uuid)
         return ages
 
     def age(self, name: str, uuid: str) -> float:
@@ -141,9 +144,17 @@ class Bucket:
     def _stale(self, stale_s: float, name: str = "") -> list[tuple[str, str]]:
         return [key for key, age in self.ages(name).items() if age >= stale_s]
 
+    def _is_mark(self, key: str) -> bool:
+        """Whether a heartbeat, or what tells trash, is ours."""
+        try:
+            data = self.files.read(key)
+            return data == _TRASH or (key.endswith(".heartbeat") and json.loads(data).keys() >= _NOTE)
+        except (FileNotFoundError, ValueError, AttributeError):
+            return False
+
     def _mark(self, name: str, uuid: str) -> None:
         if uuid not in ("", "damaged"):
-            self.files.write(_trash(name, uuid), b"")
+            self.files.write(_trash(name, uuid), _TRASH)
 
     def _remove_all(self, name: str, uuid: str) -> None:
         """What lies below a uuid, then its mark."""
