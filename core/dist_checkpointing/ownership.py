@@ -57,5 +57,5 @@ def is_remains(place: PosixPlace) -> bool:
 
 
 def is_lock(data: bytes) -> bool:
-    """Whether a file is a lock of ours; one that was killed while it was written is cut short, or empty."""
-    return _LOCK.startswith(data[: len(_LOCK)])
+    """Whether a file is a lock of ours, though its end may be lost."""
+    return data.startswith(_LOCK)

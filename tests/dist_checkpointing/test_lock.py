@@ -95,7 +95,7 @@ def test_a_beat_does_not_bring_a_lost_lock_back(files):
     assert files.names() == []
 
 
-@pytest.mark.parametrize("text", [b"[]", b"12345", b'{"owner": "apt"}'])
+@pytest.mark.parametrize("text", [b"{", b"12345", b'{"owner": "apt"}'])
 def test_a_lock_of_another_program_is_never_taken(files, text):
     files.write(".lock", text)
     with pytest.raises(ValueError, match=r"\.lock is no lock of a job that saves checkpoints; remove it if nobody"):
@@ -103,7 +103,7 @@ def test_a_lock_of_another_program_is_never_taken(files, text):
     assert files.read(".lock") == text
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b'{"host":"n7","pi'])
+@pytest.mark.parametrize("text", [b"", b'{"host":"n7","pi'])
 def test_a_lock_that_was_killed_while_written(tmp_path, text):
     (tmp_path / ".lock").write_bytes(text)
     files = Root(tmp_path).files
