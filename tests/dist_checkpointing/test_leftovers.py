@@ -125,6 +125,18 @@ def test_a_directory_that_is_not_shared(ranks, tmp_path):
     assert [name for rank in "01" if (tmp_path / rank).exists() for name in os.listdir(tmp_path / rank)] == []
 
 
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+def test_a_clock_that_is_hours_off(ahead, tmp_path, monkeypatch):
+    """That of a host; the file server, which stamps what it keeps, has its own."""
+    root, real = Root(tmp_path, stale_s=60), time.time
+    root.begin(1, A)
+    root.begin(2, B)
+    for path in (tmp_path / f".tmp-step-00000002-{B}", tmp_path / f".tmp-step-00000002-{B}" / f"{B}.heartbeat"):
+        os.utime(path, (real() - 100, real() - 100))
+    monkeypatch.setattr(time, "time", lambda: real() + ahead)
+    assert root.sweep() == [f".tmp-step-00000002-{B}"]
+
+
 class Full(Fs):
     """No space for what is written as `exclusive`: the first file of a temporary."""
 
