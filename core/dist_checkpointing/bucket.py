@@ -7,11 +7,14 @@ uuid that has neither nothing is removed, it may be a user's.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 
 from core.dist_checkpointing.json_files import seal, unseal
 from core.dist_checkpointing.kv_place import KvPlace
+
+log = logging.getLogger(__name__)
 
 _POINTER = "/manifest.json"
 _ATTEMPT = re.compile(r"([^/]+)/([0-9a-f]{32})\.(heartbeat|trash)")  # all else is not ours
@@ -89,6 +92,10 @@ class Bucket:
                 ages[of, uuid] = self.age(of, uuid)
         return ages
 
+    def exists(self, name: str, uuid: str) -> bool:
+        """Whether the attempt is there, and not committed."""
+        return self.files.size(_heartbeat(name, uuid)) is not None
+
     def age(self, name: str, uuid: str) -> float:
         """Seconds since the attempt was last known to be written; infinite: it is committed, or gone."""
         return self.files.age(_heartbeat(name, uuid))
@@ -109,9 +116,12 @@ class Bucket:
             self._mark(name, replaces)
         if self.identity(name) != replaces or not self.files.swap(name + _POINTER, old, pointer):
             return False
-        self.files.remove(_heartbeat(name, uuid))
-        if replaces:
-            self._remove_all(name, replaces)
+        try:
+            self.files.remove(_heartbeat(name, uuid))
+            if replaces:
+                self._remove_all(name, replaces)
+        except (OSError, ValueError, RuntimeError) as error:  # it is committed
+            log.warning("%s%s: what it replaced is left to be removed later: %s", self.files.url, name, error)
         return True
 
     def remove(self, name: str) -> None:

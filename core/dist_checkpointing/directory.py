@@ -127,6 +127,10 @@ class Directory:
         found = [(name, uuid) for name, uuid, entry in self._marked("tmp") if is_remains(self.files.below(entry))]
         return {(name, uuid): self.age(name, uuid) for name, uuid in found}
 
+    def exists(self, name: str, uuid: str) -> bool:
+        """Whether the temporary is there."""
+        return self._fs.stat(self.temporary(name, uuid).path) is not None
+
     def age(self, name: str, uuid: str) -> float:
         """Seconds since the temporary was last known to be written; infinite: it is gone."""
         entry = f".tmp-{name}-{uuid}"

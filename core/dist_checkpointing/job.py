@@ -114,19 +114,20 @@ class Job:
             return
         groups = group_metadata(self.metadata, {})
         planned = planned_files({**self.metadata, **groups})
-        commit(
-            self._root,
-            self.name,
-            self.uuid,
-            planned,
-            world_size=self.world_size,
-            run=self.run,
-            timeout_s=self.timeout_s,
-        )
+        with self._root.beating(self.name, self.uuid):  # others may be slow
+            commit(
+                self._root,
+                self.name,
+                self.uuid,
+                planned,
+                world_size=self.world_size,
+                run=self.run,
+                timeout_s=self.timeout_s,
+            )
         if self.keep_last is not None:
             try:
                 self._root.retain(self.keep_last, self.keep_every)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 log.warning("%s is saved, old checkpoints are not removed: %s", self.name, error)
 
     def fail(self, error: str) -> None:

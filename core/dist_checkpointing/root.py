@@ -4,7 +4,6 @@ Only what is committed has a name here. `latest` is found by looking, never by a
 """
 
 import logging
-import math
 import os
 import re
 import time
@@ -115,7 +114,7 @@ class Root:
         """
         name, end, pause = self._named(name), time.monotonic() + timeout_s, 0.002
         while self._at.identity(name) != uuid:
-            if self._at.age(name, uuid) == math.inf and self._at.identity(name) != uuid:
+            if not self._at.exists(name, uuid) and self._at.identity(name) != uuid:
                 raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.url}{name}: not committed after {timeout_s} s; rank 0 tells why")

@@ -14,6 +14,8 @@ from core.dist_checkpointing import CheckpointManager, load, save
 from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.fs import Fs
 from core.dist_checkpointing.job import Job
+from core.dist_checkpointing.kv_place import KvPlace
+from core.dist_checkpointing.place import open_store
 from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.shards import new_folder
 from tests.dist_checkpointing import small, toy
@@ -225,3 +227,20 @@ def test_retention_that_fails_does_not_fail_the_save(beside, tmp_path, single, c
     assert (
         "step-00000003 is saved, old checkpoints are not removed: " in caplog.text and "tags/best.json" in caplog.text
     )
+
+
+def test_what_cannot_be_removed_from_an_object_store_is_left_to_the_next_save(single, monkeypatch, caplog):
+    url = "memory://leftovers"
+    save({"a": 1}, f"{url}/x", ps=single)
+    with monkeypatch.context() as patch:
+        patch.setattr(KvPlace, "remove_all", unreachable)
+        save({"a": 2}, f"{url}/x", ps=single)
+    assert load({"a": 0}, f"{url}/x", ps=single) == {"a": 2}
+    assert "x: what it replaced is left to be removed later: the network is down" in caplog.text
+    assert Root(url).leftovers() != []
+    save({"a": 3}, f"{url}/x", ps=single)
+    assert Root(url).leftovers() == [] and len(open_store(url).names()) == 4
+
+
+def unreachable(*arguments):
+    raise ValueError("the network is down")
