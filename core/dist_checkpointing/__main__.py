@@ -125,10 +125,10 @@ def _tag(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     root, names = Root(options.root), [f.name for f in fields(Retention)]
     rules = {name: getattr(options, name) for name in names}
-    if not root.steps():
-        raise FileNotFoundError(f"{options.root} holds no steps; give the directory above them")
+    if not root.steps() and not root.leftovers():
+        raise FileNotFoundError(f"{options.root} holds no steps, nor what killed jobs left; give the directory above")
     if options.dry_run:
-        removed, said, swept = root.surplus(**rules), "would remove", []
+        removed, said, swept = root.surplus(**rules), "would remove", root.leftovers()
     else:
         lock = root.lock()
         try:

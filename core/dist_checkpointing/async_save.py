@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ from core.dist_checkpointing.arrays import Index
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.slab import Slab, aligned
 from core.parallel_state.flat import Box
+
+log = logging.getLogger(__name__)
 
 Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
 MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
@@ -102,7 +105,10 @@ class WriterProgram:
         if not line:
             error = f"the writer program ended {_told(self._process.wait())}; its log: {self._log}"
         else:
-            error = json.loads(line)["error"]
+            answer = json.loads(line)
+            error = answer["error"]
+            for warning in answer["warnings"]:
+                log.warning("%s", warning)
         return error, time.monotonic() - self._since
 
     def close(self) -> None:

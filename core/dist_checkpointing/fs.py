@@ -1,6 +1,5 @@
 """Every file operation of a checkpoint that is ours: tests stop after each, and drop what no fsync saw."""
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -21,8 +20,11 @@ class Fs:
 
     def mkdir(self, path: str) -> None:
         """Makes a directory; it may exist, the one above must. Not durable yet."""
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
 
     def write(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
         """The whole content of a file, not durable yet. `exclusive`: FileExistsError if it exists."""
@@ -81,6 +83,14 @@ class Fs:
             os.path.relpath(os.path.join(folder, name), path) for folder, _, names in os.walk(path) for name in names
         )
 
+    def entries(self, path: str) -> list[str]:
+        """Every file, link and directory below, as relative paths, sorted; none if it is no directory. Raises
+        OSError: one of them may not be read."""
+        found = []
+        for folder, folders, names in os.walk(path, onerror=_raise_unless_gone):
+            found += [os.path.relpath(os.path.join(folder, name), path) for name in (*folders, *names)]
+        return sorted(found)
+
     def free_bytes(self, path: str) -> int:
         """What an ordinary user may still write there, or where it will be made."""
         while not os.path.exists(path):
@@ -100,7 +110,7 @@ class Fs:
     def makedirs(self, path: str) -> list[str]:
         """Makes a directory and those above it, and returns the new ones, which are not durable yet."""
         new: list[str] = []
-        while not os.path.isdir(path):
+        while path and not os.path.isdir(path):
             new.insert(0, path)
             path = os.path.dirname(path)
         for folder in new:
@@ -116,20 +126,33 @@ class Fs:
         """`sync` of files and directories, all at once: one after the other they cost 4 ms each."""
         self.map(self.sync, paths)
 
-    def remove_tree(self, path: str) -> None:
-        """A directory and all below it, or a file, or a link itself. Others may be removing it too."""
+    def remove_tree(self, path: str, last: str = "") -> None:
+        """A directory and all below it, `last` of it at the end; or a file, or a link itself. Others may be removing
+        it too. Raises OSError: something could not be removed, but all that could be is, except `last`."""
         if os.path.islink(path) or not os.path.isdir(path):
-            return self._gone(self.unlink, path)
+            return self._remove_all([(self.unlink, path)])
+        found: list[tuple[Callable[[str], None], str]] = []
         for folder, folders, names in os.walk(path, topdown=False):
-            for name in names:
-                self._gone(self.unlink, os.path.join(folder, name))
-            for name in folders:  # links to directories are listed here: never followed
-                child = os.path.join(folder, name)
-                self._gone(self.unlink if os.path.islink(child) else self.rmdir, child)
-        return self._gone(self.rmdir, path)
+            found += [(self.unlink, os.path.join(folder, name)) for name in names]
+            for child in (os.path.join(folder, name) for name in folders):
+                found.append((self.unlink if os.path.islink(child) else self.rmdir, child))  # links: never followed
+        self._remove_all([(remove, child) for remove, child in found if child != last])
+        return self._remove_all([(self.unlink, last)] * bool(last) + [(self.rmdir, path)])
 
-    def _gone(self, remove: Callable[[str], None], path: str) -> None:
-        try:
-            remove(path)
-        except FileNotFoundError:
-            return
+    def _remove_all(self, each: Iterable[tuple[Callable[[str], None], str]]) -> None:
+        """All that can be, then the first failure is raised."""
+        failures = []
+        for remove, path in each:
+            try:
+                remove(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error

@@ -1,5 +1,6 @@
 """One rank's share of one save, as plain values: the trainer does it at once, or hands it to the writer program."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.zarr_metadata import Json, group_metadata
 from core.parallel_state.flat import Box
+
+log = logging.getLogger(__name__)
 
 Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
 Entries = dict[str, tuple[int, int]]  # path -> (size, crc)
@@ -55,7 +58,9 @@ class Job:
         return self._root.temporary(self.name, self.uuid)
 
     def begin(self) -> None:
-        """Rank 0, before the others write much: the temporary directory. Raises DiskFullError: too little space."""
+        """Rank 0, before the others write much: the temporary directory, once what killed jobs left is gone. Raises
+        DiskFullError: too little space."""
+        self._root.sweep(self.name)
         with space_for(self._root.files, self.nbytes + SLACK):
             self._root.begin(self.name, self.uuid)
 
@@ -100,6 +105,7 @@ class Job:
     def conclude(self) -> None:
         """Rank 0: commit, when every rank's receipt is there, then drop old checkpoints. Others: wait for it.
 
+        What follows the commit does not fail it: it is warned of, and left to the next save.
         Raises RuntimeError: a rank failed; TimeoutError: one is silent.
         """
         if self.rank != 0:
@@ -107,17 +113,21 @@ class Job:
             return
         groups = group_metadata(self.metadata, {})
         planned = planned_files({**self.metadata, **groups})
-        commit(
-            self._root,
-            self.name,
-            self.uuid,
-            planned,
-            world_size=self.world_size,
-            run=self.run,
-            timeout_s=self.timeout_s,
-        )
+        with self._root.beating(self.name, self.uuid):  # others may be slow
+            commit(
+                self._root,
+                self.name,
+                self.uuid,
+                planned,
+                world_size=self.world_size,
+                run=self.run,
+                timeout_s=self.timeout_s,
+            )
         if self.retention is not None:
-            self._root.retain(**self.retention)
+            try:
+                self._root.retain(**self.retention)
+            except (OSError, ValueError, RuntimeError) as error:
+                log.warning("%s is saved, old checkpoints are not removed: %s", self.name, error)
 
     def fail(self, error: str) -> None:
         """Tell whoever commits that this rank will not be done; or, if it gave up before, remove what came late."""
@@ -129,3 +139,8 @@ class Job:
     def abandon(self) -> None:
         """Give this attempt up: remove what is there of it. A rank that still writes finds out: `fail`."""
         self._root.abandon(self.name, self.uuid)
+
+    def withdraw(self) -> None:
+        """Rank 0: `abandon`. Others, before the commit: remove what came late, or lies where rank 0 sees it not."""
+        if self.rank == 0 or not self._root.is_begun(self.name, self.uuid):
+            self.abandon()

@@ -94,6 +94,13 @@ class KvPlace:
         except FileNotFoundError:
             return math.inf
 
+    def last_touch(self, name: str) -> str:
+        """See Place."""
+        try:
+            return str(json.loads(self.read(name))["time"])
+        except FileNotFoundError:
+            return ""
+
     def _read(self, name: str, span: slice) -> ts.KvStore.ReadResult:
         result = self._store.read(name, byte_range=span).result()
         if result.state != "value":

@@ -1,5 +1,6 @@
 """Signs of life: a thread that beats, and a lock that dies with its owner."""
 
+import logging
 import os
 import socket
 import threading
@@ -10,9 +11,14 @@ from typing import Any
 from uuid import uuid4
 
 from core.dist_checkpointing.json_files import canonical_json, parse_json
+from core.dist_checkpointing.ownership import is_lock
 from core.dist_checkpointing.place import Place
 
+log = logging.getLogger(__name__)
+
 _LOCK = ".lock"
+POLL_S = 0.1
+PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it says so
 
 
 class Heartbeat:
@@ -49,8 +55,8 @@ class Heartbeat:
 class Lock:
     """The right to write into one directory of checkpoints, until `release` or the end of this process.
 
-    ValueError: another job has it. A job is known to be gone when its process is dead on this machine, or when its
-    heartbeat is older than `stale_s`; then its lock is taken over.
+    ValueError: another job has it. A job is known to be gone when its process is dead on this machine, or when it
+    did not touch its lock while this one watched for `stale_s`; then its lock is taken over.
     """
 
     def __init__(self, place: Place, *, stale_s: float = 60.0, every: float = 1.0) -> None:
@@ -88,17 +94,36 @@ class Lock:
 
     def _left_behind(self, stale_s: float) -> bytes | None:
         """The lock of a job that is gone; None: there is none any more. ValueError: its job lives."""
-        found, age = _read(self._place), self._place.age(_LOCK)
+        found = _read(self._place)
         if found is None:
             return None
-        owner = _owner(found)
-        if age < stale_s and not _is_dead(owner):
+        if found and not is_lock(found):  # an empty one was killed while it was written
             raise ValueError(
-                f"{self._place.url} is in use by {_told(owner)}, seen {age:.0f} s ago; two jobs must not save into "
-                f"one directory: stop that job or choose another directory; a job that is gone is noticed after "
-                f"{stale_s:.0f} s"
+                f"{self._place.url}{_LOCK} is no lock of a job that saves checkpoints; remove it if nobody needs it, "
+                "or choose another directory"
+            )
+        owner = _owner(found)
+        alive = _is_alive(owner)
+        here = alive and self._place.age(_LOCK) < stale_s  # by one clock
+        if alive is not False and (here or self._is_touched(found, owner, stale_s)):
+            raise ValueError(
+                f"{self._place.url} is in use by {_told(owner)}, whose heartbeat goes on; two jobs must not save "
+                "into one directory: stop that job or choose another directory"
             )
         return found
+
+    def _is_touched(self, lock: bytes, owner: dict[str, Any], stale_s: float) -> bool:
+        """Watches a lock for `stale_s` by the clock of this process: other hosts' are not believed."""
+        before, end, told = self._place.last_touch(_LOCK), time.monotonic() + stale_s, False
+        while _read(self._place) == lock and self._place.last_touch(_LOCK) == before:
+            if time.monotonic() >= end:
+                return False
+            if not told and time.monotonic() > end - stale_s + PATIENCE_S:
+                text = "%s%s belongs to %s, which is silent; taken over if it is for %.0f s"
+                log.warning(text, self._place.url, _LOCK, _told(owner), stale_s)
+                told = True
+            time.sleep(min(POLL_S, stale_s))
+        return _read(self._place) is not None
 
 
 def _read(place: Place) -> bytes | None:
@@ -130,14 +155,15 @@ def _process_space() -> str:
         return ""
 
 
-def _is_dead(owner: dict[str, Any]) -> bool:
+def _is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether a process of this machine is; None: it is one of another machine, or not known."""
     space, pid = owner.get("space"), owner.get("pid")
     if not space or space != _process_space() or not isinstance(pid, int):
-        return False
+        return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
+        return False
     except PermissionError:
-        pass  # alive, another user's
-    return False
+        pass  # another user's
+    return True

@@ -146,13 +146,18 @@ class CheckpointManager:
             if self.ps.rank == 0:
                 job.begin()
 
-        agree(problem_of(start), self.ps)
-        program = self._program()
+        try:
+            agree(problem_of(start), self.ps)
+            program = self._program()
+            moved = exchanged_cells(
+                prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
+            )
+            program.take(moved)
+        except BaseException:  # an interrupt, too: nothing was handed over
+            with contextlib.suppress(OSError, ValueError):
+                job.withdraw()
+            raise
         self._handle = SaveHandle(step, self, job, stats)
-        moved = exchanged_cells(
-            prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
-        )
-        program.take(moved)
         stats.exchange_ms = 1e3 * (time.perf_counter() - begin)
 
         def copy() -> None:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import tensorstore as ts
 
+from core.dist_checkpointing.address import parse_address
 from core.dist_checkpointing.fs import Fs
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.kv_place import KvPlace
@@ -64,6 +65,9 @@ class Place(Protocol):
     def age(self, name: str) -> float:
         """Seconds since the last `touch`; infinite: no such file."""
 
+    def last_touch(self, name: str) -> str:
+        """What every `touch` changes, and which says nothing else: clocks of hosts differ. "": no such file."""
+
 
 class DiskFullError(OSError):
     """There is, or was, less space than a checkpoint needs."""
@@ -111,16 +115,13 @@ def open_place(url: str | os.PathLike[str]) -> Place:
 
 def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace | KvPlace":
     """What lies exactly at a path or URL, whatever it is."""
-    text = os.fspath(url)
-    scheme, separator, rest = text.partition("://")
-    if not separator or scheme == "file":
-        return PosixPlace(rest if separator else text, fs or Fs())
-    if scheme not in ("gs", "s3", "memory"):
-        raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory://")
+    address = parse_address(url)
+    if address.startswith("/"):
+        return PosixPlace(address, fs or Fs())
     try:
-        store = ts.KvStore.open(text.rstrip("/") + "/", context=_MEMORY).result()
+        store = ts.KvStore.open(address.rstrip("/") + "/", context=_MEMORY).result()
     except ValueError as error:
-        raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
+        raise ValueError(f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
     return KvPlace(store, _MEMORY)
 
 
@@ -130,8 +131,8 @@ class PosixPlace:
     context: ts.Context | None = None
 
     def __init__(self, path: str, fs: Fs) -> None:
-        self.path, self.fs = os.path.abspath(path), fs
-        self.url = self.path + "/"
+        self.path, self.fs = path, fs
+        self.url = self.path.rstrip("/") + "/"
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """The file driver."""
@@ -203,4 +204,17 @@ class PosixPlace:
     def age(self, name: str) -> float:
         """See Place."""
         status = self.fs.stat(self.url + name)
-        return math.inf if status is None else time.time() - status.st_mtime
+        return math.inf if status is None else self._now() - status.st_mtime
+
+    def last_touch(self, name: str) -> str:
+        """See Place."""
+        status = self.fs.stat(self.url + name)
+        return "" if status is None else str(status.st_mtime_ns)
+
+    def _now(self) -> float:
+        """By the clock that stamps the files, which is a file server's: that of this host may be minutes off."""
+        try:
+            self.fs.touch(self.path)
+            return os.stat(self.path).st_mtime
+        except OSError:  # may only be read
+            return time.time()

@@ -6,15 +6,16 @@ piece is read by two ranks.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from uuid import uuid4
 
+from core.dist_checkpointing.address import root_and_name
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.cuts import read_amplification
 from core.dist_checkpointing.grid import cell_shape, cells, inner_shape
 from core.dist_checkpointing.job import Cells, Job
 from core.dist_checkpointing.manifest import FORMAT, MANIFEST
 from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.root import root_and_name
 from core.dist_checkpointing.stored import Stored
 from core.dist_checkpointing.stream import stream
 from core.dist_checkpointing.zarr_metadata import Chunks, Json, array_metadata
@@ -61,12 +62,13 @@ def copy(stored: Stored, url: str, metadata: Mapping[str, Json], run: Json, done
         nbytes=sum(map(stored.nbytes, stored.keys)),
         budget_bytes=BUDGET,
     )
-    job.begin()
     try:
+        job.begin()
         job.write(_cells(stored, metadata, done))
         job.conclude()
     except BaseException:
-        job.abandon()
+        with suppress(OSError, ValueError):  # what went wrong is what is told
+            job.abandon()
         raise
     if problems := check(open_place(url), digests=True):
         raise ValueError("; ".join(problems[:10]))

@@ -4,7 +4,7 @@ Only what is committed has a name here. `latest` is found by looking, never by a
 """
 
 import contextlib
-import math
+import logging
 import os
 import re
 import time
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from core.dist_checkpointing.address import check_name
 from core.dist_checkpointing.bucket import Bucket
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.directory import Directory
@@ -22,9 +23,10 @@ from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
 from core.dist_checkpointing.retention import Facts, Retention
 
+log = logging.getLogger(__name__)
+
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _FACTS = ".retention.json"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
 def step_name(step: int) -> str:
@@ -34,17 +36,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def root_and_name(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Where the checkpoint at a path or URL lies, and what it is called there. ValueError: it has no name."""
-    where = os.fspath(url).rstrip("/")
-    if "://" not in where and os.path.islink(where):  # a link to a checkpoint, or to where one shall be
-        where = os.path.realpath(where)
-    root, slash, name = where.rpartition("/")
-    if not name or root.endswith(":/"):
-        raise ValueError(f"{os.fspath(url)!r} names no checkpoint; give a directory that is to be made")
-    return root or slash or ".", name
-
-
 class Root:
     """The checkpoints of one run. `stale_s`: a temporary not written for so long has no writer any more."""
 
@@ -52,6 +43,11 @@ class Root:
         self.files = url if isinstance(url, KvPlace) else open_store(url, fs)
         self.url, self.stale_s = self.files.url, stale_s
         self._at = Directory(self.files) if isinstance(self.files, PosixPlace) else Bucket(self.files)
+
+    def _named(self, name: int | str) -> str:
+        text = step_name(name) if isinstance(name, int) else name
+        check_name(text, local=isinstance(self.files, PosixPlace))
+        return text
 
     def lock(self) -> Lock:
         """Keeps other jobs out. ValueError: another one is in."""
@@ -66,23 +62,31 @@ class Root:
         The attempt may replace the checkpoint that has the name now, and no other.
         """
         assert re.fullmatch("[0-9a-f]{32}", uuid), uuid
-        name = _named(name)
+        name = self._named(name)
         note = {"pid": os.getpid(), "replaces": self._at.identity(name), "time": time.time()}
         self._at.create(name, uuid, canonical_json(note))
         return self._at.temporary(name, uuid)
 
     def temporary(self, name: int | str, uuid: str) -> Place:
         """The place that `begin` made, seen from another process."""
-        return self._at.temporary(_named(name), uuid)
+        return self._at.temporary(self._named(name), uuid)
+
+    def is_begun(self, name: int | str, uuid: str) -> bool:
+        """Whether `begin` was called and the attempt neither given up nor committed."""
+        try:
+            self._at.note(self._named(name), uuid)
+        except FileNotFoundError:
+            return False
+        return True
 
     def beating(self, name: int | str, uuid: str, every: float = 1.0) -> Heartbeat:
         """Keeps the temporary from being swept while it is written. A context."""
-        return Heartbeat(partial(self._at.beat, _named(name), uuid), every)
+        return Heartbeat(partial(self._at.beat, self._named(name), uuid), every)
 
     def publish(self, name: int | str, uuid: str, manifest: bytes, files: Iterable[str]) -> None:
         """Gives the temporary its name, durably. Raises RuntimeError: it was swept, or another attempt was faster."""
-        name, before = _named(name), self._remembered()
-        self._remember({step: facts for step, facts in before.items() if step_name(step) != name}, before)
+        name = self._named(name)
+        self._forget(name)
         try:
             replaces = parse_json(self._at.note(name, uuid), f"the heartbeat of {name}")["replaces"]
             published = self._at.publish(name, uuid, replaces, manifest, files)
@@ -97,19 +101,25 @@ class Root:
                 "being written; two jobs save into one directory: stop one"
             )
 
+    def publish_folder(self, name: str, uuid: str) -> None:
+        """Makes a local temporary a directory that is no checkpoint. ValueError: the name is taken."""
+        assert isinstance(self._at, Directory)
+        if not self._at.publish_folder(name, uuid):
+            raise ValueError(f"{self.url}{name} was made by another program meanwhile; choose another name")
+
     def abandon(self, name: int | str, uuid: str) -> None:
         """Removes the temporary of an attempt that failed, but nothing that was committed after all."""
-        if self._at.identity(_named(name)) != uuid:
-            self._at.abandon(_named(name), uuid)
+        if self._at.identity(self._named(name)) != uuid:
+            self._at.abandon(self._named(name), uuid)
 
     def wait_for(self, name: int | str, uuid: str, timeout_s: float) -> None:
         """Returns when that attempt is committed, seen from a rank that does not commit.
 
         Raises RuntimeError: it never will be. TimeoutError.
         """
-        name, end, pause = _named(name), time.monotonic() + timeout_s, 0.002
+        name, end, pause = self._named(name), time.monotonic() + timeout_s, 0.002
         while self._at.identity(name) != uuid:
-            if self._at.age(name, uuid) == math.inf and self._at.identity(name) != uuid:
+            if not self._at.exists(name, uuid) and self._at.identity(name) != uuid:
                 raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.url}{name}: not committed after {timeout_s} s; rank 0 tells why")
@@ -125,10 +135,10 @@ class Root:
 
     def open(self, name: int | str) -> Place:
         """The checkpoint of a step or name. ValueError: there is none."""
-        place = self._at.open(_named(name))
+        place = self._at.open(self._named(name))
         if place is None:
             known = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"{self.url} has no checkpoint {_named(name)}; steps there: {known}")
+            raise ValueError(f"{self.url} has no checkpoint {self._named(name)}; steps there: {known}")
         return place
 
     def latest(self) -> int | None:
@@ -155,11 +165,11 @@ class Root:
         """Lets `tag` name a step, which retention then keeps."""
         self.open(step)
         self._at.prepare("tags")
-        self.files.write(f"tags/{_named(tag)}.json", canonical_json({"step": step}))
+        self.files.write(f"tags/{self._named(tag)}.json", canonical_json({"step": step}))
 
     def untag(self, tag: str) -> None:
         """Removes a tag, not the step it names."""
-        self.files.remove(f"tags/{_named(tag)}.json")
+        self.files.remove(f"tags/{self._named(tag)}.json")
 
     def tags(self) -> dict[str, int]:
         """Tag -> step."""
@@ -196,35 +206,59 @@ class Root:
             return []
         facts = self.facts(steps) if retention.reads_facts else {}
         kept = whole | set(self.tags().values()) | retention.kept(steps, facts)
-        return [step for step in steps if step < verified and step not in kept]
+        return [step for step in steps if step < verified and step not in kept and not self._holds_others(step)]
 
     def facts(self, steps: Iterable[int]) -> dict[int, Facts]:
         """What the manifests of steps tell; those without a valid one are left out. Remembered beside the steps."""
-        before = self._remembered()
+        before = self._remembered() or {}
         known = {step: before[step] for step in steps if step in before}
         for step in set(steps) - known.keys():
             with contextlib.suppress(OSError, ValueError):
                 known[step] = Facts.of_run(read_manifest(self.open(step)).run)
-        self._remember(known, before)
+        self._remember(known)
         return known
 
-    def _remember(self, known: Mapping[int, Facts], before: Mapping[int, Facts]) -> None:
-        if known != before:
+    def _remember(self, known: Mapping[int, Facts]) -> None:
+        if self._remembered() not in (None, known):  # else it is somebody else's
             told = {str(step): [facts.time, dict(facts.metrics)] for step, facts in known.items()}
             self.files.write(_FACTS, seal({"format": 1, "steps": told}))
 
-    def _remembered(self) -> dict[int, Facts]:
+    def _forget(self, name: str) -> None:
+        """Before it is saved again: what was remembered of it is no more true."""
+        if before := self._remembered():
+            self._remember({step: facts for step, facts in before.items() if step_name(step) != name})
+
+    def _remembered(self) -> dict[int, Facts] | None:
+        """None: a file of that name is not ours, so manifests are read each time."""
         try:
             told = unseal(self.files.read(_FACTS), self.url + _FACTS)["steps"]
             return {int(step): Facts(time, metrics) for step, (time, metrics) in told.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not ours: manifests are read
+        except FileNotFoundError:
             return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def _holds_others(self, step: int) -> bool:
+        """Whether a step holds what is no checkpoint's, which is said: only its user may remove that."""
+        if found := self._at.strangers(step_name(step)):
+            log.warning(
+                "%s%s is old and kept: it holds %s, which belongs to no checkpoint; move that",
+                self.url,
+                step_name(step),
+                found[0],
+            )
+        return bool(found)
 
     # after a crash
 
-    def sweep(self) -> list[str]:
-        """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished."""
-        return self._at.sweep(self.stale_s)
+    def sweep(self, name: int | str | None = None) -> list[str]:
+        """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished. With a
+        `name`: in an object store only what belongs to it, for a listing of all is dear there."""
+        return self._at.sweep(self.stale_s, "" if name is None else self._named(name))
+
+    def leftovers(self) -> list[str]:
+        """What `sweep` would remove."""
+        return self._at.leftovers(self.stale_s)
 
     def wait_for_writers(self, timeout_s: float, poll_s: float = 0.1) -> None:
         """Returns when every temporary is committed or stale: a job that was killed may have left a writer that still
@@ -234,12 +268,3 @@ class Root:
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.url}: after {timeout_s} s still being written: {', '.join(live)}")
             time.sleep(poll_s)
-
-
-def _named(name: int | str) -> str:
-    text = step_name(name) if isinstance(name, int) else name
-    if not _NAME.fullmatch(text) or text == "tags":
-        raise ValueError(
-            f"{text!r} is no name of a checkpoint: letters, digits, _.=+- but no dot in front, not `tags`"
-        )
-    return text

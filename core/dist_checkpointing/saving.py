@@ -1,5 +1,6 @@
 """Save: each rank writes the cells it owns, nothing is gathered, a checkpoint appears as a whole or not at all."""
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -7,13 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from core.dist_checkpointing.address import root_and_name
 from core.dist_checkpointing.async_save import SaveStats
 from core.dist_checkpointing.exchange import owned_cells
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.prepare import Prepared, Preparer, Weights
 from core.dist_checkpointing.ranks import agree, default_state, problem_of
 from core.dist_checkpointing.retention import Retention
-from core.dist_checkpointing.root import root_and_name
 from core.parallel_state import ParallelState
 
 
@@ -82,14 +83,17 @@ class Saver:
                     pass
                 raise
 
-        agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
+        committing = False
         try:
+            agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
             agree(problem_of(write), self.ps)
-        except Exception:
-            if self.ps.rank == 0:
-                job.abandon()
+            committing = True
+            agree(problem_of(job.conclude) if self.ps.rank == 0 else None, self.ps)
+        except BaseException:  # an interrupt, too
+            if self.ps.rank == 0 or not committing:
+                with contextlib.suppress(OSError, ValueError):  # what went wrong is what is told
+                    job.withdraw()
             raise
-        agree(problem_of(job.conclude) if self.ps.rank == 0 else None, self.ps)
         seconds = time.perf_counter() - begin
         return SaveStats(stall_ms=1e3 * seconds, bytes=size, seconds=seconds)
 

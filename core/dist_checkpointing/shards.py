@@ -3,7 +3,6 @@ memory. 8 bytes with the length of a JSON header, the header, then the values of
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from uuid import uuid4
 import ml_dtypes  # tensorstore needs it
 import numpy as np
 
+from core.dist_checkpointing.address import root_and_name
 from core.dist_checkpointing.arrays import STORED, ArrayInfo
 from core.dist_checkpointing.grid import blocks
+from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.stored import Stored
 from core.dist_checkpointing.stream import stream
 from core.parallel_state.flat import Box
@@ -122,14 +123,16 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     if "://" in os.fspath(path):
         raise ValueError(f"{path}: these files are written into a local directory only; copy them from there")
-    final = Path(path).absolute()
+    folder, name = root_and_name(path)
+    final, root, uuid = Path(folder, name), Root(folder), uuid4().hex
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{final} is there already; give a directory that is to be made")
-    temporary = final.parent / f".tmp-{final.name}-{uuid4().hex}"
-    temporary.mkdir(parents=True)
+    root.sweep()
+    temporary = root.begin(name, uuid)
     try:
-        yield temporary
-        temporary.rename(final)
+        with root.beating(name, uuid):
+            yield Path(temporary.url)
+        root.publish_folder(name, uuid)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        root.abandon(name, uuid)
         raise

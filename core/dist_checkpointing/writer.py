@@ -8,6 +8,7 @@ standard output; the end of the input ends it.
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -28,15 +29,36 @@ NICENESS = 10  # the training step beside it goes first
 GRACE_S = 2  # beyond the time limit of a job: it tells by itself which ranks are silent
 
 
+class Warnings(logging.Handler):
+    """What this program warns of: it goes into its log, and to the trainer with the answer."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One of them."""
+        self._told.append(record.getMessage())
+        _say(f"warning: {self._told[-1]}")
+
+    def taken(self) -> list[str]:
+        """All since the last time."""
+        taken, self._told = self._told, []
+        return taken
+
+
 def main(fd: int) -> None:
     """Serve until the trainer closes the pipe, or is gone."""
     os.nice(NICENESS)
+    warnings = Warnings()
+    logging.getLogger().addHandler(warnings)
     slab = None
     for line in sys.stdin:
         told = json.loads(line)
         if slab is None or slab.size < told["bytes"]:
             slab = Slab(fd, told["bytes"])
-        print(json.dumps(_serve(told, slab)), flush=True)
+        answer = _serve(told, slab)
+        print(json.dumps(answer | {"warnings": warnings.taken()}), flush=True)
 
 
 def _serve(told: dict[str, Any], slab: Slab) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core.dist_checkpointing import load, save
+from core.dist_checkpointing.address import parse_address
 from core.dist_checkpointing.place import open_store
 from core.dist_checkpointing.ranks import agree, from_first, problem_of
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
@@ -224,8 +225,8 @@ class EngineFace(nn.Module):
         name, ps = f"global_step{self.global_steps}" if tag is None else str(tag), self.optimizer.ps
         text = from_first(lambda: _as_text(client_state or {}), ps)
         state = self.checkpoints.state(self.global_steps) | {"client": {"state": text}}
-        where = os.fspath(save_dir).rstrip("/")
-        save(state, f"{where}/{name}", ps=ps)
+        where = parse_address(save_dir)
+        save(state, f"{where.rstrip('/')}/{name}", ps=ps)
         if save_latest:
             note = problem_of(lambda: open_store(where).write("latest", name.encode())) if ps.rank == 0 else None
             agree(note, ps)
@@ -253,7 +254,7 @@ class EngineFace(nn.Module):
                 "the optimizer's count, and custom_load_fn has no place here"
             )
         ps = self.optimizer.ps
-        path = from_first(lambda: _found(os.fspath(load_dir).rstrip("/"), tag), ps)
+        path = from_first(lambda: _found(parse_address(load_dir), tag), ps)
         if path is None:
             warnings.warn(
                 f"load_checkpoint: {load_dir} has no file `latest` and is no checkpoint; nothing is loaded: give a "
@@ -295,4 +296,4 @@ def _found(where: str, tag: str | int | None) -> str | None:
         tag = place.read("latest").decode().strip()
     if tag is None:
         return where if place.size("manifest.json") is not None else None
-    return f"{where}/{tag}"
+    return f"{where.rstrip('/')}/{tag}"

@@ -141,7 +141,7 @@ def test_prune(tmp_path, capsys):
     assert "would remove step-00000010\nwould remove step-00000030\n" in told and "2 would be kept" in told
     assert Root(tmp_path).steps() == [10, 20, 30, 40]
     Root(tmp_path).begin(50, "0" * 32)
-    os.utime(tmp_path / f".tmp-step-00000050-{'0' * 32}" / "heartbeat", (0, 0))
+    os.utime(tmp_path / f".tmp-step-00000050-{'0' * 32}" / f"{'0' * 32}.heartbeat", (0, 0))
     os.utime(tmp_path / f".tmp-step-00000050-{'0' * 32}", (0, 0))
     told = said(capsys, "prune", tmp_path, "--keep-last", 1, "--keep-every", 20)
     assert "removed step-00000030" in told and "removed .tmp-step-00000050" in told and "2 are kept" in told

@@ -50,7 +50,9 @@ def test_the_same_step_again(root, single):
 def test_two_jobs_in_one_place(root, single):
     first, second = (CheckpointManager(root, ps=single) for _ in range(2))
     first.save(1, small.state(1))
-    told = rf"is in use by process {os.getpid()} on {socket.gethostname()}, seen \d s ago; two jobs must not"
+    told = (
+        rf"is in use by process {os.getpid()} on {socket.gethostname()}, whose heartbeat goes on; two jobs must not"
+    )
     for call in (second.save, second.save_async):
         with pytest.raises(ValueError, match=told):
             call(2, small.state(2))

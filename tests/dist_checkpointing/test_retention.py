@@ -125,14 +125,16 @@ def test_a_save_reads_the_manifests_of_the_steps_it_keeps(root, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"steps":{"1":[0.0,{"loss":-9}]}}', None])
-def test_what_was_remembered_wrongly_is_read_again(root, text, monkeypatch):
+def test_what_is_not_remembered_is_read_again(root, text, monkeypatch):
+    """And a user's file of that name is left alone."""
     for step in (1, 2, 3):
         save(root, step, step)
     root.retain(keep_last=9, keep_hours=1)
-    assert set(root.facts([1, 2, 3])) == {1, 2, 3}
-    root.files.remove(".retention.json") if text is None else root.files.write(".retention.json", text)
     found = counted(root, monkeypatch)
+    assert root.facts([1, 2, 3]).keys() == {1, 2, 3} and not found
+    root.files.remove(".retention.json") if text is None else root.files.write(".retention.json", text)
     assert root.facts([1, 2, 3])[1].metrics == {} and steps_in(found) == {1, 2, 3}
+    assert text is None or root.files.read(".retention.json") == text
 
 
 single = ParallelState.single("cpu")

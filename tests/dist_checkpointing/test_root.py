@@ -53,7 +53,7 @@ def test_names_beside_steps(root):
     assert version_of(root.open("release")) == 4 and root.steps() == []
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".tmp-x", "tags", "a\\b", "a b"])
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".tmp-x", "tags", "a\\b", "a\n"])
 def test_names_that_are_none(root, name):
     with pytest.raises(ValueError, match="is no name of a checkpoint"):
         root.begin(name, A)
@@ -183,7 +183,7 @@ def test_a_replaced_checkpoint_without_successor(tmp_path):
 def test_a_directory_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    with pytest.raises(ValueError, match=r"holds 1 entries \(chapter\.tex, …\) and is no checkpoint"):
+    with pytest.raises(ValueError, match=r"holds 1 entries \(chapter\.tex\) and is no checkpoint"):
         Root(tmp_path).begin("thesis", A)
     (tmp_path / "empty").mkdir()
     save(Root(tmp_path), "empty", 1)

@@ -80,8 +80,13 @@ def save(root, step, version, *, uuid=None, timeout_s=5):
     place = root.begin(step, uuid)
     for rank in range(WORLD):
         write_rank(place, rank, version)
+    committed(root, step, uuid, {"version": version}, timeout_s)
+
+
+def committed(root, step, uuid, run=None, timeout_s=5):
+    """What the committer does."""
     planned = committing.planned_files(METADATA)
-    committing.commit(root, step, uuid, planned, world_size=WORLD, run={"version": version}, timeout_s=timeout_s)
+    committing.commit(root, step, uuid, planned, world_size=WORLD, run=run or {}, timeout_s=timeout_s)
 
 
 def version_of(place):

@@ -1,0 +1,85 @@
+"""Where checkpoints lie, as users write it: paths, `file:///…` and the URLs of object stores. Pure, but for links."""
+
+import os
+import re
+from urllib.parse import unquote_to_bytes
+
+SCHEMES = ("gs", "s3", "memory")
+NAME_BYTES = 255 - len(".replaced--") - 32  # of a file name on Linux, less what stands around a name for a while
+_STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
+
+
+def parse_address(where: str | os.PathLike[str]) -> str:
+    """An absolute path, or the URL of an object store without a slash at its end. ValueError: it is neither."""
+    text = os.fspath(where)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"{where!r} is no path; give a str or pathlib.Path, or the URL of an object store")
+    scheme, separator, rest = text.partition("://")
+    if "/" in scheme or not separator:
+        return _path(text)
+    if scheme == "file":
+        return _path(_of_file_url(text, rest))
+    if scheme not in SCHEMES:
+        raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory://")
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def root_and_name(where: str | os.PathLike[str]) -> tuple[str, str]:
+    """Where the checkpoint at a path or URL lies, and what it is called there. ValueError: it has no name."""
+    text = parse_address(where)
+    if os.path.islink(text):  # a link to a checkpoint, or to where one shall be
+        text = os.path.realpath(text)
+        if os.path.islink(text):
+            raise ValueError(f"{text} is a link to itself; remove it, or choose another name")
+    root, _, name = text.rpartition("/")
+    last = os.fspath(where).rstrip("/").rpartition("/")[2]
+    if not name or root.endswith(":/") or last in (".", ".."):
+        raise ValueError(f"{os.fspath(where)!r} names no checkpoint; give a directory that is to be made")
+    return root or "/", name
+
+
+def check_name(name: str, *, local: bool) -> None:
+    """ValueError: a checkpoint cannot be called so in a directory (`local`), or in an object store."""
+    if local:
+        bad = not name.isprintable() or name.startswith(".") or not {"/", "\\"}.isdisjoint(name)
+        allowed = "what can be printed, without / and \\"
+    else:
+        bad, allowed = not _STORE_NAME.fullmatch(name), "letters, digits, _.=+-"
+    if bad or name in ("", "tags"):
+        raise ValueError(f"{name!r} is no name of a checkpoint: {allowed}, but no dot in front, not `tags`")
+    if local and (size := len(os.fsencode(name))) > NAME_BYTES:
+        raise ValueError(f"{name!r} has {size} bytes; the name of a checkpoint has at most {NAME_BYTES}: shorten it")
+
+
+def _path(text: str) -> str:
+    first, _, rest = text.partition("/")
+    if first.startswith("~"):
+        raise ValueError(
+            f"{text!r}: ~ is not expanded here; give os.path.expanduser({text!r}), or './{text}' for a directory of "
+            "that name"
+        )
+    if first in (f"{scheme}:" for scheme in ("file", *SCHEMES)):
+        raise ValueError(
+            f"{text!r} is no URL, it has one slash where two belong, which pathlib.Path makes of them; give the URL "
+            f"as str, {first}//{rest}, or './{text}' for a directory of that name"
+        )
+    absolute = os.path.abspath(text) if ".." not in text.split("/") else os.path.realpath(text)  # links before ..
+    return "/" + absolute.lstrip("/")
+
+
+def _of_file_url(url: str, rest: str) -> str:
+    """The path of a file: URL. ValueError: it names a host, or what is not a path."""
+    host, slash, path = rest.partition("/")
+    if not slash or host not in ("", "localhost"):
+        raise ValueError(
+            f"{url}: {host!r} stands where a host does; a local path has three slashes, file:///{path or host}, and "
+            "a relative path is given without file://"
+        )
+    if "?" in path or "#" in path:
+        raise ValueError(f"{url}: ? and # end a URL's path; write %3F and %23, or give a path")
+    if bad := re.search(r"%(?![0-9A-Fa-f]{2})|%2[Ff]|%00", path):
+        raise ValueError(
+            f"{url}: {path[bad.start() : bad.start() + 3]!r} is no character of a name; write %25 for a percent "
+            "sign, or give the path without file://"
+        )
+    return "/" + os.fsdecode(unquote_to_bytes(path))
