@@ -8,6 +8,7 @@ from typing import Protocol, SupportsFloat
 from torch import Tensor
 
 from core.optimizer import StepStats
+from core.pipeline import StepResult
 from core.training.config import TrainingConfig
 from core.training.evaluate import Executor, next_token_loss
 from core.training.metrics import MetricsLog, StepRecord, memory_mib
@@ -152,16 +153,19 @@ def train(
             if every_step is not None:
                 every_step(step + 1, loss)
         begin = time.perf_counter()
-        metrics: dict[str, SupportsFloat] = {} if checkpoints is None else {"loss": result.loss}
-        if validated and validate is not None:
-            metrics["validation.bits_per_byte"] = bits = validate()
+        if (bits := validate() if validated and validate is not None else None) is not None:
             say(f"step {step + 1:5d}/{config.train_steps} | validation {bits:.4f} bits per byte")
-        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=metrics)
+        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break
     assert seen is not None
     return seen
+
+
+def _metrics(result: StepResult, bits: float | None) -> dict[str, SupportsFloat]:
+    """By which checkpoints may be kept: `core.training.config` knows the names."""
+    return {"loss": result.loss} | ({} if bits is None else {"validation.bits_per_byte": bits})
 
 
 def _record(
