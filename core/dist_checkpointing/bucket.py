@@ -103,10 +103,11 @@ class Bucket:
     def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
         """Makes the attempt the checkpoint `name`. False: another one took the name meanwhile.
 
-        The beat is for a sweep: it removes the heartbeat it judged, so it fails from here on, or this does.
+        The second beat is for a sweep: it removes the heartbeat it judged, so it fails from here on, or this does.
         """
         self.beat(name, uuid)
         self.temporary(name, uuid).write("manifest.json", manifest)
+        self.beat(name, uuid)
         try:
             old = self.files.read(name + _POINTER)
         except FileNotFoundError:

@@ -83,9 +83,13 @@ class KvPlace:
         self._store.delete_range(_below("")).result()
 
     def touch(self, name: str) -> None:
-        """By the entry `time` of the object, which is JSON: a key-value store tells no times."""
+        """By the entry `time` of the object, which is JSON: a key-value store tells no times.
+
+        Raises FileNotFoundError: it is gone, or goes meanwhile. That another one touches it meanwhile is as good.
+        """
         old = self.read(name)
-        self.swap(name, old, json.dumps(json.loads(old) | {"time": time.time()}).encode())
+        if not self.swap(name, old, json.dumps(json.loads(old) | {"time": time.time()}).encode()):
+            self.read(name)
 
     def age(self, name: str) -> float:
         """See Place."""

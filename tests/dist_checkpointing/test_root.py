@@ -2,13 +2,15 @@
 
 import os
 import time
+from itertools import count
 from threading import Timer
 
 import pytest
 
 from core.dist_checkpointing.commit import commit, planned_files
+from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.root import Root
-from tests.dist_checkpointing.toy import METADATA, PLACES, STORES, save, store, version_of, write_rank
+from tests.dist_checkpointing.toy import METADATA, PLACES, STORES, committed, save, store, version_of, write_rank
 
 A = "a" * 32
 
@@ -209,3 +211,35 @@ def test_other_files_are_left_alone(tmp_path):
     root.retain(keep_last=1)
     root.sweep()
     assert sorted(os.listdir(tmp_path)) == [".hidden", "notes.txt", "step-000000007", "step-00000002", "step-7"]
+
+
+@pytest.mark.parametrize("beat", range(4))
+@pytest.mark.parametrize("before", [True, False], ids=["before the put", "after it"])
+def test_a_sweep_and_a_late_commit_do_not_both_succeed(tmp_path, monkeypatch, beat, before):
+    """A writer that was silent for long beats again just when another job sweeps, at any of its beats."""
+    place = store("memory", tmp_path)
+    late, other = Root(place), Root(place, stale_s=0 if before else 60)  # it has just beaten
+    save(late, 1, 1)
+    place_of_attempt = late.begin(1, A)
+    for rank in range(2):
+        write_rank(place_of_attempt, rank, 2)
+    swap, beats = KvPlace.swap, count()
+
+    def swept_beside(files, name, old, new):
+        mine = name.endswith(f"{A}.heartbeat") and new is not None and next(beats) == beat
+        if mine and before:
+            other.sweep()
+        done = swap(files, name, old, new)
+        if mine and not before:
+            other.sweep()
+        return done
+
+    monkeypatch.setattr(KvPlace, "swap", swept_beside)
+    try:
+        committed(late, 1, A)
+        outcome = 2
+    except RuntimeError:
+        outcome = 1
+    monkeypatch.undo()
+    assert version_of(late.open(1)) == outcome
+    assert outcome == 1 + (not before or beat > 1)
