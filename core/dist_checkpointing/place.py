@@ -11,18 +11,18 @@ from uuid import uuid4
 
 import tensorstore as ts
 
+from core.dist_checkpointing.context import CONTEXT
 from core.dist_checkpointing.fs import Fs
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.kv_place import KvPlace
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MEMORY = ts.Context()  # "memory://" is one store per process
 
 
 class Place(Protocol):
     """The files below one directory or prefix. A file that is not there: FileNotFoundError, or what is said.
 
-    `context` is what a tensorstore of `kvstore()` must be opened with; None: any.
+    `context` is what a tensorstore of `kvstore()` must be opened with; None: the one of this process.
     """
 
     url: str
@@ -118,10 +118,10 @@ def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace
     if scheme not in ("gs", "s3", "memory"):
         raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory://")
     try:
-        store = ts.KvStore.open(text.rstrip("/") + "/", context=_MEMORY).result()
+        store = ts.KvStore.open(text.rstrip("/") + "/", context=CONTEXT).result()
     except ValueError as error:
         raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
-    return KvPlace(store, _MEMORY)
+    return KvPlace(store, CONTEXT)
 
 
 class PosixPlace:

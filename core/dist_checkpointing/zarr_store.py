@@ -1,6 +1,5 @@
 """Cells from memory to files and back, by tensorstore: many at a time, never more bytes in flight than the budget."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import prod
@@ -10,16 +9,10 @@ import numpy as np
 import tensorstore as ts
 
 from core.dist_checkpointing.arrays import ITEMSIZE
+from core.dist_checkpointing.context import CONTEXT, UNSYNCED
 from core.dist_checkpointing.grid import cell_name, cells
 from core.dist_checkpointing.zarr_metadata import Chunks, Json, check_metadata
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, whole
-
-_CONTEXT = {
-    "file_io_concurrency": {"limit": 32},  # an fsync waits, it does not compute
-    "data_copy_concurrency": {"limit": min(4, os.cpu_count() or 1)},
-    "file_io_locking": {"mode": "none"},  # a cell has one writer, and some network file systems have no locks
-    "cache_pool": {"total_bytes_limit": 0},  # every byte is used once
-}
 
 
 class Store(Protocol):
@@ -29,7 +22,7 @@ class Store(Protocol):
 
     @property
     def context(self) -> ts.Context | None:
-        """tensorstore's context that `kvstore` belongs to; None: any."""
+        """tensorstore's context that `kvstore` belongs to; None: the one of this process."""
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """tensorstore's specification of the files below `prefix`."""
@@ -45,7 +38,7 @@ class Writer:
     def __init__(
         self, place: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 192 << 20, durable: bool = True
     ) -> None:
-        self._arrays = _Arrays(place, metadata, {**_CONTEXT, "file_io_sync": durable}, write=True)
+        self._arrays = _Arrays(place, metadata, write=True, durable=durable)
         self._flight = _Flight(budget_bytes)
         self._url = place.url
         # A store within this process might keep the memory itself instead of what it held.
@@ -83,7 +76,7 @@ class Reader:
     """
 
     def __init__(self, place: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 64 << 20) -> None:
-        self._arrays = _Arrays(place, metadata, _CONTEXT, write=False)
+        self._arrays = _Arrays(place, metadata, write=False)
         self._flight = _Flight(budget_bytes)
         self._url = place.url
 
@@ -119,11 +112,10 @@ class Reader:
 class _Arrays:
     """The arrays of one checkpoint, each opened once."""
 
-    def __init__(self, place: Store, metadata: Mapping[str, Json], context: Json, *, write: bool) -> None:
+    def __init__(self, place: Store, metadata: Mapping[str, Json], *, write: bool, durable: bool = True) -> None:
         for key, value in metadata.items():
             check_metadata(key, value)
-        self._place, self._metadata, self._write = place, metadata, write
-        self._context = ts.Context(context, place.context)
+        self._place, self._metadata, self._write, self._durable = place, metadata, write, durable
         self._open: dict[str, tuple[ts.TensorStore, Chunks]] = {}
 
     def __getitem__(self, key: str) -> tuple[ts.TensorStore, Chunks]:
@@ -134,16 +126,20 @@ class _Arrays:
         return self._open[key]
 
     def _opened(self, key: str) -> ts.TensorStore:
+        kvstore = self._place.kvstore(key + "/")
+        if not self._durable and kvstore["driver"] == "file":
+            kvstore |= {"file_io_sync": UNSYNCED}
         spec = {
             "driver": "zarr3",
-            "kvstore": self._place.kvstore(key + "/"),
+            "kvstore": kvstore,
             "metadata": self._metadata[key],
             "store_data_equal_to_fill_value": True,  # else a cell of only NaN would have no file
             "fill_missing_data_reads": False,  # a lost cell is an error
         }
         # No zarr.json is read or written. Inside the specification `assume_metadata` would be dropped.
+        context = self._place.context or CONTEXT
         return ts.open(
-            spec, context=self._context, read=not self._write, write=self._write, open=True, assume_metadata=True
+            spec, context=context, read=not self._write, write=self._write, open=True, assume_metadata=True
         ).result()
 
 
