@@ -43,6 +43,8 @@ def read_manifest(place: Place) -> Manifest:
         raise ValueError(f"{file}: one of `files`, `run`, `uuid` is missing or of a wrong type; use another step")
     if bad := sorted(path for path in files if leads_elsewhere(path)):
         raise ValueError(f"{file}: {len(bad)} of its paths lead out of the checkpoint, {bad[0]!r}; do not trust it")
+    if bad := sorted(path for path in files if not path.isprintable()):
+        raise ValueError(f"{file}: {len(bad)} of its paths hold control characters, {bad[0]!r}; do not trust it")
     if bad := sorted(path for path, entry in files.items() if not is_entry(entry)):
         raise ValueError(f"{file}: {files[bad[0]]!r} of {bad[0]} is no [size, crc]; use another step")
     return Manifest(value["uuid"], {path: (size, crc) for path, (size, crc) in files.items()}, run)

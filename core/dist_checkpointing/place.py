@@ -12,7 +12,7 @@ from uuid import uuid4
 import tensorstore as ts
 
 from core.dist_checkpointing.context import CONTEXT
-from core.dist_checkpointing.fs import Fs
+from core.dist_checkpointing.fs import Fs, check_regular
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.kv_place import KvPlace
 
@@ -106,7 +106,8 @@ def open_place(url: str | os.PathLike[str]) -> Place:
         pointer = parse_json(store.read("manifest.json"), f"{store.url}manifest.json")
     except FileNotFoundError:
         return store
-    return store.below(pointer["uuid"]) if isinstance(pointer, dict) and "files" not in pointer else store
+    uuid = pointer.get("uuid") if isinstance(pointer, dict) and "files" not in pointer else None
+    return store.below(uuid) if isinstance(uuid, str) else store
 
 
 def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace | KvPlace":
@@ -148,6 +149,8 @@ class PosixPlace:
     def size(self, name: str, expected: int = 0) -> int | None:
         """See Place."""
         status = self.fs.stat(self.url + name)
+        if status is not None:
+            check_regular(self.url + name, status)
         return None if status is None else status.st_size
 
     def names(self, prefix: str = "") -> list[str]:

@@ -49,6 +49,11 @@ class Chunks:
         """Entries of a shard's index."""
         return prod(self.cell) // prod(self.unit)
 
+    @property
+    def most_bytes(self) -> int:
+        """Of a cell's file: all pieces, each with its checksum, and a shard's index with its own."""
+        return self.pieces * (self.unit_bytes + 4) + (0 if self.piece is None else 16 * self.pieces + 4)
+
 
 def array_metadata(
     info: ArrayInfo, cell: tuple[int, ...], inner: tuple[int, ...] | None, attributes: Json | None = None
@@ -136,15 +141,15 @@ def check_metadata(key: str, metadata: Any) -> None:
     if not known:
         raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {', '.join(STORED)}; {_NEWER}")
     expected = array_metadata(ArrayInfo(chunks.shape, dtype), chunks.cell, chunks.piece, attributes)
-    if difference := _difference("zarr.json", metadata, expected):
-        raise ValueError(f"array {key!r}: {difference}; {_NEWER}")
+    if found := difference("zarr.json", metadata, expected):
+        raise ValueError(f"array {key!r}: {found}; {_NEWER}")
     if problem := _absurd(chunks):
         raise ValueError(f"array {key!r}: {problem}; shape {_short(chunks.shape)}, cells {_short(chunks.cell)}")
     if problem := _misplaced(key, len(chunks.shape), attributes):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
 
 
-def _difference(where: str, found: Any, wanted: Any) -> str | None:
+def difference(where: str, found: Any, wanted: Any) -> str | None:
     """The first thing that is not as it should be."""
     if found == wanted:
         return None
@@ -153,7 +158,7 @@ def _difference(where: str, found: Any, wanted: Any) -> str | None:
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() ^ wanted.keys()):
             return f"{where}: {_short(name)} is {'missing' if name in wanted else 'unknown'}"
-        deeper = (_difference(f"{where}: {name}", found[name], wanted[name]) for name in sorted(found))
+        deeper = (difference(f"{where}: {name}", found[name], wanted[name]) for name in sorted(found))
         return next(filter(None, deeper))
     return f"{where} is {_short(found)}, this version reads {_short(wanted)}"
 

@@ -1,5 +1,6 @@
 """Cells from memory to files and back, by tensorstore: many at a time, never more bytes in flight than the budget."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import prod
@@ -10,6 +11,7 @@ import tensorstore as ts
 
 from core.dist_checkpointing.arrays import ITEMSIZE
 from core.dist_checkpointing.context import CONTEXT, UNSYNCED
+from core.dist_checkpointing.fs import check_regular
 from core.dist_checkpointing.grid import cell_name, cells
 from core.dist_checkpointing.zarr_metadata import Chunks, Json, check_metadata
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, whole
@@ -79,6 +81,8 @@ class Reader:
         self._arrays = _Arrays(place, metadata, write=False)
         self._flight = _Flight(budget_bytes)
         self._url = place.url
+        store = place.kvstore()
+        self._local: str = store["path"] if store["driver"] == "file" else ""
 
     def read(self, key: str, box: Box, into: np.ndarray) -> None:
         """Starts to read `box` into an array of its shape, with any strides. Waits while the budget is used up.
@@ -94,10 +98,14 @@ class Reader:
             where: Any = (*slices(relative(part, box)), ...)  # the dots: a view even of an array without dims
             target = into[where]
 
-            def start(part: Box = part, target: np.ndarray = target) -> ts.Future[None]:
+            name = f"{key}/{cell_name(index)}"
+
+            def start(part: Box = part, target: np.ndarray = target, name: str = name) -> ts.Future[None]:
+                if self._local:
+                    _check_file(self._local + name, chunks)
                 return ts.array(target, copy=False, write=True).write(store[slices(part)]).commit
 
-            self._flight.start(f"{key}/{cell_name(index)}", _bytes_to_read(part, chunks), start, target)
+            self._flight.start(name, _bytes_to_read(part, chunks), start, target)
 
     def finish(self) -> None:
         """Waits for all. Raises ValueError: the first cell that is missing or damaged."""
@@ -156,8 +164,12 @@ class _Flight:
         while self._pending and self._bytes + size > self._budget:
             self._wait()
         if self._failure is None:
-            self._pending.append((name, size, operation(), array))
-            self._bytes += size
+            try:
+                self._pending.append((name, size, operation(), array))
+            except (OSError, ValueError) as error:
+                self._failure = (name, error)
+            else:
+                self._bytes += size
 
     def finish(self) -> tuple[str, Exception] | None:
         """After it nothing touches the memory of any operation, failures or not."""
@@ -180,6 +192,14 @@ def _check(key: str, box: Box, chunks: Chunks, array: np.ndarray) -> None:
     if array.shape != extent(box) or array.dtype != np.dtype(chunks.data_type):
         wanted = f"{chunks.data_type} of shape {extent(box)}"
         raise ValueError(f"array {key!r}: {wanted} expected for {box}, got {array.dtype} of shape {array.shape}")
+
+
+def _check_file(path: str, chunks: Chunks) -> None:
+    """tensorstore would wait for a FIFO, and end the process where it has no memory for the whole of a file."""
+    status = os.stat(path)
+    check_regular(path, status)
+    if status.st_size > chunks.most_bytes:
+        raise ValueError(f"{path} has {status.st_size} bytes, a cell of this array at most {chunks.most_bytes}")
 
 
 def _bytes_to_read(box: Box, chunks: Chunks) -> int:
