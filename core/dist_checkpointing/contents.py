@@ -7,6 +7,8 @@ from math import prod
 from typing import Any
 
 from core.dist_checkpointing.arrays import ITEMSIZE, STORED
+from core.dist_checkpointing.digest import json_crc
+from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.manifest import FORMAT, Files, grid_shape
 from core.dist_checkpointing.zarr_metadata import Json, check_key, check_metadata, difference, group_metadata
 
@@ -52,7 +54,20 @@ class Contents:
         nodes = {**metadata, **group_metadata(metadata, root["attributes"])}
         if found := difference("the group", root, nodes[""]):
             raise ValueError(f"{found}, by the arrays in it; use another")
+        _check_nodes(nodes, files)
         return cls(version, metadata, objects, derived, nodes)
+
+
+def _check_nodes(nodes: Mapping[str, Json], files: Files) -> None:
+    """Raises ValueError: the zarr.json of an array or group, by its checksum, says something else than the root's, so
+    that two readers would have two answers; or there is one that the root's does not know."""
+    texts = {file: canonical_json(nodes[path]) for file, path in files_of(nodes).items() if path}
+    expected = {file: (len(text), json_crc(text)) for file, text in texts.items()}
+    listed = {file: entry for file, entry in files.items() if file.endswith("/zarr.json")}
+    if other := sorted(file for file in expected.keys() | listed.keys() if expected.get(file) != listed.get(file)):
+        why = "is not in the manifest" if other[0] not in listed else "says otherwise"
+        why = why if other[0] in expected else "is of no array or group in it"
+        raise ValueError(f"{other[0]} {why} ({len(other)} such files); use another step")
 
 
 class Held:

@@ -1,5 +1,6 @@
 """What the zarr.json files of a checkpoint say, and nothing else is believed when they are read."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -150,8 +151,8 @@ def check_metadata(key: str, metadata: Any) -> None:
 
 
 def difference(where: str, found: Any, wanted: Any) -> str | None:
-    """The first thing that is not as it should be."""
-    if found == wanted:
+    """The first thing that is not as it should be; true is not 1, as it is to Python."""
+    if json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True):
         return None
     if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
         found, wanted = dict(enumerate(found)), dict(enumerate(wanted))

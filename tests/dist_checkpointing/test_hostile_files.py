@@ -144,7 +144,7 @@ def test_shards_that_claim_terabytes(saved, tmp_path):  # noqa: F811
     folder.mkdir()
     for name, pieces, size in (("16 GiB", 2**16, 2**18), ("64 TiB", 2**16, 2**30)):
         array, write = claims(pieces, size)
-        target = forged(saved, folder, array=array, manifest=lambda m, w=write: w(folder / "x", m))
+        target = forged(saved, folder, array=array, files=write)
         target.rename(folder / name)
     for (name, command), (status, said) in commands(folder, tmp_path / "out").items():
         assert status == (1 if command.startswith("verify") else 2), (name, command, said)

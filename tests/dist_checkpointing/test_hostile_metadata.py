@@ -27,8 +27,9 @@ def saved(tmp_path_factory):
     return root / "x"
 
 
-def forged(saved, tmp_path, *, group=None, manifest=None, array=None):
-    """A copy in which functions changed the group's zarr.json, w's, the manifest; every crc is right again."""
+def forged(saved, tmp_path, *, group=None, manifest=None, array=None, files=None):
+    """A copy in which functions changed the group's zarr.json, w's in both places, the manifest, files and what the
+    manifest says of them; every crc is right again."""
     target = tmp_path / "x"
     shutil.copytree(saved, target)
     value = json.loads((target / "manifest.json").read_text())
@@ -43,6 +44,8 @@ def forged(saved, tmp_path, *, group=None, manifest=None, array=None):
     put(target, value, "zarr.json", canonical_json(root))
     if manifest is not None:
         manifest(value)
+    if files is not None:
+        files(target, value)
     (target / "manifest.json").write_bytes(seal(value))
     return target
 
