@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -117,8 +118,8 @@ def test_what_is_no_file(saved, tmp_path, ranks):  # noqa: F811
     assert Root(steps).surplus(1) == [] and Root(steps).latest() is not None
 
 
-def claims(pieces, piece_bytes):
-    """The array w as one shard of so many pieces, of which its file holds one."""
+def claims(pieces, piece_bytes, held=1):
+    """The array w as one shard of so many pieces, of which its file, a sparse one, holds the first."""
     size = piece_bytes // 4
 
     def array(node):
@@ -128,9 +129,13 @@ def claims(pieces, piece_bytes):
         node["shape"] = node["chunk_grid"]["configuration"]["chunk_shape"] = [pieces, size]
 
     def write(target, manifest):
-        index = struct.pack("<2Q", 0, piece_bytes + 4) + b"\xff" * 16 * (pieces - 1)
+        stride = piece_bytes + 4
+        index = b"".join(struct.pack("<2Q", i * stride, stride) for i in range(held)) + b"\xff" * 16 * (pieces - held)
+        crc = google_crc32c.value(bytes(piece_bytes)).to_bytes(4, "little") if held > 1 else bytes(4)
         with open(target / CELL, "wb") as file:
-            file.seek(piece_bytes + 4)
+            for i in range(held):
+                file.seek(i * stride + piece_bytes)
+                file.write(crc)
             file.write(index + google_crc32c.value(index).to_bytes(4, "little"))
         node = parse_json((target / "model/w/zarr.json").read_bytes(), "")
         manifest["files"][CELL] = list(file_crc(target / CELL, node))
@@ -149,6 +154,18 @@ def test_shards_that_claim_terabytes(saved, tmp_path):  # noqa: F811
     for (name, command), (status, said) in commands(folder, tmp_path / "out").items():
         assert status == (1 if command.startswith("verify") else 2), (name, command, said)
         assert "array 'model/w' is said to have" in said, (name, command, said)
+
+
+def test_a_cell_larger_than_ours(saved, tmp_path):  # noqa: F811
+    """All of it is there: it verifies, a part at a time."""
+    array, write = claims(256, 1 << 20, held=256)
+    place = open_place(forged(saved, tmp_path, array=array, files=write))
+    tracemalloc.start()
+    try:
+        assert check(place, full=True) == []
+        assert tracemalloc.get_traced_memory()[1] < 160 << 20
+    finally:
+        tracemalloc.stop()
 
 
 ESCAPE = "\x1b]0;owned\x07\x9b2J\u202e\nforged: line"
