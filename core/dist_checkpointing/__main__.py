@@ -1,4 +1,4 @@
-"""`python -m core.dist_checkpointing inspect|verify|diff|reshard|prune|export PATH …`: checkpoints on a machine
+"""`python -m core.dist_checkpointing inspect|verify|sign|diff|reshard|prune|export PATH …`: checkpoints on a machine
 without torch, accelerators or the model. PATH is a checkpoint, or a directory of steps, of which the newest is taken.
 
 Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, told on standard error.
@@ -16,11 +16,12 @@ from core.dist_checkpointing.console import progress, say, size_text
 from core.dist_checkpointing.cuts import check_layout
 from core.dist_checkpointing.diff import differences
 from core.dist_checkpointing.export import DTYPES, export, per_rank, tensors
-from core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from core.dist_checkpointing.manifest import MANIFEST, SIGNATURE, read_manifest
 from core.dist_checkpointing.place import open_place
 from core.dist_checkpointing.reshard import WELL, amplification, copy, cut_for
 from core.dist_checkpointing.root import Root, step_name
 from core.dist_checkpointing.show import facts, text
+from core.dist_checkpointing.sign import sign, unsigned
 from core.dist_checkpointing.stored import Stored
 
 PATH = "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
@@ -63,6 +64,8 @@ def _inspect(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     place, begin = open_place(find(options.path)), time.perf_counter()
     problems = check(place, digests=options.fast, full=not options.fast, jobs=options.jobs)
+    if options.key and not problems:
+        problems = unsigned(place, options.key)
     seconds = time.perf_counter() - begin
     if problems:
         say(problems)
@@ -71,7 +74,15 @@ def _verify(options: argparse.Namespace) -> int:
     files = read_manifest(place).files
     size = size_text(sum(size for size, _ in files.values()))
     depth = "their sizes and digests are right" if options.fast else "every byte is right"
+    depth += f", signed by {options.key}" if options.key else ""
     say(f"{place.url}: {len(files)} files, {size}, {depth}, {seconds:.1f} s")
+    return 0
+
+
+def _sign(options: argparse.Namespace) -> int:
+    place = open_place(find(options.path))
+    count = sign(place, options.key)
+    say(f"{place.url}{SIGNATURE}: {count} files are signed")
     return 0
 
 
@@ -157,7 +168,13 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", help=PATH)
     verify.add_argument("--fast", action="store_true", help="sizes and digests only: a few bytes of each file")
     verify.add_argument("-j", "--jobs", type=int, default=32, metavar="N", help="files at a time (default 32)")
+    verify.add_argument("--key", metavar="PEM", help="and is it signed by the owner of this public key")
     verify.set_defaults(run=_verify)
+
+    sign = commands.add_parser("sign", help="sign every file, for stores that others can write to")
+    sign.add_argument("path", help=PATH)
+    sign.add_argument("--key", metavar="PEM", required=True, help="an Ed25519 private key")
+    sign.set_defaults(run=_sign)
 
     diff = commands.add_parser("diff", help="where two checkpoints differ, by their digests")
     diff.add_argument("a", help=PATH)

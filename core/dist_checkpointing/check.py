@@ -14,7 +14,7 @@ from core.dist_checkpointing.contents import Contents, Held, files_of
 from core.dist_checkpointing.digest import cell_crc, file_crc, json_crc
 from core.dist_checkpointing.grid import blocks, cell_name, cells
 from core.dist_checkpointing.json_files import canonical_json, parse_json
-from core.dist_checkpointing.manifest import MANIFEST, Manifest, grid_shape, planned_files, read_manifest
+from core.dist_checkpointing.manifest import MANIFEST, SIGNATURE, Manifest, grid_shape, planned_files, read_manifest
 from core.dist_checkpointing.place import Place, PosixPlace
 from core.dist_checkpointing.zarr_metadata import check_metadata
 from core.dist_checkpointing.zarr_store import Reader
@@ -50,7 +50,7 @@ def check(place: Place, *, digests: bool = False, full: bool = False, jobs: int 
         held = Held(manifest.files)
         for key, array in metadata.items():
             found |= _payload(place, key, array, held, found)
-        extra = set(place.names()) - manifest.files.keys() - {MANIFEST}
+        extra = set(place.names()) - manifest.files.keys() - {MANIFEST, SIGNATURE}
         found |= dict.fromkeys(extra, "is not in the manifest")
     return [printable(f"{place.url}{path}: {found[path]}") for path in sorted(found)]
 

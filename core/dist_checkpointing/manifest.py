@@ -11,6 +11,7 @@ from core.dist_checkpointing.place import Place
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SIGNATURE = "signature.json"  # who wrote it, where somebody signed it; in no manifest
 Files = Mapping[str, tuple[int, int]]  # path -> (size, crc)
 
 
