@@ -14,15 +14,16 @@ from pathlib import Path
 import google_crc32c
 import pytest
 
-from core.dist_checkpointing import load, load_common_state_dict, load_plain_tensors, load_tensors_metadata
+from core.dist_checkpointing import job, load, load_common_state_dict, load_plain_tensors, load_tensors_metadata, save
 from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.digest import file_crc
 from core.dist_checkpointing.json_files import canonical_json, parse_json
-from core.dist_checkpointing.manifest import read_manifest
+from core.dist_checkpointing.manifest import least_bytes, read_manifest
 from core.dist_checkpointing.place import open_place
 from core.dist_checkpointing.root import Root
-from tests.dist_checkpointing.test_hostile_metadata import at, forged, saved  # noqa: F401
+from core.dist_checkpointing.stored import Stored
+from tests.dist_checkpointing.test_hostile_metadata import W, at, forged, saved  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 CELL = "model/w/c.0.0"
@@ -229,3 +230,14 @@ def test_nothing_is_written_that_is_not_read():
     text = "x" * (64 << 20)
     with pytest.raises(ValueError, match="67108866 bytes of JSON, readers take 67108864"):
         canonical_json(text)
+
+
+def test_what_no_reader_takes_is_refused_before_it_is_written(saved, tmp_path, single, monkeypatch):  # noqa: F811
+    stored = Stored.open(saved)
+    cells = [f'"{path}":[{size},{crc}],' for path, (size, crc) in stored.manifest.files.items() if "/c" in path]
+    least, exactly = least_bytes(stored.metadata), len("".join(cells))
+    assert exactly - 20 * len(cells) < least < exactly
+    monkeypatch.setattr(job, "MOST_BYTES", least - 1)
+    with pytest.raises(ValueError, match=rf"x would have a manifest of {least} bytes, readers take {least - 1}"):
+        save({"model": {"w": W}, "optimizer": {"main": {"v": W}}}, tmp_path / "x", ps=single)
+    assert not list(tmp_path.iterdir())
