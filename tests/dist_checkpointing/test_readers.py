@@ -3,7 +3,7 @@
 import pytest
 
 from core.dist_checkpointing import CheckpointManager, loading
-from core.dist_checkpointing.ranks import DamagedCheckpoint
+from core.dist_checkpointing.ranks import DamagedCheckpoint, agree
 from core.dist_checkpointing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.dist_checkpointing.test_loading import falls_back
@@ -49,3 +49,27 @@ def test_a_reader_that_is_always_outrun(tmp_path, single, monkeypatch):
     monkeypatch.setattr(CheckpointManager, "steps", lambda self: [next(steps)])
     with pytest.raises(DamagedCheckpoint, match="none of the 11 steps"):
         CheckpointManager(tmp_path, ps=single).load_latest(small.state(0, empty=True))
+
+
+def told_alike():
+    """What rank 0 raises is to all what it is to those who catch it."""
+    ps, caught = parallel(tp=2), []
+    for problem in (
+        PermissionError("x"),
+        IsADirectoryError("x"),
+        DamagedCheckpoint("x"),
+        UnicodeError("x"),
+        KeyError("x"),
+    ):
+        try:
+            agree(problem if ps.rank == 0 else None, ps)
+        except Exception as error:
+            caught.append(type(error).__name__)
+    return caught
+
+
+def test_an_error_is_of_its_kind_on_every_rank(ranks):
+    """Ranks that catch different errors go different ways, and wait for each other."""
+    first, second = ranks(told_alike, world=2)
+    assert first == ["PermissionError", "IsADirectoryError", "DamagedCheckpoint", "UnicodeError", "KeyError"]
+    assert second == ["OSError", "OSError", "DamagedCheckpoint", "ValueError", "RuntimeError"]
