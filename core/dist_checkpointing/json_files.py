@@ -19,7 +19,9 @@ def canonical_json(value: Any) -> bytes:
 
 
 def parse_json(data: bytes, file: str) -> Any:
-    """The value of a JSON file. ValueError naming `file`: it is damaged."""
+    """The value of a JSON file. ValueError naming `file`: it is damaged, or too large (parsed it is larger still)."""
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{file} has {len(data)} bytes, of JSON at most {MOST_BYTES} are read; use another step")
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:

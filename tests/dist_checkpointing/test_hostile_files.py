@@ -226,6 +226,15 @@ def test_numbers_that_are_infinite(saved, tmp_path, single, number, file):  # no
     assert any(file in line and "not finite" in line for line in check(open_place(target), full=True))
 
 
+def test_a_giant_manifest_in_an_object_store(saved, tmp_path):  # noqa: F811
+    """Which tells no sizes: it is read, but not parsed."""
+    place = open_place(f"memory://{tmp_path.name}")
+    place.write_all({file: (saved / file).read_bytes() for file in open_place(saved).names()})
+    place.write("manifest.json", b"[" + b"[]," * (22 << 20) + b"[]]")
+    (problem,) = check(place, full=True)
+    assert problem.startswith(f"{place.url}manifest.json has ") and "69206" in problem
+
+
 def test_nothing_is_written_that_is_not_read():
     text = "x" * (64 << 20)
     with pytest.raises(ValueError, match="67108866 bytes of JSON, readers take 67108864"):
