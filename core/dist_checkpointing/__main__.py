@@ -1,5 +1,6 @@
-"""`python -m core.dist_checkpointing inspect|verify|diff|reshard|prune|tag|export PATH …`: checkpoints on a machine
-without torch, accelerators or the model. PATH is a checkpoint, or a directory of steps, of which the newest is taken.
+"""`python -m core.dist_checkpointing inspect|verify|sign|diff|reshard|prune|tag|export PATH …`: checkpoints on a
+machine without torch, accelerators or the model. PATH is a checkpoint, or a directory of steps, of which the newest
+is taken.
 
 Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, told on standard error.
 """
@@ -13,16 +14,17 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from core.dist_checkpointing.check import check
-from core.dist_checkpointing.console import progress, size_text
+from core.dist_checkpointing.console import progress, say, size_text
 from core.dist_checkpointing.cuts import check_layout
 from core.dist_checkpointing.diff import differences
 from core.dist_checkpointing.export import DTYPES, export, per_rank, tensors
-from core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from core.dist_checkpointing.manifest import MANIFEST, SIGNATURE, read_manifest
 from core.dist_checkpointing.place import open_place
 from core.dist_checkpointing.reshard import WELL, amplification, copy, cut_for
 from core.dist_checkpointing.retention import MODES, Retention
 from core.dist_checkpointing.root import Root, step_name
 from core.dist_checkpointing.show import facts, text
+from core.dist_checkpointing.sign import sign, unsigned
 from core.dist_checkpointing.stored import Stored
 
 PATH = "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
@@ -30,42 +32,67 @@ PATH = "a checkpoint, or a directory of steps, of which the newest is taken; or 
 
 def find(path: str) -> str:
     """The checkpoint at a path or URL, or the newest step there, which is said. FileNotFoundError: neither."""
-    if open_place(path).size(MANIFEST) is not None:
+    if _holds_manifest(path):
         return path
     root = Root(path)
     if not (steps := root.steps()):
         raise FileNotFoundError(
             f"{path} is no checkpoint, it has no {MANIFEST}, and no directory of steps; give one of the two"
         )
-    print(f"{path}: the newest of {len(steps)} steps, {step_name(steps[-1])}", file=sys.stderr)
-    return root.open(steps[-1]).url
+    say(f"{path}: the newest of {len(steps)} steps, {step_name(steps[-1])}", error=True)
+    try:
+        return root.open(steps[-1]).url
+    except OSError:  # what reads it says why it cannot
+        return root.url + step_name(steps[-1])
+
+
+def _holds_manifest(path: str) -> bool:
+    """Also one that cannot be read: what reads it says why."""
+    place = open_place(path)
+    try:
+        return place.size(MANIFEST) is not None
+    except (OSError, ValueError):
+        return True
 
 
 def _inspect(options: argparse.Namespace) -> int:
     stored = Stored.open(find(options.path))
-    print(json.dumps(facts(stored), indent=2) if options.json else text(stored))
+    if options.json:
+        print(json.dumps(facts(stored), indent=2).replace("\x7f", "\\u007f"))  # the only one it leaves as it is
+    else:
+        say(text(stored))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     place, begin = open_place(find(options.path)), time.perf_counter()
     problems = check(place, digests=options.fast, full=not options.fast, jobs=options.jobs)
+    if options.key and not problems:
+        problems = unsigned(place, options.key)
     seconds = time.perf_counter() - begin
     if problems:
-        print("\n".join(problems))
-        print(f"{place.url}: {len(problems)} problems, {seconds:.1f} s")
+        say(problems)
+        say(f"{place.url}: {len(problems)} problems, {seconds:.1f} s")
         return 1
     files = read_manifest(place).files
     size = size_text(sum(size for size, _ in files.values()))
     depth = "their sizes and digests are right" if options.fast else "every byte is right"
-    print(f"{place.url}: {len(files)} files, {size}, {depth}, {seconds:.1f} s")
+    depth += f", signed by {options.key}" if options.key else ""
+    say(f"{place.url}: {len(files)} files, {size}, {depth}, {seconds:.1f} s")
+    return 0
+
+
+def _sign(options: argparse.Namespace) -> int:
+    place = open_place(find(options.path))
+    count = sign(place, options.key)
+    say(f"{place.url}{SIGNATURE}: {count} files are signed")
     return 0
 
 
 def _diff(options: argparse.Namespace) -> int:
     a, b = (Stored.open(find(path)) for path in (options.a, options.b))
     lines = list(differences(a, b))
-    print("\n".join(lines) if lines else f"the same: {len(a.keys)} arrays, {len(a.objects)} objects")
+    say(lines or f"the same: {len(a.keys)} arrays, {len(a.objects)} objects")
     return 1 if lines else 0
 
 
@@ -78,13 +105,13 @@ def _reshard(options: argparse.Namespace) -> int:
         with progress("writing", total) as done:
             ranks = per_rank(stored, options.destination, tp, pp, done)
         written = sum(t.nbytes for found in ranks.values() for t in found)
-        print(f"{options.destination}: {len(ranks)} ranks, {_since(begin, written)}")
+        say(f"{options.destination}: {len(ranks)} ranks, {_since(begin, written)}")
         return 0
     metadata = cut_for(stored, tp)
     now, then = (amplification(stored, m, tp, pp) for m in (stored.metadata, metadata))
     if not options.copy and now <= max(WELL, then):
         why = "" if now <= WELL else ", which a copy would not better because the arrays are small"
-        print(
+        say(
             f"no data movement needed: of {stored.place.url} the ranks of {layout} read {now:.2f} times the bytes "
             f"they need{why}; load it at {layout} as it is"
         )
@@ -92,7 +119,7 @@ def _reshard(options: argparse.Namespace) -> int:
     total = sum(map(stored.nbytes, stored.keys))
     with progress("copying", total) as done:
         copy(stored, options.destination, metadata, {"resharded": {"tp": tp, "pp": pp}}, done)
-    print(
+    say(
         f"{options.destination}: {_since(begin, total)}, verified; {layout} reads {then:.2f} times the bytes it "
         f"needs, {now:.2f} before"
     )
@@ -103,7 +130,7 @@ def _export(options: argparse.Namespace) -> int:
     stored, begin, dtype = Stored.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
     with progress("exporting", sum(t.nbytes for t in tensors(stored, dtype))) as done:
         found = export(stored, options.destination, dtype, done)
-    print(f"{options.destination}: {len(found)} tensors, {_since(begin, sum(t.nbytes for t in found))}")
+    say(f"{options.destination}: {len(found)} tensors, {_since(begin, sum(t.nbytes for t in found))}")
     return 0
 
 
@@ -136,9 +163,9 @@ def _prune(options: argparse.Namespace) -> int:
         finally:
             lock.release()
     for name in [*map(step_name, removed), *swept]:
-        print(f"{said} {name}")
+        say(f"{said} {name}")
     kept = len(set(root.steps()) - set(removed))
-    print(f"{root.url}: {said} {len(removed)} steps, {kept} {'would be' if options.dry_run else 'are'} kept")
+    say(f"{root.url}: {said} {len(removed)} steps, {kept} {'would be' if options.dry_run else 'are'} kept")
     return 0
 
 
@@ -160,13 +187,24 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", help=PATH)
     verify.add_argument("--fast", action="store_true", help="sizes and digests only: a few bytes of each file")
     verify.add_argument("-j", "--jobs", type=int, default=32, metavar="N", help="files at a time (default 32)")
+    verify.add_argument("--key", metavar="PEM", help="and is it signed by the owner of this public key")
     verify.set_defaults(run=_verify)
+
+    sign = commands.add_parser("sign", help="sign every file, for stores that others can write to")
+    sign.add_argument("path", help=PATH)
+    sign.add_argument("--key", metavar="PEM", required=True, help="an Ed25519 private key")
+    sign.set_defaults(run=_sign)
 
     diff = commands.add_parser("diff", help="where two checkpoints differ, by their digests")
     diff.add_argument("a", help=PATH)
     diff.add_argument("b", help=PATH)
     diff.set_defaults(run=_diff)
 
+    _add_writing(commands)
+    return parser
+
+
+def _add_writing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     reshard = commands.add_parser("reshard", help="a copy for another layout, if one is needed at all")
     reshard.add_argument("source", help=PATH)
     reshard.add_argument("destination", help="a directory or URL that is to be made")
@@ -204,7 +242,6 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--to", choices=["safetensors"], default="safetensors")
     out.add_argument("--dtype", choices=DTYPES, default="as-saved", help="of floating values (default as-saved)")
     out.set_defaults(run=_export)
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,9 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say(f"error: {' '.join(str(error).split())}", error=True)
+    except MemoryError as error:
+        say(f"error: out of memory: {error}", error=True)
     except KeyboardInterrupt:
-        print("interrupted, nothing was changed", file=sys.stderr)
+        say("interrupted, nothing was changed", error=True)
+    except Exception as error:
+        say(f"error: {type(error).__name__}: {error}: a mistake of this program, please report it", error=True)
     return 2
 
 

@@ -1,8 +1,19 @@
 """What commands say on a terminal."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
+
+def printable(text: str) -> str:
+    """What a terminal may be sent: control characters, of which it obeys some, are written as Python does."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def say(lines: str | Iterable[str], *, error: bool = False) -> None:
+    """Prints a line, or lines, of whatever text, on standard output or `error`."""
+    for line in [lines] if isinstance(lines, str) else lines:
+        print(printable(line), file=sys.stderr if error else sys.stdout)
 
 
 def size_text(nbytes: float) -> str:
@@ -14,8 +25,9 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Columns as wide as they must be; those in `right` are aligned there."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -24,7 +36,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
             for i, (cell, n) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return lines
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from core.dist_checkpointing.fs import open_regular
 from core.dist_checkpointing.zarr_metadata import Chunks
 
 _CRC_BYTES = 4
@@ -41,7 +42,7 @@ def cell_crc(read: Callable[[int, int], bytes], size: int, metadata: Mapping[str
 
 def file_crc(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> tuple[int, int]:
     """(size, `cell_crc`) of a local file."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         return size, cell_crc(lambda offset, length: os.pread(descriptor, length, offset), size, metadata)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from core.dist_checkpointing.fs import open_regular
 from core.dist_checkpointing.grid import cell_name, cells
 from core.dist_checkpointing.manifest import Files
 from core.dist_checkpointing.place import Place, PosixPlace
@@ -81,7 +82,7 @@ class DirectReader:
         expected = None if self._files is None else self._files.get(name)
         if self._files is not None and expected is None:
             raise ValueError(f"{path} is not in the manifest")
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
         try:
             cell = _Cell(descriptor, chunks)
             if expected is not None and cell.size != expected[0]:

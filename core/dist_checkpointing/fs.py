@@ -2,12 +2,34 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+MOST_BYTES = 64 << 20  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor for reading. ValueError: no regular file. A FIFO would be waited for, a device may have no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        check_regular(path, os.fstat(descriptor))
+    except ValueError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    """Raises ValueError: what lies at a path, links followed, is no regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
+        raise ValueError(f"{os.fspath(path)} is {kind}, no regular file: restore it from a copy, or use another step")
 
 
 class Fs:
@@ -58,8 +80,13 @@ class Fs:
     # what reads
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """The bytes from `offset`: `length` of them or, at the end of the file, fewer; all if None."""
-        with open(path, "rb", buffering=0) as file:
+        """The bytes from `offset`: `length` of them or, at the end of the file, fewer; all if None.
+
+        Raises ValueError: no regular file, or a large one that all is asked of.
+        """
+        with open(open_regular(path), "rb", buffering=0) as file:
+            if length is None and (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
+                raise ValueError(f"{path} has {size} bytes, of JSON at most {MOST_BYTES} are read; use another step")
             file.seek(offset)
             return file.read() if length is None else file.read(length)
 

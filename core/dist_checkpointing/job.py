@@ -14,9 +14,10 @@ from core.dist_checkpointing.check import crc_of
 from core.dist_checkpointing.commit import commit, write_failure, write_receipt
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.direct_write import DirectWriter, fastest_writer
+from core.dist_checkpointing.fs import MOST_BYTES
 from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import canonical_json
-from core.dist_checkpointing.manifest import planned_files
+from core.dist_checkpointing.manifest import least_bytes, planned_files
 from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.zarr_metadata import Json, group_metadata
@@ -58,8 +59,15 @@ class Job:
         return self._root.temporary(self.name, self.uuid)
 
     def begin(self) -> None:
-        """Rank 0, before the others write much: the temporary directory, once what killed jobs left is gone. Raises
-        DiskFullError: too little space."""
+        """Rank 0, before the others write much: the temporary directory, once what killed jobs left is gone.
+
+        Raises DiskFullError: too little space. ValueError: more cells than a reader takes in one manifest.
+        """
+        if (least := least_bytes(self.metadata)) > MOST_BYTES:
+            raise ValueError(
+                f"{self.name} would have a manifest of {least} bytes, readers take {MOST_BYTES}: save the model and "
+                "each state of the optimizer as checkpoints of their own"
+            )
         self._root.sweep(self.name)
         with space_for(self._root.files, self.nbytes + SLACK):
             self._root.begin(self.name, self.uuid)

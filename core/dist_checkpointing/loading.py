@@ -84,7 +84,7 @@ def load(
         )
     flat = _known(flat, report)
     problem = problem_of(lambda: read(stored, _targets(flat, stored), verify=verify))
-    agree(DamagedCheckpoint(str(problem)) if isinstance(problem, ValueError) else problem, ps)
+    agree(DamagedCheckpoint(str(problem)) if isinstance(problem, (OSError, ValueError)) else problem, ps)
     state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, stored.objects))
     return (state, report) if strict == "report" else state
 
@@ -92,7 +92,9 @@ def load(
 def _opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
     try:
         return Stored.open(checkpoint_dir, sizes=sizes)
-    except ValueError as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
         raise DamagedCheckpoint(str(error)) from error
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
@@ -25,6 +26,8 @@ from core.parallel_state.config import raise_all
 from core.parallel_state.flat import volume
 
 log = logging.getLogger(__name__)
+
+_REMOVED = 10  # steps that another job may remove while they are read: its saves are faster than this reading
 
 
 class SaveHandle:
@@ -265,19 +268,18 @@ class CheckpointManager:
 
         def find() -> str:
             try:
-                return self.url(step)
-            except ValueError as error:
-                if step in self.steps():  # what points to it in an object store is damaged
-                    raise DamagedCheckpoint(str(error)) from error
-                raise
+                return self._where(step)
+            except FileNotFoundError as error:
+                raise ValueError(str(error)) from error
 
         return load(template, from_first(find, self.ps), strict=strict, ps=self.ps)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
 
-        Waits for a writer that a killed job left behind. Raises FileNotFoundError: no step at all. DamagedCheckpoint:
-        none is whole; `template` then holds nothing defined. ValueError: the newest does not fit `template`.
+        Waits for a writer that a killed job left behind. Where another job removes the step that is read, the steps
+        are listed again. Raises FileNotFoundError: no step at all. DamagedCheckpoint: none is whole; `template` then
+        holds nothing defined. ValueError: the newest does not fit `template`.
         """
 
         def find() -> list[int]:
@@ -285,17 +287,31 @@ class CheckpointManager:
             return self.steps()
 
         self._settle()
-        steps = from_first(find, self.ps)
-        damaged = []
-        for step in reversed(steps):
+        steps, problems = from_first(find, self.ps), dict[int, str]()
+        while left := [step for step in steps if step not in problems]:
+            step = left[-1]
             try:
-                return step, self.load(step, template, strict=strict)
+                where = from_first(partial(self._where, step), self.ps)
+                return step, load(template, where, strict=strict, ps=self.ps)
             except (DamagedCheckpoint, FileNotFoundError) as error:
-                damaged.append(f"step {step}: {error}")
-                log.warning("checkpoint %s is damaged, falling back to the one before: %s", step_name(step), error)
-        if damaged:
-            raise DamagedCheckpoint(f"none of the {len(steps)} steps in {self.root} is whole:\n" + "\n".join(damaged))
-        raise FileNotFoundError(f"{self.root} has no checkpoint; start afresh, or look for the right directory")
+                problems[step] = f"step {step}: {error}"
+            steps = from_first(self.steps, self.ps)
+            told = "is damaged, falling back to the one before" if step in steps else "was removed, looking again"
+            log.warning("checkpoint %s %s: %s", step_name(step), told, problems[step])
+            if len(problems.keys() - set(steps)) > _REMOVED:
+                break
+        if not problems:
+            raise FileNotFoundError(f"{self.root} has no checkpoint; start afresh, or look for the right directory")
+        told = "\n".join(problems.values())
+        raise DamagedCheckpoint(f"none of the {len(problems)} steps in {self.root} is whole:\n{told}")
+
+    def _where(self, step: int) -> str:
+        """Where a step lies. FileNotFoundError: there is none. DamagedCheckpoint: what leads to it cannot be read."""
+        try:
+            return self.url(step)
+        except (OSError, ValueError) as error:
+            kind = DamagedCheckpoint if step in self.steps() else FileNotFoundError
+            raise kind(str(error)) from error
 
 
 def log_file(root: str, rank: int) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 from core.dist_checkpointing.grid import cell_name
@@ -11,6 +12,8 @@ from core.dist_checkpointing.place import Place
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SIGNATURE = "signature.json"  # who wrote it, where somebody signed it; in no manifest
+SIGNED = "paracore checkpoint, sha256 of its files, ed25519"  # what it says it is
 Files = Mapping[str, tuple[int, int]]  # path -> (size, crc)
 
 
@@ -43,6 +46,8 @@ def read_manifest(place: Place) -> Manifest:
         raise ValueError(f"{file}: one of `files`, `run`, `uuid` is missing or of a wrong type; use another step")
     if bad := sorted(path for path in files if leads_elsewhere(path)):
         raise ValueError(f"{file}: {len(bad)} of its paths lead out of the checkpoint, {bad[0]!r}; do not trust it")
+    if bad := sorted(path for path in files if not path.isprintable()):
+        raise ValueError(f"{file}: {len(bad)} of its paths hold control characters, {bad[0]!r}; do not trust it")
     if bad := sorted(path for path, entry in files.items() if not is_entry(entry)):
         raise ValueError(f"{file}: {files[bad[0]]!r} of {bad[0]} is no [size, crc]; use another step")
     return Manifest(value["uuid"], {path: (size, crc) for path, (size, crc) in files.items()}, run)
@@ -67,6 +72,12 @@ def planned_files(metadata: Mapping[str, Mapping[str, Any]]) -> set[str]:
         if node["node_type"] == "array":
             files.update(prefix + cell_name(index) for index in product(*map(range, grid_shape(node))))
     return files
+
+
+def least_bytes(metadata: Mapping[str, Mapping[str, Any]]) -> int:
+    """What a manifest has at least that lists the cells of these arrays, without naming them."""
+    short = {key: f'"{key}/{cell_name((0,) * len(node["shape"]))}":[9,9],' for key, node in metadata.items()}
+    return sum(prod(grid_shape(node)) * len(short[key]) for key, node in metadata.items())
 
 
 def grid_shape(array: Mapping[str, Any]) -> list[int]:

@@ -7,8 +7,8 @@ or no more, holds a file whose name has 32 random digits: `UUID.heartbeat` in a 
 import os
 import re
 
-from core.dist_checkpointing.json_files import parse_json
-from core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from core.dist_checkpointing.json_files import parse_json, unseal
+from core.dist_checkpointing.manifest import MANIFEST, SIGNATURE, SIGNED, read_manifest
 from core.dist_checkpointing.place import PosixPlace
 
 _LOCK = b'{"host":'  # how `Lock` begins what it writes
@@ -20,7 +20,7 @@ _LATE = re.compile(r"receipts/\d{5,}\.failed(\.part)?|(.*/)?\.nfs[0-9a-f]+")  # 
 def listed(place: PosixPlace) -> set[str] | None:
     """Every file that a checkpoint says it is made of. None: there is no checkpoint, or none that can be told."""
     try:
-        return {MANIFEST, *read_manifest(place).files}
+        return {MANIFEST, *read_manifest(place).files, *_signature(place)}
     except (OSError, ValueError):
         pass
     files = set()
@@ -32,6 +32,14 @@ def listed(place: PosixPlace) -> set[str] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return files or None
+
+
+def _signature(place: PosixPlace) -> set[str]:
+    try:
+        ours = unseal(place.read(SIGNATURE), SIGNATURE).get("kind") == SIGNED
+    except (OSError, ValueError):
+        ours = False
+    return {SIGNATURE} if ours else set()
 
 
 def strangers(place: PosixPlace) -> list[str]:

@@ -12,18 +12,18 @@ from uuid import uuid4
 import tensorstore as ts
 
 from core.dist_checkpointing.address import parse_address
-from core.dist_checkpointing.fs import Fs
+from core.dist_checkpointing.context import CONTEXT
+from core.dist_checkpointing.fs import Fs, check_regular
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.kv_place import KvPlace
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MEMORY = ts.Context()  # "memory://" is one store per process
 
 
 class Place(Protocol):
     """The files below one directory or prefix. A file that is not there: FileNotFoundError, or what is said.
 
-    `context` is what a tensorstore of `kvstore()` must be opened with; None: any.
+    `context` is what a tensorstore of `kvstore()` must be opened with; None: the one of this process.
     """
 
     url: str
@@ -110,7 +110,8 @@ def open_place(url: str | os.PathLike[str]) -> Place:
         pointer = parse_json(store.read("manifest.json"), f"{store.url}manifest.json")
     except FileNotFoundError:
         return store
-    return store.below(pointer["uuid"]) if isinstance(pointer, dict) and "files" not in pointer else store
+    uuid = pointer.get("uuid") if isinstance(pointer, dict) and "files" not in pointer else None
+    return store.below(uuid) if isinstance(uuid, str) else store
 
 
 def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace | KvPlace":
@@ -119,10 +120,10 @@ def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace
     if address.startswith("/"):
         return PosixPlace(address, fs or Fs())
     try:
-        store = ts.KvStore.open(address.rstrip("/") + "/", context=_MEMORY).result()
+        store = ts.KvStore.open(address.rstrip("/") + "/", context=CONTEXT).result()
     except ValueError as error:
         raise ValueError(f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
-    return KvPlace(store, _MEMORY)
+    return KvPlace(store, CONTEXT)
 
 
 class PosixPlace:
@@ -149,6 +150,8 @@ class PosixPlace:
     def size(self, name: str, expected: int = 0) -> int | None:
         """See Place."""
         status = self.fs.stat(self.url + name)
+        if status is not None:
+            check_regular(self.url + name, status)
         return None if status is None else status.st_size
 
     def names(self, prefix: str = "") -> list[str]:

@@ -26,13 +26,17 @@ def default_state() -> ParallelState:
 
 
 def agree(problem: Exception | None, ps: ParallelState) -> None:
-    """Collective: raises on all ranks what one has as a problem, the others with its number in front."""
-    told = gather_json(None if problem is None else [type(problem).__name__, str(problem)], ps.world, ps.device)
+    """Collective: raises on all ranks what one has as a problem, the others with its number in front.
+
+    An error that is not known here is the nearest kind of it that is: a PermissionError is an OSError to all.
+    """
+    kinds = [kind.__name__ for kind in type(problem).__mro__ if kind.__name__ in _KINDS]
+    told = gather_json(None if problem is None else [kinds[:1], str(problem)], ps.world, ps.device)
     if problem is not None:
         raise problem
     for rank, error in enumerate(told):
         if error is not None:
-            raise _KINDS.get(error[0], RuntimeError)(f"rank {rank}: {error[1]}")
+            raise (_KINDS[error[0][0]] if error[0] else RuntimeError)(f"rank {rank}: {error[1]}")
 
 
 def problem_of(call: Callable[[], object]) -> Exception | None:

@@ -149,7 +149,7 @@ class Root:
         """`check` of a step, where a step that cannot be found is a problem like others."""
         try:
             return check(self.open(step), digests=digests, full=full)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             return [str(error)]
 
     def _has_manifest(self, step: int) -> bool:

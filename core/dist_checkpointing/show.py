@@ -37,8 +37,8 @@ def _array(stored: Stored, key: str) -> dict[str, Any]:
     }
 
 
-def text(stored: Stored) -> str:
-    """For people."""
+def text(stored: Stored) -> list[str]:
+    """Lines for people."""
     all_ = facts(stored)
     arrays = all_["arrays"]
     rows = [("array", "shape", "dtype", "cells", "of", "tp dim", "bytes")]
@@ -48,7 +48,7 @@ def text(stored: Stored) -> str:
             (key, _times(a["shape"]), a["dtype"], str(a["cells"]), _times(a["cell"]), tp_dim, f"{a['bytes']:,}")
         )
     cells = sum(a["cells"] for a in arrays.values())
-    lines = [all_["path"], f"format {FORMAT}, {_written(stored)}", "", table(rows, right=(3, 5, 6))]
+    lines = [all_["path"], f"format {FORMAT}, {_written(stored)}", "", *table(rows, right=(3, 5, 6))]
     lines += [f"total: {len(arrays)} arrays, {cells} cells, {all_['bytes']:,} bytes ({size_text(all_['bytes'])})"]
     if all_["derived"]:
         lines += ["", "derived, not stored:"]
@@ -56,7 +56,7 @@ def text(stored: Stored) -> str:
     if all_["objects"]:
         lines += ["", "objects:"]
         lines += [f"  {key}: {_short(value)}" for key, value in sorted(all_["objects"].items())]
-    return "\n".join(lines)
+    return lines
 
 
 def _written(stored: Stored) -> str:
@@ -64,10 +64,17 @@ def _written(stored: Stored) -> str:
     when, layout = run.pop("time", None), run.pop("layout", None)
     said = ["written"]
     if isinstance(when, (int, float)):
-        said.append(time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when)))
+        said.append(_date(when))
     if isinstance(layout, dict):
         said.append("by " + " ".join(f"{axis}={size}" for axis, size in layout.items()))
     return " ".join(said) + "".join(f", {key} {_short(value)}" for key, value in sorted(run.items()))
+
+
+def _date(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # of no year
+        return f"at {seconds} s"
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 
 from core.dist_checkpointing.arrays import ArrayInfo, Index
 from core.dist_checkpointing.check import check, crc_of
+from core.dist_checkpointing.contents import Contents
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import parse_json
-from core.dist_checkpointing.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from core.dist_checkpointing.manifest import MANIFEST, Manifest, read_manifest
 from core.dist_checkpointing.place import Place, open_place
-from core.dist_checkpointing.zarr_metadata import Json, check_metadata, info_of
+from core.dist_checkpointing.zarr_metadata import Json, info_of
 
 
 @dataclass(frozen=True)
@@ -50,30 +51,10 @@ class Stored:
             raise ValueError(f"{place.url}zarr.json is not the file that was saved; use another step")
         root = parse_json(data, f"{place.url}zarr.json")
         try:
-            facts = root["attributes"]["paracore"]
-            below = root["consolidated_metadata"]["metadata"]
-            version, objects, derived = facts["format"], facts["objects"], facts["derived"]
-            metadata = {key: m for key, m in below.items() if m["node_type"] == "array"}
-            sound = isinstance(objects, dict) and all(
-                how["from"] in metadata and isinstance(how["torch_dtype"], str) for how in derived.values()
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{place.url}zarr.json is no group of a checkpoint: {error!r} is missing") from None
-        if version != FORMAT:
-            raise ValueError(f"{place.url} has format {version}, this version reads {FORMAT}; install a newer one")
-        if not sound:
-            raise ValueError(
-                f"{place.url}zarr.json has objects or derived arrays that no checkpoint has; use another"
-            )
-        stored = cls(place, manifest, metadata, objects, derived)
-        total = sum(size for size, _ in manifest.files.values())
-        for key, value in metadata.items():
-            check_metadata(key, value)
-            if stored.nbytes(key) > total:  # before anybody allocates it
-                raise ValueError(
-                    f"{place.url}{key} is said to have {stored.nbytes(key)} bytes, all files have {total}"
-                )
-        return stored
+            found = Contents.of(root, manifest.files)
+        except ValueError as error:
+            raise ValueError(f"{place.url}zarr.json: {error}") from None
+        return cls(place, manifest, found.metadata, found.objects, found.derived)
 
     @property
     def run(self) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """What the zarr.json files of a checkpoint say, and nothing else is believed when they are read."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -48,6 +49,11 @@ class Chunks:
     def pieces(self) -> int:
         """Entries of a shard's index."""
         return prod(self.cell) // prod(self.unit)
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a cell's file: all pieces, each with its checksum, and a shard's index with its own."""
+        return self.pieces * (self.unit_bytes + 4) + (0 if self.piece is None else 16 * self.pieces + 4)
 
 
 def array_metadata(
@@ -136,24 +142,24 @@ def check_metadata(key: str, metadata: Any) -> None:
     if not known:
         raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {', '.join(STORED)}; {_NEWER}")
     expected = array_metadata(ArrayInfo(chunks.shape, dtype), chunks.cell, chunks.piece, attributes)
-    if difference := _difference("zarr.json", metadata, expected):
-        raise ValueError(f"array {key!r}: {difference}; {_NEWER}")
+    if found := difference("zarr.json", metadata, expected):
+        raise ValueError(f"array {key!r}: {found}; {_NEWER}")
     if problem := _absurd(chunks):
         raise ValueError(f"array {key!r}: {problem}; shape {_short(chunks.shape)}, cells {_short(chunks.cell)}")
     if problem := _misplaced(key, len(chunks.shape), attributes):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
 
 
-def _difference(where: str, found: Any, wanted: Any) -> str | None:
-    """The first thing that is not as it should be."""
-    if found == wanted:
+def difference(where: str, found: Any, wanted: Any) -> str | None:
+    """The first thing that is not as it should be; true is not 1, as it is to Python."""
+    if json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True):
         return None
     if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
         found, wanted = dict(enumerate(found)), dict(enumerate(wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() ^ wanted.keys()):
             return f"{where}: {_short(name)} is {'missing' if name in wanted else 'unknown'}"
-        deeper = (_difference(f"{where}: {name}", found[name], wanted[name]) for name in sorted(found))
+        deeper = (difference(f"{where}: {name}", found[name], wanted[name]) for name in sorted(found))
         return next(filter(None, deeper))
     return f"{where} is {_short(found)}, this version reads {_short(wanted)}"
 

@@ -10,16 +10,11 @@ import numpy as np
 import tensorstore as ts
 
 from core.dist_checkpointing.arrays import ITEMSIZE
+from core.dist_checkpointing.context import CONTEXT, UNSYNCED
+from core.dist_checkpointing.fs import check_regular
 from core.dist_checkpointing.grid import cell_name, cells
 from core.dist_checkpointing.zarr_metadata import Chunks, Json, check_metadata
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, whole
-
-_CONTEXT = {
-    "file_io_concurrency": {"limit": 32},  # an fsync waits, it does not compute
-    "data_copy_concurrency": {"limit": min(4, os.cpu_count() or 1)},
-    "file_io_locking": {"mode": "none"},  # a cell has one writer, and some network file systems have no locks
-    "cache_pool": {"total_bytes_limit": 0},  # every byte is used once
-}
 
 
 class Store(Protocol):
@@ -29,7 +24,7 @@ class Store(Protocol):
 
     @property
     def context(self) -> ts.Context | None:
-        """tensorstore's context that `kvstore` belongs to; None: any."""
+        """tensorstore's context that `kvstore` belongs to; None: the one of this process."""
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """tensorstore's specification of the files below `prefix`."""
@@ -45,7 +40,7 @@ class Writer:
     def __init__(
         self, place: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 192 << 20, durable: bool = True
     ) -> None:
-        self._arrays = _Arrays(place, metadata, {**_CONTEXT, "file_io_sync": durable}, write=True)
+        self._arrays = _Arrays(place, metadata, write=True, durable=durable)
         self._flight = _Flight(budget_bytes)
         self._url = place.url
         # A store within this process might keep the memory itself instead of what it held.
@@ -83,9 +78,11 @@ class Reader:
     """
 
     def __init__(self, place: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 64 << 20) -> None:
-        self._arrays = _Arrays(place, metadata, _CONTEXT, write=False)
+        self._arrays = _Arrays(place, metadata, write=False)
         self._flight = _Flight(budget_bytes)
         self._url = place.url
+        store = place.kvstore()
+        self._local: str = store["path"] if store["driver"] == "file" else ""
 
     def read(self, key: str, box: Box, into: np.ndarray) -> None:
         """Starts to read `box` into an array of its shape, with any strides. Waits while the budget is used up.
@@ -101,10 +98,14 @@ class Reader:
             where: Any = (*slices(relative(part, box)), ...)  # the dots: a view even of an array without dims
             target = into[where]
 
-            def start(part: Box = part, target: np.ndarray = target) -> ts.Future[None]:
+            name = f"{key}/{cell_name(index)}"
+
+            def start(part: Box = part, target: np.ndarray = target, name: str = name) -> ts.Future[None]:
+                if self._local:
+                    _check_file(self._local + name, chunks)
                 return ts.array(target, copy=False, write=True).write(store[slices(part)]).commit
 
-            self._flight.start(f"{key}/{cell_name(index)}", _bytes_to_read(part, chunks), start, target)
+            self._flight.start(name, _bytes_to_read(part, chunks), start, target)
 
     def finish(self) -> None:
         """Waits for all. Raises ValueError: the first cell that is missing or damaged."""
@@ -119,11 +120,10 @@ class Reader:
 class _Arrays:
     """The arrays of one checkpoint, each opened once."""
 
-    def __init__(self, place: Store, metadata: Mapping[str, Json], context: Json, *, write: bool) -> None:
+    def __init__(self, place: Store, metadata: Mapping[str, Json], *, write: bool, durable: bool = True) -> None:
         for key, value in metadata.items():
             check_metadata(key, value)
-        self._place, self._metadata, self._write = place, metadata, write
-        self._context = ts.Context(context, place.context)
+        self._place, self._metadata, self._write, self._durable = place, metadata, write, durable
         self._open: dict[str, tuple[ts.TensorStore, Chunks]] = {}
 
     def __getitem__(self, key: str) -> tuple[ts.TensorStore, Chunks]:
@@ -134,16 +134,20 @@ class _Arrays:
         return self._open[key]
 
     def _opened(self, key: str) -> ts.TensorStore:
+        kvstore = self._place.kvstore(key + "/")
+        if not self._durable and kvstore["driver"] == "file":
+            kvstore |= {"file_io_sync": UNSYNCED}
         spec = {
             "driver": "zarr3",
-            "kvstore": self._place.kvstore(key + "/"),
+            "kvstore": kvstore,
             "metadata": self._metadata[key],
             "store_data_equal_to_fill_value": True,  # else a cell of only NaN would have no file
             "fill_missing_data_reads": False,  # a lost cell is an error
         }
         # No zarr.json is read or written. Inside the specification `assume_metadata` would be dropped.
+        context = self._place.context or CONTEXT
         return ts.open(
-            spec, context=self._context, read=not self._write, write=self._write, open=True, assume_metadata=True
+            spec, context=context, read=not self._write, write=self._write, open=True, assume_metadata=True
         ).result()
 
 
@@ -160,8 +164,12 @@ class _Flight:
         while self._pending and self._bytes + size > self._budget:
             self._wait()
         if self._failure is None:
-            self._pending.append((name, size, operation(), array))
-            self._bytes += size
+            try:
+                self._pending.append((name, size, operation(), array))
+            except (OSError, ValueError) as error:
+                self._failure = (name, error)
+            else:
+                self._bytes += size
 
     def finish(self) -> tuple[str, Exception] | None:
         """After it nothing touches the memory of any operation, failures or not."""
@@ -184,6 +192,14 @@ def _check(key: str, box: Box, chunks: Chunks, array: np.ndarray) -> None:
     if array.shape != extent(box) or array.dtype != np.dtype(chunks.data_type):
         wanted = f"{chunks.data_type} of shape {extent(box)}"
         raise ValueError(f"array {key!r}: {wanted} expected for {box}, got {array.dtype} of shape {array.shape}")
+
+
+def _check_file(path: str, chunks: Chunks) -> None:
+    """tensorstore would wait for a FIFO, and end the process where it has no memory for the whole of a file."""
+    status = os.stat(path)
+    check_regular(path, status)
+    if status.st_size > chunks.most_bytes:
+        raise ValueError(f"{path} has {status.st_size} bytes, a cell of this array at most {chunks.most_bytes}")
 
 
 def _bytes_to_read(box: Box, chunks: Chunks) -> int:

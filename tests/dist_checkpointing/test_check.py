@@ -168,7 +168,10 @@ def test_a_manifest_that_lacks_a_cell(place):
     place.write("manifest.json", Manifest(manifest.uuid, files, manifest.run).to_bytes())
     os.unlink(place.url + "model/a/c.1.0")
     assert check(place) == []
-    assert check(place, digests=True) == [f"{place.url}model/a/c.1.0: is not in the manifest"]
+    assert check(place, digests=True) == [
+        f"{place.url}model/a/c.1.0: is not in the manifest",
+        f"{place.url}zarr.json: array 'model/a' is said to have 24 bytes, its files have 20",
+    ]
 
 
 def test_a_file_of_no_array(place):

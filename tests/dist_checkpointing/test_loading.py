@@ -1,5 +1,6 @@
 """What does not fit or is damaged: all ranks say so, memory is untouched, every file is watched over."""
 
+import os
 import shutil
 import time
 from unittest import mock
@@ -220,6 +221,16 @@ def folder(path, others):
     path.mkdir()
 
 
+def looped(path, others):
+    path.unlink()
+    path.symlink_to(path)
+
+
+def piped(path, others):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def swap(path, others):
     """With a sibling of equal size and another content; False: there is none."""
     data = path.read_bytes()
@@ -292,7 +303,7 @@ def falls_back(root, name, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_newest_is_damaged(ranks, saved, tmp_path, single, world):
-    """By its manifest, its group, a size, a byte of a cell that only one of two ranks reads."""
+    """By its manifest, its group, a size, a byte of a cell that only one of two ranks reads, what is no file."""
     saver = Saver(str(tmp_path), single, durable=False)
     with tiny_cells():
         for step in (1, 2):
@@ -307,6 +318,9 @@ def test_the_newest_is_damaged(ranks, saved, tmp_path, single, world):
         ("receipts/00000.json", truncate),
         (str(last.relative_to(kept)), flip),
         (str(last.relative_to(kept)), delete),
+        ("manifest.json", looped),
+        ("zarr.json", piped),
+        (str(last.relative_to(kept)), looped),
     ):
         shutil.copytree(kept, newest)
         damage(newest / name, [])

@@ -49,8 +49,15 @@ def array(shape, cell):
     }
 
 
+def consolidated(nodes):
+    return {"consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes}}
+
+
 GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-METADATA = {"": GROUP, "model": GROUP, "model/a": array([3, 2], [2, 2]), "model/b": array([], [])}
+ARRAYS = {"model/a": array([3, 2], [2, 2]), "model/b": array([], [])}
+ROOT = {**GROUP, "attributes": {"paracore": {"format": 1, "objects": {}, "derived": {}}}}
+ROOT |= consolidated({"model": GROUP | consolidated({}), **ARRAYS})
+METADATA = {"": ROOT, "model": GROUP, **ARRAYS}
 CELLS = {"model/a/c.0.0": 4, "model/a/c.1.0": 4, "model/b/c": 1}
 
 
