@@ -15,6 +15,7 @@ _HOME = {
     "load_tensors_metadata": "loading",
     "CheckpointManager": "manager",
     "Root": "root",
+    "register": "leaves",
 }
 
 

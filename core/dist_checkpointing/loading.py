@@ -6,16 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from core.dist_checkpointing.catalog import LocalState, flatten
 from core.dist_checkpointing.derive import source
 from core.dist_checkpointing.exchange import gather_json
+from core.dist_checkpointing.keys import key_of
+from core.dist_checkpointing.leaves import decode
+from core.dist_checkpointing.manifest import TAGGED
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, problem_of
 from core.dist_checkpointing.read import Target, read, torch_dtype
 from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing.tensors import fillable, native
 from core.parallel_state import ParallelState
 
 
@@ -68,11 +73,15 @@ def load(
     ps = ps if ps is not None else default_state()
     flat, stored = LocalState(), None
 
+    values: dict[str, Any] = {}
+
     def begin() -> None:
-        nonlocal flat, stored
+        nonlocal flat, stored, values, sharded_state_dict
+        sharded_state_dict = map_leaves(sharded_state_dict, lambda path, leaf: _fillable(leaf))
         flat = flatten(sharded_state_dict)
         flat.arrays()  # raises where parts disagree
         stored = _opened(checkpoint_dir, sizes=verify and ps.rank == 0)
+        values = {key: _decoded(stored, key) for key in flat.objects if key in stored.objects}
 
     agree(problem_of(begin), ps)
     assert stored is not None
@@ -85,7 +94,7 @@ def load(
     flat = _known(flat, report)
     problem = problem_of(lambda: read(stored, _targets(flat, stored), verify=verify))
     agree(DamagedCheckpoint(str(problem)) if isinstance(problem, ValueError) else problem, ps)
-    state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, stored.objects))
+    state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, values))
     return (state, report) if strict == "report" else state
 
 
@@ -94,6 +103,19 @@ def _opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
         return Stored.open(checkpoint_dir, sizes=sizes)
     except ValueError as error:
         raise DamagedCheckpoint(str(error)) from error
+
+
+def _fillable(leaf: Any) -> Any:
+    return native(leaf) if isinstance(leaf, np.ndarray) and not fillable(leaf) else leaf
+
+
+def _decoded(stored: Stored, key: str) -> Any:
+    """A value of the checkpoint. Raises ValueError: of a type that is not registered in this program."""
+    value = stored.objects[key]
+    try:
+        return decode(value) if stored.format >= TAGGED else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{stored.place.url}: {key}: {error}") from error
 
 
 def _compare(flat: LocalState, stored: Stored, ps: ParallelState, *, cast: bool) -> Report:
@@ -107,13 +129,13 @@ def _compare(flat: LocalState, stored: Stored, ps: ParallelState, *, cast: bool)
             mismatched[key] = why
     told = gather_json([missing, mismatched, [*flat.parts, *flat.objects]], ps.world, ps.device)
     asked = {key for _, _, keys in told for key in keys}
-    groups = {key.split("/")[0] for key in asked if "/" in key}
+    groups = {key_of(key.split("/")[0]) for key in asked if "/" in key}
     used = asked | {found for key in asked if (found := source(key, stored.metadata, stored.derived)) is not None}
     used |= {key for key, how in stored.derived.items() if how["from"] in used}
     known = {*stored.metadata, *stored.objects, *stored.derived}
     return Report(
         missing=tuple(sorted({key for keys, _, _ in told for key in keys})),
-        unexpected=tuple(key for key in sorted(known - used) if key.split("/")[0] in groups),
+        unexpected=tuple(key for key in sorted(known - used) if key_of(key.split("/")[0]) in groups),
         mismatched=dict(sorted(item for _, found, _ in told for item in found.items())),
     )
 
@@ -136,7 +158,7 @@ def _targets(flat: LocalState, stored: Stored) -> dict[str, list[Target]]:
 def _value(path: tuple[str, ...], leaf: Any, objects: Mapping[str, Any]) -> Any:
     if isinstance(leaf, ShardedTensor):
         return leaf.data if leaf.local is None else leaf.local
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, (Tensor, np.ndarray)):
         return leaf
     key = leaf.key if isinstance(leaf, ShardedObject) else "/".join(path)
     return objects.get(key, leaf.data if isinstance(leaf, ShardedObject) else leaf)
@@ -144,13 +166,14 @@ def _value(path: tuple[str, ...], leaf: Any, objects: Mapping[str, Any]) -> Any:
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """key -> value of everything that is no array; every rank by itself."""
-    return dict(_opened(checkpoint_dir, sizes=False).objects)
+    stored = _opened(checkpoint_dir, sizes=False)
+    return {key: _decoded(stored, key) for key in stored.objects}
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """key -> (global shape, dtype) of every array; every rank by itself."""
     stored = _opened(checkpoint_dir, sizes=False)
-    return {key: (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
+    return {key_of(key): (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
 
 
 def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[str, Tensor]:
@@ -159,7 +182,7 @@ def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[s
     found = {
         key: torch.empty(stored.shape(key), dtype=torch_dtype(stored.dtype(key)))
         for key in stored.metadata
-        if fnmatch.fnmatchcase(key, keys)
+        if fnmatch.fnmatchcase(key_of(key), keys)
     }
     read(stored, {key: [(tuple((0, n) for n in t.shape), t)] for key, t in found.items()})
-    return found
+    return {key_of(key): t for key, t in found.items()}

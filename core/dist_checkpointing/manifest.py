@@ -10,6 +10,7 @@ from core.dist_checkpointing.json_files import seal, unseal
 from core.dist_checkpointing.place import Place
 
 FORMAT = 1
+TAGGED = 2  # of the root group, where objects name types: `leaves`
 MANIFEST = "manifest.json"
 Files = Mapping[str, tuple[int, int]]  # path -> (size, crc)
 

@@ -1,10 +1,11 @@
 """From a parameter's `Layout` to its place in the checkpoint: arithmetic, no collective."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import ArrayInfo
@@ -113,7 +114,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardedObject:
-    """A small JSON value (step, schedule, position in the data), the same on every rank that has it."""
+    """A small value (step, schedule, position in the data), the same on every rank that has it."""
 
     key: str
     data: Any
@@ -248,13 +249,39 @@ def sharded_states(
 
 
 def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """A nested state with every leaf changed; lists of sharded tensors stay lists, other lists are JSON leaves."""
+    """A nested state with every leaf changed: mappings, and lists and tuples that hold tensors somewhere, are walked
+    through, an item's name being its position; other lists and tuples are leaves.
+
+    Raises ValueError: names that are no text or number, two that are written alike.
+    """
     if isinstance(state, Mapping):
+        _check_names(path, state)
         return {name: map_leaves(value, change, (*path, str(name))) for name, value in state.items()}
-    if (
-        isinstance(state, Sequence)
-        and not isinstance(state, str)
-        and any(isinstance(v, ShardedTensor) for v in state)
-    ):
-        return [change(path, value) for value in state]
+    if isinstance(state, (list, tuple)) and _holds_tensors(state):
+        items = [map_leaves(value, change, (*path, str(number))) for number, value in enumerate(state)]
+        if isinstance(state, list):
+            return items
+        return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
     return change(path, state)
+
+
+def _check_names(path: tuple[str, ...], state: Mapping[Any, Any]) -> None:
+    first: dict[str, Any] = {}
+    for name in state:
+        if not (name is None or isinstance(name, (str, int, float))):
+            raise ValueError(
+                f"{'/'.join(path) or 'the state'}: the key {name!r} is a {type(name).__name__}; use texts or numbers"
+            )
+        if first.setdefault(str(name), name) is not name:
+            raise ValueError(
+                f"{'/'.join(path) or 'the state'}: the keys {first[str(name)]!r} and {name!r} are written alike in "
+                "a checkpoint; rename one of them"
+            )
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject))

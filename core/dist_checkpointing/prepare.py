@@ -20,7 +20,8 @@ from core.dist_checkpointing.catalog import (
 from core.dist_checkpointing.derive import left_out, unequal
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.grid import cell_of, inner_shape
-from core.dist_checkpointing.manifest import FORMAT
+from core.dist_checkpointing.leaves import tagged
+from core.dist_checkpointing.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.mapping import Piece
 from core.dist_checkpointing.plan import Plan, make_plan
 from core.dist_checkpointing.zarr_metadata import Json, array_metadata
@@ -91,7 +92,7 @@ class Preparer:
         merge_plain([said["same"] for said in told])
         stored = {key for said in told for key in said["unequal"]}
         plan, arrays, metadata, table = self._planned(stored)
-        facts = {"format": FORMAT, "objects": objects, "derived": table}
+        facts = {"format": TAGGED if tagged(list(objects.values())) else FORMAT, "objects": objects, "derived": table}
         parts = {key: [part.piece for part in held] for key, held in flat.parts.items() if key in arrays}
         return Prepared(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
 

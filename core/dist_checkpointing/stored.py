@@ -14,7 +14,7 @@ from core.dist_checkpointing.check import check, crc_of
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.grid import cell_name
 from core.dist_checkpointing.json_files import parse_json
-from core.dist_checkpointing.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from core.dist_checkpointing.manifest import FORMAT, MANIFEST, TAGGED, Manifest, read_manifest
 from core.dist_checkpointing.place import Place, open_place
 from core.dist_checkpointing.zarr_metadata import Json, check_metadata, info_of
 
@@ -22,13 +22,15 @@ from core.dist_checkpointing.zarr_metadata import Json, check_metadata, info_of
 @dataclass(frozen=True)
 class Stored:
     """place: its files. manifest: path -> size and crc, who wrote it. metadata: key -> `zarr.json` of every array.
-    objects: key -> value. derived: key -> how to get an array that is not stored."""
+    objects: key -> value. derived: key -> how to get an array that is not stored.
+    format: of the root group."""
 
     place: Place
     manifest: Manifest
     metadata: Mapping[str, Json]
     objects: Mapping[str, Any]
     derived: Mapping[str, Mapping[str, str]]
+    format: int = FORMAT
 
     @classmethod
     def open(cls, url: str | Path, *, sizes: bool = False) -> "Stored":
@@ -59,13 +61,13 @@ class Stored:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{place.url}zarr.json is no group of a checkpoint: {error!r} is missing") from None
-        if version != FORMAT:
-            raise ValueError(f"{place.url} has format {version}, this version reads {FORMAT}; install a newer one")
+        if version not in (FORMAT, TAGGED):
+            raise ValueError(f"{place.url} has format {version}, this version reads {TAGGED}; install a newer one")
         if not sound:
             raise ValueError(
                 f"{place.url}zarr.json has objects or derived arrays that no checkpoint has; use another"
             )
-        stored = cls(place, manifest, metadata, objects, derived)
+        stored = cls(place, manifest, metadata, objects, derived, version)
         total = sum(size for size, _ in manifest.files.values())
         for key, value in metadata.items():
             check_metadata(key, value)
