@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import ArrayInfo, Holdings
+from core.dist_checkpointing.dtensor import is_dtensor, local_parts, mesh_size
 from core.dist_checkpointing.keys import check_key, key_of, path_of
 from core.dist_checkpointing.leaves import encode
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves, refuse_freed
 from core.dist_checkpointing.tensors import tensor_of, unstorable
-from core.parallel_state.flat import Box, volume
+from core.parallel_state.flat import Box, volume, whole
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class LocalState:
 
     parts: dict[str, list[ShardedTensor]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    plain: set[str] = field(default_factory=set)  # keys of plain tensors, which must be the same on all ranks
+    plain: dict[str, int] = field(default_factory=dict)  # key -> how many ranks a tensor speaks for: itself, a mesh
 
-    def plain_digests(self) -> dict[str, int]:
-        """A checksum of every plain tensor."""
-        return {key: _checksum(self.parts[key][0].data) for key in sorted(self.plain & self.parts.keys())}
+    def plain_digests(self, world: int) -> dict[str, int]:
+        """A checksum of every tensor that must be the same on ranks which do not know of each other."""
+        keys = sorted(key for key in self.plain.keys() & self.parts.keys() if self.plain[key] < world)
+        return {_name(part): _checksum(part.data) for key in keys for part in self.parts[key]}
 
     def arrays(self) -> dict[str, ArrayInfo]:
         """What the arrays are that this rank holds parts of. Raises ValueError: parts that disagree."""
@@ -60,7 +62,7 @@ def flatten(state: Any) -> LocalState:
         key = "/".join(path)
         if isinstance(leaf, (Tensor, np.ndarray)):
             leaf = _whole(key, leaf)
-            flat.plain.add(path_of(key))
+            flat.plain[path_of(key)] = 1
             if path_of(key) in flat.parts:
                 raise ValueError(f"{key} is two tensors; give them one key each")
         if isinstance(leaf, ShardedTensor):
@@ -89,13 +91,20 @@ def _whole(key: str, leaf: Tensor | np.ndarray) -> ShardedTensor:
             leaf = tensor_of(leaf)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
-    if leaf.dim() and leaf.is_floating_point() and not any(leaf.stride()) and bool(leaf.isnan().any()):
+    if is_dtensor(leaf):
+        pass  # asking for its values is a collective
+    elif leaf.dim() and leaf.is_floating_point() and not any(leaf.stride()) and bool(leaf.isnan().any()):
         refuse_freed(key, leaf)  # what `model.state_dict()` gives under ZeRO-3
     return ShardedTensor(key, leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
 
 
 def _add_part(flat: LocalState, part: ShardedTensor) -> None:
     path = path_of(part.key)
+    if is_dtensor(part.data):
+        flat.plain[path] = mesh_size(part.data)
+        for local in local_parts(part):
+            _add_part(flat, local)
+        return
     if problem := unstorable(part.data):
         raise ValueError(f"{part.key} is {problem}")
     if path != part.key:
@@ -105,6 +114,10 @@ def _add_part(flat: LocalState, part: ShardedTensor) -> None:
         parts.append(part)
     elif not parts:
         flat.parts.pop(path)
+
+
+def _name(part: ShardedTensor) -> str:
+    return part.key if part.box == whole(part.global_shape) else f"{part.key} at {part.box}"
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -181,7 +194,8 @@ def merge_plain(told: Sequence[Mapping[str, int]]) -> None:
             if value != checksum:
                 raise ValueError(
                     f"the tensor {key} differs between rank {known} and rank {rank}: plain tensors must be the same "
-                    "on all ranks; give parts as ShardedTensor, as `model.sharded_state_dict()` does"
+                    "on all ranks (a DTensor: outside of its mesh); give parts as ShardedTensor, as "
+                    "`model.sharded_state_dict()` does, or DTensors of a mesh of all ranks"
                 )
 
 

@@ -74,7 +74,7 @@ class Preparer:
             flat = flatten(state)
             local = to_json(flat)
             mine = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
-            mine["same"] = flat.plain_digests() if self._ps.world is not None else {}
+            mine["same"] = flat.plain_digests(self._ps.config.world_size)
         except Exception as error:
             problem = error
         told = self._gather(mine | {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure})
