@@ -17,6 +17,7 @@ from core.dist_checkpointing.keys import key_of
 from core.dist_checkpointing.leaves import decode
 from core.dist_checkpointing.manifest import TAGGED
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
+from core.dist_checkpointing.optimizer_loading import OptimizerLoads
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, problem_of
 from core.dist_checkpointing.read import Target, read, torch_dtype
 from core.dist_checkpointing.stored import Stored
@@ -73,18 +74,20 @@ def load(
     ps = ps if ps is not None else default_state()
     flat, stored = LocalState(), None
 
-    values: dict[str, Any] = {}
+    loads, values = None, dict[str, Any]()
 
     def begin() -> None:
-        nonlocal flat, stored, values, sharded_state_dict
-        sharded_state_dict = map_leaves(sharded_state_dict, lambda path, leaf: _fillable(leaf))
-        flat = flatten(sharded_state_dict)
-        flat.arrays()  # raises where parts disagree
+        nonlocal flat, stored, loads, values
         stored = _opened(checkpoint_dir, sizes=verify and ps.rank == 0)
+        state = map_leaves(sharded_state_dict, lambda path, leaf: _fillable(leaf))
+        loads = OptimizerLoads(state, stored, cast=cast)
+        flat = flatten(loads.state)
+        flat.arrays()  # raises where parts disagree
         values = {key: _decoded(stored, key) for key in flat.objects if key in stored.objects}
+        loads.check(values)
 
     agree(problem_of(begin), ps)
-    assert stored is not None
+    assert stored is not None and loads is not None
     report = _compare(flat, stored, ps, cast=cast)
     if report and strict is True:
         raise ValueError(
@@ -94,7 +97,7 @@ def load(
     flat = _known(flat, report)
     problem = problem_of(lambda: read(stored, _targets(flat, stored), verify=verify))
     agree(DamagedCheckpoint(str(problem)) if isinstance(problem, ValueError) else problem, ps)
-    state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, values))
+    state = loads.finish(lambda path, leaf: _value(path, leaf, values), values)
     return (state, report) if strict == "report" else state
 
 

@@ -284,4 +284,4 @@ def _holds_tensors(value: Any) -> bool:
         return any(map(_holds_tensors, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(_holds_tensors, value))
-    return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject))
+    return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject)) or hasattr(value, "param_groups")

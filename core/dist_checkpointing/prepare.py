@@ -23,6 +23,7 @@ from core.dist_checkpointing.grid import cell_of, inner_shape
 from core.dist_checkpointing.leaves import tagged
 from core.dist_checkpointing.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.mapping import Piece
+from core.dist_checkpointing.optimizers import to_save
 from core.dist_checkpointing.plan import Plan, make_plan
 from core.dist_checkpointing.zarr_metadata import Json, array_metadata
 from core.parallel_state import ParallelState
@@ -71,7 +72,7 @@ class Preparer:
         local: dict[str, Any] = {}
         mine: dict[str, Any] = {}
         try:
-            flat = flatten(state)
+            flat = flatten(to_save(state))
             local = to_json(flat)
             mine = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
             mine["same"] = flat.plain_digests(self._ps.config.world_size)
