@@ -8,6 +8,7 @@ from torch import Tensor
 
 from core.dist_checkpointing.keys import key_of, path_of
 from core.dist_checkpointing.mapping import ShardedObject, map_leaves
+from core.dist_checkpointing.names import Names, Source
 from core.dist_checkpointing.optimizers import GROUPS, Parameter, is_ours, map_optimizers, parameters, set_options
 from core.dist_checkpointing.read import torch_dtype
 from core.dist_checkpointing.stored import Stored
@@ -21,12 +22,11 @@ class OptimizerLoad:
     Raises ValueError: a parameter that is not in the state beside; a state that has no layout here.
     """
 
-    def __init__(
-        self, path: str, optimizer: torch.optim.Optimizer, state: Any, stored: Stored, *, cast: bool
-    ) -> None:
-        self._path, self._optimizer, self._stored, self._cast = path, optimizer, stored, cast
+    def __init__(self, path: str, optimizer: torch.optim.Optimizer, state: Any, stored: Stored, names: Names) -> None:
+        self._path, self._optimizer, self._stored, self._names = path, optimizer, stored, names
         self._parameters = list(parameters(path, optimizer, state))
-        self._kinds = self._all_kinds()
+        keys = [*map(key_of, stored.metadata), *stored.objects]
+        self._kinds = sorted({name for key in keys for name in key.split("/")[1:-1]} - {GROUPS})  # and some more
         self._kept: dict[Tensor, dict[str, Tensor | ShardedObject]] = {}
         self.template: dict[str, Any] = {}
         for parameter in self._parameters:
@@ -37,35 +37,28 @@ class OptimizerLoad:
     def _object(self, kind: str, parameter: Parameter) -> ShardedObject:
         return ShardedObject(f"{self._path}/{kind}/{parameter.name}", None)
 
-    def _all_kinds(self) -> dict[str, set[str]]:
-        """Below the optimizer's key, what the checkpoint has: key or name of a parameter -> kinds of its states."""
-        found: dict[str, set[str]] = {}
-        for key in [*map(key_of, self._stored.metadata), *self._stored.objects]:
-            if key.startswith(f"{self._path}/"):
-                kind, _, name = key.removeprefix(f"{self._path}/").partition("/")
-                found.setdefault(name, set()).add(kind)
-        return found
-
     def _fits(self, parameter: Parameter) -> bool:
         """Whether the parameter itself is of that shape in the checkpoint; else its states stay as they are."""
-        found = self._stored.metadata.get(path_of(parameter.leaf.key))
+        found = self._stored.metadata.get(path_of(self._names.key(parameter.leaf.key)))
         return found is None or tuple(found["shape"]) == parameter.leaf.global_shape
 
     def _add(self, parameter: Parameter) -> None:
         kept = self._kept[parameter.tensor] = {}
-        for kind in sorted(self._kinds.get(parameter.key, set()) | self._kinds.get(parameter.name, set())):
-            key = f"{self._path}/{kind}/{parameter.key}"
-            if path_of(key) in self._stored.metadata:
-                tensor = kept[kind] = self._memory(path_of(key), kind, parameter)
+        for kind in self._kinds:
+            key, value = f"{self._path}/{kind}/{parameter.key}", self._object(kind, parameter)
+            source = self._names.source(key)
+            if path_of(source.key) in self._stored.metadata:
+                tensor = kept[kind] = self._memory(source, kind, parameter)
                 self.template[f"{kind}/{parameter.name}"] = parameter.laid_out(key, tensor)
-            elif kind != GROUPS:
-                self.template[f"{kind}/{parameter.name}"] = kept[kind] = self._object(kind, parameter)
+            elif self._names.key(value.key) in self._stored.objects:
+                self.template[f"{kind}/{parameter.name}"] = kept[kind] = value
 
-    def _memory(self, path: str, kind: str, parameter: Parameter) -> Tensor:
+    def _memory(self, source: Source, kind: str, parameter: Parameter) -> Tensor:
         """For one state: the optimizer's own, where it has some like it."""
-        like, shape = parameter.tensor.detach(), self._stored.shape(path)[len(parameter.lead) :]
+        path, like = path_of(source.key), parameter.tensor.detach()
+        shape = self._stored.shape(path)[len(parameter.lead) :]
         dtype, spread = torch_dtype(self._stored.dtype(path)), shape == parameter.shape and kind != "step"
-        if spread and self._cast and dtype.is_floating_point and like.is_floating_point():
+        if spread and source.cast and dtype.is_floating_point and like.is_floating_point():
             dtype = like.dtype
         local = tuple(like.shape) if spread else shape
         held = self._optimizer.state.get(parameter.tensor, {}).get(kind)
@@ -113,7 +106,7 @@ class OptimizerLoad:
 class OptimizerLoads:
     """All optimizers of a state. `state`: it with what is to be read in their places."""
 
-    def __init__(self, state: Any, stored: Stored, *, cast: bool) -> None:
+    def __init__(self, state: Any, stored: Stored, names: Names) -> None:
         self._given = state
         self._loads: dict[str, OptimizerLoad] = {}
         self._ours: dict[str, Any] = {}
@@ -121,7 +114,7 @@ class OptimizerLoads:
         def one(path: str, optimizer: Any) -> Any:
             if is_ours(optimizer):
                 return self._ours.setdefault(path, optimizer.sharded_state_dict())
-            self._loads[path] = OptimizerLoad(path, optimizer, state, stored, cast=cast)
+            self._loads[path] = OptimizerLoad(path, optimizer, state, stored, names)
             return self._loads[path].template
 
         self.state = map_optimizers(state, one)
