@@ -129,7 +129,9 @@ def to_save(state: Any) -> Any:
 
 def _kept(path: str, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {GROUPS: {}}
-    for p in parameters(path, optimizer, state):
+    every = list(parameters(path, optimizer, state))
+    _check_stacks(path, optimizer, every)
+    for p in every:
         options = {key: _option(value) for key, value in p.group.items() if key != "params"}
         found[GROUPS][p.name] = ShardedObject(f"{path}/{GROUPS}/{p.name}", options)
         for kind, value in optimizer.state.get(p.tensor, {}).items():
@@ -144,6 +146,20 @@ def _kept(path: str, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, 
                 kept = ShardedObject(f"{path}/{kind}/{p.name}", value)
             found.setdefault(str(kind), {})[p.name] = kept
     return found
+
+
+def _check_stacks(path: str, optimizer: torch.optim.Optimizer, every: list[Parameter]) -> None:
+    """Raises ValueError: layers of one stack, which is one array, with states and without."""
+    first: dict[str, Parameter] = {}
+    for p in every:
+        other = first.setdefault(p.key, p)
+        have, had = (sorted(optimizer.state.get(one.tensor, {})) for one in (p, other))
+        if have != had:
+            raise ValueError(
+                f"{path}: {p.name} has the states {have}, {other.name} has {had}, and layers of a stack are one "
+                "array; give layers without a gradient zeros once, or, where every rank holds the whole model, "
+                "model.state_dict(), whose layers are arrays of their own"
+            )
 
 
 def _option(value: Any) -> Any:

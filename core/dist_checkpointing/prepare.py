@@ -74,7 +74,7 @@ class Preparer:
         try:
             flat = flatten(to_save(state))
             local = to_json(flat)
-            mine = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
+            mine = {"digest": digest(local), "objects": digest(flat.objects), "unequal": unequal(flat)}
             mine["same"] = flat.plain_digests(self._ps.config.world_size)
         except Exception as error:
             problem = error
@@ -86,7 +86,8 @@ class Preparer:
                 raise problem
             if said["problem"] is not None:
                 raise ValueError(f"rank {rank}: {said['problem']}")
-        objects = merge_objects([said["objects"] for said in told])
+        alike = len({said["objects"] for said in told}) == 1  # else each tells them: an optimizer's are many
+        objects = flat.objects if alike else merge_objects(self._gather(flat.objects))
         if (digests := [said["digest"] for said in told]) != self._digests:
             self._catalog, self._plan = merge(self._gather(local)), None
             self._digests = digests

@@ -264,6 +264,22 @@ def test_our_own(ranks, tmp_path):
     ranks(ours, str(tmp_path), 2, world=2)
 
 
+def test_frozen_layers(tmp_path, single):
+    """In a stack they would be a hole; as tensors of their own they are left out."""
+    stages, named, optimizer = spread_gpt(single)
+    for name, p in named.items():
+        p.grad = None if ".layers.0." in name else torch.ones_like(p)
+    optimizer.step()
+    told = r"layers\.1\..* has the states \['exp_avg', .*layers\.0\..* has \[\], and layers of a stack"
+    with pytest.raises(ValueError, match=told):
+        quick({"model": sharded_state_dict(stages, single), "optimizer": optimizer}, tmp_path / "x", single)
+    model = {name: p.detach() for name, p in named.items()}
+    quick({"model": model, "optimizer": optimizer}, tmp_path / "x", single)
+    _, named, target = spread_gpt(single)
+    load({"model": {n: p.detach() for n, p in named.items()}, "optimizer": target}, tmp_path / "x", ps=single)
+    same_state(optimizer, target)
+
+
 def spread_adafactor(root):
     ps = parallel(tp=2)
     stages, named, _ = spread_gpt(ps)
