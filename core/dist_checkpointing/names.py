@@ -24,6 +24,11 @@ class Names:
         self._mapping, self._cast = mapping, cast
         self._found: dict[str, Source] = {}
 
+    @property
+    def same(self) -> bool:
+        """Whether all keys are those of the checkpoint."""
+        return self._mapping is None
+
     def source(self, key: str) -> Source:
         """Raises ValueError: a mapping that gives something else than a key."""
         if key not in self._found:

@@ -25,14 +25,20 @@ class OptimizerLoad:
     def __init__(self, path: str, optimizer: torch.optim.Optimizer, state: Any, stored: Stored, names: Names) -> None:
         self._path, self._optimizer, self._stored, self._names = path, optimizer, stored, names
         self._parameters = list(parameters(path, optimizer, state))
-        keys = [*map(key_of, stored.metadata), *stored.objects]
-        self._kinds = sorted({name for key in keys for name in key.split("/")[1:-1]} - {GROUPS})  # and some more
+        self._kinds = self._all_kinds()
         self._kept: dict[Tensor, dict[str, Tensor | ShardedObject]] = {}
         self.template: dict[str, Any] = {}
         for parameter in self._parameters:
             self.template[f"{GROUPS}/{parameter.name}"] = self._object(GROUPS, parameter)
             if self._fits(parameter):
                 self._add(parameter)
+
+    def _all_kinds(self) -> list[str]:
+        """What may be a kind of state in the checkpoint: with other names there, any part of a key."""
+        keys = [*map(key_of, self._stored.metadata), *self._stored.objects]
+        prefix = f"{self._path}/" if self._names.same else ""
+        below = [key.removeprefix(prefix).split("/")[:-1] for key in keys if key.startswith(prefix)]
+        return sorted({kind for parts in below for kind in (parts[:1] if self._names.same else parts)} - {GROUPS})
 
     def _object(self, kind: str, parameter: Parameter) -> ShardedObject:
         return ShardedObject(f"{self._path}/{kind}/{parameter.name}", None)
@@ -66,8 +72,11 @@ class OptimizerLoad:
             return held
         if spread:
             return torch.zeros_like(like, dtype=dtype)
-        # torch counts on the host, unless a graph or a fused kernel does
-        there = kind != "step" or parameter.group.get("capturable") or parameter.group.get("fused")
+        # torch counts on the host, unless a graph or a fused kernel does; the options are those of the checkpoint
+        name = self._names.key(self._object(GROUPS, parameter).key)
+        options = self._stored.objects.get(name)
+        options = options if isinstance(options, Mapping) else parameter.group
+        there = kind != "step" or options.get("capturable") or options.get("fused")
         return torch.zeros(shape, dtype=dtype, device=like.device if there else "cpu")
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -78,6 +87,8 @@ class OptimizerLoad:
             if key not in values:
                 continue
             name, options = first.setdefault(id(parameter.group), (parameter.name, values[key]))
+            if not isinstance(options, Mapping):
+                raise ValueError(f"{key} is {options!r}, not the options of a group; use another checkpoint")
             if values[key] != options:
                 raise ValueError(
                     f"{key}: in one group with {name} here, whose options are {options} in the checkpoint, and not "

@@ -167,7 +167,7 @@ def gpt_run(root, tp, pp, kind, written=None):
     quick(state, f"{root}/tp{tp}pp{pp}-from-{written}", ps)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["AdamW", pytest.param("SGD", marks=pytest.mark.full)])
 def test_tensor_and_pipeline_parallel(ranks, tmp_path, kind):
     """TP 2 goes on under TP 1 and over two stages, and back; the padded vocabulary has 101 rows."""
     layouts = {"tp2pp1": (2, 1), "tp1pp1": (1, 1), "tp1pp2": (1, 2)}
