@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import ArrayInfo, Holdings
-from core.dist_checkpointing.dtensor import is_dtensor, local_parts, mesh_size
+from core.dist_checkpointing.dtensor import local_parts, mesh_size
 from core.dist_checkpointing.keys import check_key, key_of, path_of
 from core.dist_checkpointing.leaves import encode
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves, refuse_freed
-from core.dist_checkpointing.tensors import tensor_of, unstorable
+from core.dist_checkpointing.tensors import is_dtensor, tensor_of, unstorable
 from core.parallel_state.flat import Box, volume, whole
 
 

@@ -9,17 +9,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from torch import Tensor
-
 from core.dist_checkpointing.mapping import ShardedTensor
 from core.parallel_state.flat import slices
 
 Intervals = list[tuple[int, int]]  # of one dim of the whole, in the order in which they lie in memory
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """By what it has: torch.distributed.tensor takes long to import, and who has a DTensor has done so."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def mesh_size(tensor: Any) -> int:
@@ -28,7 +21,7 @@ def mesh_size(tensor: Any) -> int:
 
 
 def local_parts(part: ShardedTensor) -> list[ShardedTensor]:
-    """This rank's boxes of a part whose data is a DTensor, in its memory; none outside of its mesh.
+    """This rank's boxes of a part whose data is a DTensor, in its memory, without padding; none outside of its mesh.
 
     Raises ValueError: partial values, which are no values yet, and placements that torch may invent.
     """
@@ -48,9 +41,14 @@ def local_parts(part: ShardedTensor) -> list[ShardedTensor]:
         )
     made = []
     for pieces in product(*map(_placed, dims)):
-        data = local[slices(tuple(place for place, _ in pieces))]
         offset = tuple(start + o for (_, start), o in zip(pieces, part.global_offset[axes:], strict=True))
-        made.append(replace(part, data=data, global_offset=part.global_offset[:axes] + offset))
+        ends = [
+            min(b, a + max(n - o, 0))
+            for ((a, b), _), o, n in zip(pieces, offset, part.global_shape[axes:], strict=True)
+        ]
+        if all(a < end for ((a, _), _), end in zip(pieces, ends, strict=True)):  # else it is padding
+            data = local[slices(tuple((a, end) for ((a, _), _), end in zip(pieces, ends, strict=True)))]
+            made.append(replace(part, data=data, global_offset=part.global_offset[:axes] + offset))
     return made
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import ArrayInfo
+from core.dist_checkpointing.tensors import is_dtensor
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import Box, extent, flat_boxes, intersect, relative, shifted, slices, volume, whole
 from core.parallel_state.layout import Layout, layout_of, true_part
@@ -42,6 +43,7 @@ class ShardedTensor:
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
         inside = all(a >= 0 and b <= n for (a, b), n in zip(self.box, self.global_shape, strict=False))
+        inside |= is_dtensor(self.data)  # which may have padded rows at its end: they cannot be cut off from outside
         if not len(self.global_shape) == len(self.global_offset) == dims or not inside:
             raise ValueError(
                 f"{self.key}: a part of shape {list(self.data.shape)} behind {self.prepend_axis_num} stack axes at "
@@ -172,7 +174,9 @@ class Mapper:
         Raises ValueError: a tensor whose memory is given back, as ZeRO-3 does between uses.
         """
         refuse_freed(name, tensor)
-        part = true_part(tensor.detach(), layout, self._at, self._sizes)
+        part = tensor.detach()
+        if not is_dtensor(part):
+            part = true_part(part, layout, self._at, self._sizes)
         box: Box = tuple((s.start, s.stop) for s in layout.box(self._at, self._sizes))
         return self._place(group, name, layout, part, box, tensor.detach())
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from core.dist_checkpointing.derive import MODEL
-from core.dist_checkpointing.dtensor import is_dtensor
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
+from core.dist_checkpointing.tensors import is_dtensor
 
 GROUPS = "param_groups"  # beside the kinds of states: options by parameter, for ranks of a pipeline have other groups
 

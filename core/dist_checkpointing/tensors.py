@@ -8,6 +8,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from core.dist_checkpointing.arrays import STORED
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """By what it has: torch.distributed.tensor takes long to import, and who has a DTensor has done so."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
 def unstorable(tensor: Tensor) -> str | None:
     """Why a tensor cannot be stored as it is, and the remedy; None if it can."""
     if is_traceable_wrapper_subclass(tensor):

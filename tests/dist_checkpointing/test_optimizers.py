@@ -357,3 +357,37 @@ def test_cast(tmp_path, single):
     kept = other.state[again["a"].weight]
     assert kept["exp_avg"].dtype == torch.float64 and kept["step"].dtype == torch.float32 and kept["step"] == 1
     train(again, other, range(1, 2))
+
+
+def fully_sharded_gpt(root, tp, shard, written=None):
+    """FSDP2 over the tensor parallelism of layouts: boxes within boxes, padded rows of the vocabulary among them."""
+    from torch.distributed.fsdp import fully_shard
+
+    ps = parallel(tp=tp)
+    stages, _, _ = spread_gpt(ps)
+    if shard:
+        fully_shard(stages[0], mesh=ps.mesh_for("dp"))
+    named = dict(named_parameters(stages))
+    optimizer = torch.optim.AdamW(named.values(), lr=0.1)
+    state = {"model": sharded_state_dict(stages, ps), "optimizer": optimizer}
+    if written is not None:
+        with torch.no_grad():
+            for p in named.values():
+                p.fill_(7)
+        load(state, f"{root}/{written}", ps=ps)
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    quick(state, f"{root}/{tp}-{shard}-from-{written}", ps)
+
+
+def test_fully_shard_over_layouts(ranks, tmp_path):
+    for world, tp, shard in ((1, 1, False), (4, 2, True)):
+        ranks(fully_sharded_gpt, str(tmp_path), tp, shard, world=world)
+    assert contents(tmp_path / "2-True-from-None") == contents(tmp_path / "1-False-from-None")
+    for world, tp, shard, written in ((2, 1, True, "2-True-from-None"), (4, 2, True, "1-False-from-None")):
+        ranks(fully_sharded_gpt, str(tmp_path), tp, shard, written, world=world)
+    ranks(fully_sharded_gpt, str(tmp_path), 1, False, "2-True-from-None", world=1)
+    names = ["1-True-from-2-True-from-None", "2-True-from-1-False-from-None", "1-False-from-2-True-from-None"]
+    first, *others = [contents(tmp_path / name) for name in names]
+    assert all(found == first for found in others) and first != contents(tmp_path / "1-False-from-None")
