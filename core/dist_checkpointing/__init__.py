@@ -12,9 +12,12 @@ _HOME = {
     "load": "loading",
     "load_common_state_dict": "loading",
     "load_plain_tensors": "loading",
+    "lazy_tensors": "lazy",
     "load_tensors_metadata": "loading",
     "CheckpointManager": "manager",
     "Root": "root",
+    "register": "leaves",
+    "Source": "names",
 }
 
 

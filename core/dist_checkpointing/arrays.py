@@ -20,14 +20,19 @@ STORED: dict[str, tuple[str, Any]] = {
     "int32": ("int32", -(2**31)),
     "int16": ("int16", -(2**15)),
     "int8": ("int8", -(2**7)),
+    "uint64": ("uint64", 2**64 - 1),
+    "uint32": ("uint32", 2**32 - 1),
+    "uint16": ("uint16", 2**16 - 1),
     "uint8": ("uint8", 0xFF),
     "bool": ("bool", False),
+    "complex128": ("complex128", ["NaN", "NaN"]),
+    "complex64": ("complex64", ["NaN", "NaN"]),
 }
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "uint16": 2, "uint8": 1} | {
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
+ITEMSIZE = {
+    "complex128": 16,
+    "complex64": 8,
+    **{f"float{8 * n}": n for n in (2, 4, 8)},
+    **{f"{sign}int{8 * n}": n for n in (1, 2, 4, 8) for sign in ("", "u")},
     "bool": 1,
 }  # of the zarr data types
 

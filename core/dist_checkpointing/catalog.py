@@ -2,21 +2,22 @@
 
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.arrays import STORED, ArrayInfo, Holdings
+from core.dist_checkpointing.arrays import ArrayInfo, Holdings
+from core.dist_checkpointing.dtensor import local_parts, mesh_size
+from core.dist_checkpointing.keys import check_key, key_of, path_of
+from core.dist_checkpointing.leaves import encode
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves, refuse_freed
-from core.parallel_state.flat import Box, volume
-
-_KEY = re.compile(r"[\w.\-]+(/[\w.\-]+)*", re.ASCII)
-RESERVED = ("receipts", "manifest.json", "zarr.json")
+from core.dist_checkpointing.tensors import is_dtensor, tensor_of, unstorable
+from core.parallel_state.flat import Box, volume, whole
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class LocalState:
 
     parts: dict[str, list[ShardedTensor]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    plain: set[str] = field(default_factory=set)  # keys of plain tensors, which must be the same on all ranks
+    plain: dict[str, int] = field(default_factory=dict)  # key -> how many ranks a tensor speaks for: itself, a mesh
 
-    def plain_digests(self) -> dict[str, int]:
-        """A checksum of every plain tensor."""
-        return {key: _checksum(self.parts[key][0].data) for key in sorted(self.plain & self.parts.keys())}
+    def plain_digests(self, world: int) -> dict[str, int]:
+        """A checksum of every tensor that must be the same on ranks which do not know of each other."""
+        keys = sorted(key for key in self.plain.keys() & self.parts.keys() if self.plain[key] < world)
+        return {_name(part): _checksum(part.data) for key in keys for part in self.parts[key]}
 
     def arrays(self) -> dict[str, ArrayInfo]:
         """What the arrays are that this rank holds parts of. Raises ValueError: parts that disagree."""
@@ -49,65 +51,86 @@ class LocalState:
 
 
 def flatten(state: Any) -> LocalState:
-    """Sharded tensors and objects of a nested state dict; plain tensors count as whole, plain values as JSON objects
-    under the path of their names.
+    """Sharded tensors and objects of a nested state dict; plain tensors and numpy's arrays count as whole, other
+    values as objects under the path of their names.
 
-    Raises ValueError: a key that cannot be a path, a dtype that cannot be stored, a value that is not JSON.
+    Raises ValueError: a key that cannot be a path, a tensor that cannot be stored, a value of an unknown type.
     """
     flat = LocalState()
 
     def add(path: tuple[str, ...], leaf: Any) -> None:
-        if isinstance(leaf, Tensor):
-            flat.plain.add("/".join(path))
-            if leaf.dim() and leaf.is_floating_point() and not any(leaf.stride()) and bool(leaf.isnan().any()):
-                refuse_freed("/".join(path), leaf)  # what `model.state_dict()` gives under ZeRO-3
-            leaf = ShardedTensor("/".join(path), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
+        key = "/".join(path)
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            leaf = _whole(key, leaf)
+            flat.plain[path_of(key)] = 1
+            if path_of(key) in flat.parts:
+                raise ValueError(f"{key} is two tensors; give them one key each")
         if isinstance(leaf, ShardedTensor):
-            check_key(leaf.key)
-            kind = leaf.data.dtype if leaf.data.layout is torch.strided else leaf.data.layout
-            if kind is not leaf.data.dtype or leaf.info.dtype not in STORED:
-                raise ValueError(f"{leaf.key} is of {kind}, which has no stored form; known: dense, {list(STORED)}")
-            parts = flat.parts.setdefault(leaf.key, [])
-            if volume(leaf.box):  # a rank may hold padding only
-                parts.append(leaf)
-            elif not parts:
-                flat.parts.pop(leaf.key)
+            _add_part(flat, leaf)
             return
-        item = leaf if isinstance(leaf, ShardedObject) else ShardedObject("/".join(path), leaf)
+        item = leaf if isinstance(leaf, ShardedObject) else ShardedObject(key, leaf)
         check_key(item.key)
-        value = _plain(item)
+        value = _encoded(item)
         if flat.objects.setdefault(item.key, value) != value:
             raise ValueError(f"{item.key} is both {flat.objects[item.key]!r} and {value!r}; give them one key each")
 
     if not isinstance(state, Mapping):
         raise ValueError(f"a state is a dict of tensors and values, not a {type(state).__name__}: {{'model': ...}}")
-    map_leaves(state, add)
-    if both := sorted(flat.parts.keys() & flat.objects.keys()):
+    try:
+        map_leaves(state, add)
+    except RecursionError:
+        raise ValueError("the state is nested too deeply, or holds itself; give a flat dict of its leaves") from None
+    if both := sorted(set(map(key_of, flat.parts)) & flat.objects.keys()):
         raise ValueError(f"{both[0]} is both a tensor and a value; give them one key each")
     return flat
+
+
+def _whole(key: str, leaf: Tensor | np.ndarray) -> ShardedTensor:
+    if isinstance(leaf, np.ndarray):
+        try:
+            leaf = tensor_of(leaf)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    if is_dtensor(leaf):
+        pass  # asking for its values is a collective
+    elif leaf.dim() and leaf.is_floating_point() and not any(leaf.stride()) and bool(leaf.isnan().any()):
+        refuse_freed(key, leaf)  # what `model.state_dict()` gives under ZeRO-3
+    return ShardedTensor(key, leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
+
+
+def _add_part(flat: LocalState, part: ShardedTensor) -> None:
+    path = path_of(part.key)
+    if is_dtensor(part.data):
+        flat.plain[path] = mesh_size(part.data)
+        for local in local_parts(part):
+            _add_part(flat, local)
+        return
+    if problem := unstorable(part.data):
+        raise ValueError(f"{part.key} is {problem}")
+    if path != part.key:
+        part = replace(part, key=path, stack=path_of(part.stack) if part.stack else "")
+    parts = flat.parts.setdefault(path, [])
+    if volume(part.box):  # a rank may hold padding only
+        parts.append(part)
+    elif not parts:
+        flat.parts.pop(path)
+
+
+def _name(part: ShardedTensor) -> str:
+    return part.key if part.box == whole(part.global_shape) else f"{part.key} at {part.box}"
 
 
 def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def check_key(key: str) -> None:
-    """Raise ValueError where a key cannot be a path below a checkpoint."""
-    names = key.split("/")
-    if not _KEY.fullmatch(key) or any(set(n) == {"."} or len(n) > 200 or n in RESERVED for n in names):
-        raise ValueError(
-            f"the key {key!r} cannot be a path in a checkpoint: use letters, digits, '_', '-', '.', '/', parts of at "
-            f"most 200 characters, none of {', '.join(RESERVED)}"
-        )
-
-
-def _plain(item: ShardedObject) -> Any:
+def _encoded(item: ShardedObject) -> Any:
     try:
-        return json.loads(json.dumps(item.data, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        return json.loads(json.dumps(encode(item.data), allow_nan=False))
+    except Exception as error:  # a registered function may raise anything
         raise ValueError(
-            f"{item.key}: {type(item.data).__name__} is not a JSON value ({error}); give numbers, strings, lists and "
-            "dicts, or a tensor"
+            f"{item.key}: {error}; give numbers, texts, bytes, lists, tuples, dicts, numpy's values or tensors, or "
+            f"call dist_checkpointing.register({type(item.data).__name__}, to_json, from_json)"
         ) from error
 
 
@@ -171,7 +194,8 @@ def merge_plain(told: Sequence[Mapping[str, int]]) -> None:
             if value != checksum:
                 raise ValueError(
                     f"the tensor {key} differs between rank {known} and rank {rank}: plain tensors must be the same "
-                    "on all ranks; give parts as ShardedTensor, as `model.sharded_state_dict()` does"
+                    "on all ranks (a DTensor: outside of its mesh); give parts as ShardedTensor, as "
+                    "`model.sharded_state_dict()` does, or DTensors of a mesh of all ranks"
                 )
 
 

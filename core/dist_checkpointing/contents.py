@@ -9,8 +9,8 @@ from typing import Any
 from core.dist_checkpointing.arrays import ITEMSIZE, STORED
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.json_files import canonical_json
-from core.dist_checkpointing.manifest import FORMAT, Files, grid_shape
-from core.dist_checkpointing.zarr_metadata import Json, check_key, check_metadata, difference, group_metadata
+from core.dist_checkpointing.manifest import FORMAT, TAGGED, Files, grid_shape
+from core.dist_checkpointing.zarr_metadata import Json, check_path, check_metadata, difference, group_metadata
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Contents:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no group of a checkpoint: {error!r} is missing") from None
-        if type(version) is not int or version != FORMAT:
-            raise ValueError(f"format {version!r}, this version reads {FORMAT}; install a newer one")
+        if type(version) is not int or version not in (FORMAT, TAGGED):
+            raise ValueError(f"format {version!r}, this version reads {TAGGED}; install a newer one")
         if not sound:
             raise ValueError("objects or derived arrays that no checkpoint has; use another")
         for key in derived:
-            check_key(key)
+            check_path(key)
         held = Held(files)
         for key, value in metadata.items():
             check_metadata(key, value)

@@ -53,4 +53,4 @@ def _unequal_values(a: Stored, b: Stored, key: str) -> int:
 
 def _bits(array: np.ndarray) -> np.ndarray:
     """NaN equals NaN, and -0 is not 0."""
-    return array.view(f"u{array.itemsize}")
+    return array.view(f"u{array.itemsize}" if array.itemsize <= 8 else "V16")

@@ -15,6 +15,7 @@ from core.parallel_state.collectives import Group, all_gather, all_to_all
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers: no copy touches a NaN's payload
+BITS[16] = torch.complex128  # there is no wider integer
 
 
 class Part(Protocol):

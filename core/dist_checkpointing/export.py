@@ -7,6 +7,7 @@ from os import PathLike
 
 from core.dist_checkpointing.arrays import ArrayInfo
 from core.dist_checkpointing.cuts import cuts
+from core.dist_checkpointing.keys import key_of
 from core.dist_checkpointing.place import open_store, space_for
 from core.dist_checkpointing.shards import SHARD, Tensor, new_folder, write
 from core.dist_checkpointing.stored import Stored
@@ -57,7 +58,7 @@ def tensors(
 
 
 def _tensor(name: str, key: str, box: Box, dtype: str, *, drop: bool) -> Tensor:
-    return Tensor(name, tuple(stop - start for start, stop in box[drop:]), dtype, key, box)
+    return Tensor(key_of(name), tuple(stop - start for start, stop in box[drop:]), dtype, key, box)
 
 
 def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:

@@ -6,16 +6,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from core.dist_checkpointing.catalog import LocalState, flatten
 from core.dist_checkpointing.derive import source
 from core.dist_checkpointing.exchange import gather_json
+from core.dist_checkpointing.keys import key_of
+from core.dist_checkpointing.leaves import decode
+from core.dist_checkpointing.manifest import TAGGED
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
+from core.dist_checkpointing.names import Names, Renames
+from core.dist_checkpointing.optimizer_loading import OptimizerLoads
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, problem_of
 from core.dist_checkpointing.read import Target, read, torch_dtype
 from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing.tensors import fillable, native
 from core.parallel_state import ParallelState
 
 
@@ -49,6 +56,7 @@ def load(
     ps: ParallelState | None = None,
     cast: bool = False,
     verify: bool = True,
+    mapping: Renames | None = None,
 ) -> Any:
     """Read a checkpoint written under any layout into the tensors of `sharded_state_dict`; collective over all ranks.
 
@@ -56,7 +64,8 @@ def load(
     (`model.load_state_dict(state)` works, and changes nothing any more). `strict=False`: what does not fit is left as
     it was; "report": so too, and the result is (state, Report). `cast`: other floating dtypes are converted; else
     they are a mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are
-    there.
+    there. `mapping`: key here -> key in the checkpoint, or `Source(key, cast=True)`; a dict of those that differ, the
+    same on all ranks, or a function of all keys.
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
     """
@@ -66,30 +75,38 @@ def load(
             "False ignores it (Megatron's assume_ok_unexpected, return_all, ignore_all)"
         )
     ps = ps if ps is not None else default_state()
-    flat, stored = LocalState(), None
+    flat, stored, loads = LocalState(), None, None
+    values: dict[str, Any] = {}
+    names = Names(mapping, cast=cast)
 
     def begin() -> None:
-        nonlocal flat, stored
-        flat = flatten(sharded_state_dict)
+        nonlocal flat, stored, loads, values
+        stored = opened(checkpoint_dir, sizes=verify and ps.rank == 0)
+        state = map_leaves(sharded_state_dict, lambda path, leaf: _fillable(leaf))
+        loads = OptimizerLoads(state, stored, names)
+        flat = flatten(loads.state)
         flat.arrays()  # raises where parts disagree
-        stored = _opened(checkpoint_dir, sizes=verify and ps.rank == 0)
+        found = {key: names.key(key) for key in flat.objects}
+        values = {key: _decoded(stored, name) for key, name in found.items() if name in stored.objects}
+        loads.check(values)
 
     agree(problem_of(begin), ps)
-    assert stored is not None
-    report = _compare(flat, stored, ps, cast=cast)
+    assert stored is not None and loads is not None
+    report = _compare(flat, stored, ps, names)
     if report and strict is True:
         raise ValueError(
             f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of "
             "it, or give strict='report'"
         )
     flat = _known(flat, report)
-    problem = problem_of(lambda: read(stored, _targets(flat, stored), verify=verify))
+    problem = problem_of(lambda: read(stored, _targets(flat, stored, names), verify=verify))
     agree(DamagedCheckpoint(str(problem)) if isinstance(problem, (OSError, ValueError)) else problem, ps)
-    state = map_leaves(sharded_state_dict, lambda path, leaf: _value(path, leaf, stored.objects))
+    state = loads.finish(lambda path, leaf: _value(path, leaf, values), values)
     return (state, report) if strict == "report" else state
 
 
-def _opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
+def opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
+    """A committed checkpoint. Raises DamagedCheckpoint; FileNotFoundError: none is there."""
     try:
         return Stored.open(checkpoint_dir, sizes=sizes)
     except FileNotFoundError:
@@ -98,24 +115,40 @@ def _opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
         raise DamagedCheckpoint(str(error)) from error
 
 
-def _compare(flat: LocalState, stored: Stored, ps: ParallelState, *, cast: bool) -> Report:
-    missing = [key for key in flat.objects if key not in stored.objects]
+def _fillable(leaf: Any) -> Any:
+    return native(leaf) if isinstance(leaf, np.ndarray) and not fillable(leaf) else leaf
+
+
+def _decoded(stored: Stored, key: str) -> Any:
+    """A value of the checkpoint. Raises ValueError: of a type that is not registered in this program."""
+    value = stored.objects[key]
+    try:
+        return decode(value) if stored.format >= TAGGED else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{stored.place.url}: {key}: {error}") from error
+
+
+def _compare(flat: LocalState, stored: Stored, ps: ParallelState, names: Names) -> Report:
+    wanted = {key: names.key(key) for key in flat.objects}
+    missing = [key for key, name in wanted.items() if name not in stored.objects]
     mismatched = {}
     for key, info in flat.arrays().items():
-        found = source(key, stored.metadata, stored.derived)
+        wanted[key] = names.path(key)
+        found = source(wanted[key], stored.metadata, stored.derived)
         if found is None:
             missing.append(key)
-        elif (why := stored.differs(key, found, info, cast=cast)) is not None:
+        elif (why := stored.differs(wanted[key], found, info, cast=names.cast(key))) is not None:
             mismatched[key] = why
-    told = gather_json([missing, mismatched, [*flat.parts, *flat.objects]], ps.world, ps.device)
-    asked = {key for _, _, keys in told for key in keys}
-    groups = {key.split("/")[0] for key in asked if "/" in key}
+    told = gather_json([missing, mismatched, wanted], ps.world, ps.device)
+    names.check([key_of(key) for _, _, theirs in told for key in theirs])
+    asked = {name for _, _, theirs in told for name in theirs.values()}
+    groups = {key_of(key.split("/")[0]) for key in asked if "/" in key}
     used = asked | {found for key in asked if (found := source(key, stored.metadata, stored.derived)) is not None}
     used |= {key for key, how in stored.derived.items() if how["from"] in used}
     known = {*stored.metadata, *stored.objects, *stored.derived}
     return Report(
         missing=tuple(sorted({key for keys, _, _ in told for key in keys})),
-        unexpected=tuple(key for key in sorted(known - used) if key.split("/")[0] in groups),
+        unexpected=tuple(key for key in sorted(known - used) if key_of(key.split("/")[0]) in groups),
         mismatched=dict(sorted(item for _, found, _ in told for item in found.items())),
     )
 
@@ -125,11 +158,11 @@ def _known(flat: LocalState, report: Report) -> LocalState:
     return LocalState(parts, flat.objects)
 
 
-def _targets(flat: LocalState, stored: Stored) -> dict[str, list[Target]]:
+def _targets(flat: LocalState, stored: Stored, names: Names) -> dict[str, list[Target]]:
     """Stored key -> what is read from it."""
     wanted: dict[str, list[Target]] = {}
     for key, parts in flat.parts.items():
-        found = source(key, stored.metadata, stored.derived)
+        found = source(names.path(key), stored.metadata, stored.derived)
         assert found is not None
         wanted.setdefault(found, []).extend((part.box, part.part) for part in parts)
     return wanted
@@ -138,7 +171,7 @@ def _targets(flat: LocalState, stored: Stored) -> dict[str, list[Target]]:
 def _value(path: tuple[str, ...], leaf: Any, objects: Mapping[str, Any]) -> Any:
     if isinstance(leaf, ShardedTensor):
         return leaf.data if leaf.local is None else leaf.local
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, (Tensor, np.ndarray)):
         return leaf
     key = leaf.key if isinstance(leaf, ShardedObject) else "/".join(path)
     return objects.get(key, leaf.data if isinstance(leaf, ShardedObject) else leaf)
@@ -146,22 +179,23 @@ def _value(path: tuple[str, ...], leaf: Any, objects: Mapping[str, Any]) -> Any:
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """key -> value of everything that is no array; every rank by itself."""
-    return dict(_opened(checkpoint_dir, sizes=False).objects)
+    stored = opened(checkpoint_dir, sizes=False)
+    return {key: _decoded(stored, key) for key in stored.objects}
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """key -> (global shape, dtype) of every array; every rank by itself."""
-    stored = _opened(checkpoint_dir, sizes=False)
-    return {key: (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
+    stored = opened(checkpoint_dir, sizes=False)
+    return {key_of(key): (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
 
 
 def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[str, Tensor]:
     """key -> whole tensor of every array whose key matches a pattern (`model/*`); every rank by itself."""
-    stored = _opened(checkpoint_dir)
+    stored = opened(checkpoint_dir)
     found = {
         key: torch.empty(stored.shape(key), dtype=torch_dtype(stored.dtype(key)))
         for key in stored.metadata
-        if fnmatch.fnmatchcase(key, keys)
+        if fnmatch.fnmatchcase(key_of(key), keys)
     }
     read(stored, {key: [(tuple((0, n) for n in t.shape), t)] for key, t in found.items()})
-    return found
+    return {key_of(key): t for key, t in found.items()}

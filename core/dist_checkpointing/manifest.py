@@ -11,6 +11,7 @@ from core.dist_checkpointing.json_files import seal, unseal
 from core.dist_checkpointing.place import Place
 
 FORMAT = 1
+TAGGED = 2  # of the root group, where objects name types: `leaves`
 MANIFEST = "manifest.json"
 SIGNATURE = "signature.json"  # who wrote it, where somebody signed it; in no manifest
 SIGNED = "paracore checkpoint, sha256 of its files, ed25519"  # what it says it is

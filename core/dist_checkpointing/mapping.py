@@ -1,13 +1,15 @@
 """From a parameter's `Layout` to its place in the checkpoint: arithmetic, no collective."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import ArrayInfo
+from core.dist_checkpointing.tensors import is_dtensor
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import Box, extent, flat_boxes, intersect, relative, shifted, slices, volume, whole
 from core.parallel_state.layout import Layout, layout_of, true_part
@@ -41,6 +43,7 @@ class ShardedTensor:
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
         inside = all(a >= 0 and b <= n for (a, b), n in zip(self.box, self.global_shape, strict=False))
+        inside |= is_dtensor(self.data)  # which may have padded rows at its end: they cannot be cut off from outside
         if not len(self.global_shape) == len(self.global_offset) == dims or not inside:
             raise ValueError(
                 f"{self.key}: a part of shape {list(self.data.shape)} behind {self.prepend_axis_num} stack axes at "
@@ -113,7 +116,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardedObject:
-    """A small JSON value (step, schedule, position in the data), the same on every rank that has it."""
+    """A small value (step, schedule, position in the data), the same on every rank that has it."""
 
     key: str
     data: Any
@@ -171,7 +174,9 @@ class Mapper:
         Raises ValueError: a tensor whose memory is given back, as ZeRO-3 does between uses.
         """
         refuse_freed(name, tensor)
-        part = true_part(tensor.detach(), layout, self._at, self._sizes)
+        part = tensor.detach()
+        if not is_dtensor(part):
+            part = true_part(part, layout, self._at, self._sizes)
         box: Box = tuple((s.start, s.stop) for s in layout.box(self._at, self._sizes))
         return self._place(group, name, layout, part, box, tensor.detach())
 
@@ -248,13 +253,39 @@ def sharded_states(
 
 
 def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """A nested state with every leaf changed; lists of sharded tensors stay lists, other lists are JSON leaves."""
+    """A nested state with every leaf changed: mappings, and lists and tuples that hold tensors somewhere, are walked
+    through, an item's name being its position; other lists and tuples are leaves.
+
+    Raises ValueError: names that are no text or number, two that are written alike.
+    """
     if isinstance(state, Mapping):
+        _check_names(path, state)
         return {name: map_leaves(value, change, (*path, str(name))) for name, value in state.items()}
-    if (
-        isinstance(state, Sequence)
-        and not isinstance(state, str)
-        and any(isinstance(v, ShardedTensor) for v in state)
-    ):
-        return [change(path, value) for value in state]
+    if isinstance(state, (list, tuple)) and _holds_tensors(state):
+        items = [map_leaves(value, change, (*path, str(number))) for number, value in enumerate(state)]
+        if isinstance(state, list):
+            return items
+        return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
     return change(path, state)
+
+
+def _check_names(path: tuple[str, ...], state: Mapping[Any, Any]) -> None:
+    first: dict[str, Any] = {}
+    for name in state:
+        if not (name is None or isinstance(name, (str, int, float))):
+            raise ValueError(
+                f"{'/'.join(path) or 'the state'}: the key {name!r} is a {type(name).__name__}; use texts or numbers"
+            )
+        if first.setdefault(str(name), name) is not name:
+            raise ValueError(
+                f"{'/'.join(path) or 'the state'}: the keys {first[str(name)]!r} and {name!r} are written alike in "
+                "a checkpoint; rename one of them"
+            )
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject)) or hasattr(value, "param_groups")

@@ -16,7 +16,7 @@ from core.dist_checkpointing.grid import cell_name, cell_of, cells
 from core.parallel_state.flat import Box, intersect, volume
 
 WAVE_BYTES = 64 << 20
-ALIGN = 8  # bytes: where a fragment starts in a message, so that it can be viewed in its own dtype
+ALIGN = 16  # bytes: where a fragment starts in a message, so that it can be viewed in its own dtype
 
 ORDER = attrgetter("key", "index", "box")  # of fragments; a message holds them in this order
 

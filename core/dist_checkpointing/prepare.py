@@ -20,8 +20,10 @@ from core.dist_checkpointing.catalog import (
 from core.dist_checkpointing.derive import left_out, unequal
 from core.dist_checkpointing.exchange import gather_json
 from core.dist_checkpointing.grid import cell_of, inner_shape
-from core.dist_checkpointing.manifest import FORMAT
+from core.dist_checkpointing.leaves import tagged
+from core.dist_checkpointing.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.mapping import Piece
+from core.dist_checkpointing.optimizers import to_save
 from core.dist_checkpointing.plan import Plan, make_plan
 from core.dist_checkpointing.zarr_metadata import Json, array_metadata
 from core.parallel_state import ParallelState
@@ -70,10 +72,10 @@ class Preparer:
         local: dict[str, Any] = {}
         mine: dict[str, Any] = {}
         try:
-            flat = flatten(state)
+            flat = flatten(to_save(state))
             local = to_json(flat)
-            mine = {"digest": digest(local), "objects": flat.objects, "unequal": unequal(flat)}
-            mine["same"] = flat.plain_digests() if self._ps.world is not None else {}
+            mine = {"digest": digest(local), "objects": digest(flat.objects), "unequal": unequal(flat)}
+            mine["same"] = flat.plain_digests(self._ps.config.world_size)
         except Exception as error:
             problem = error
         told = self._gather(mine | {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure})
@@ -84,14 +86,15 @@ class Preparer:
                 raise problem
             if said["problem"] is not None:
                 raise ValueError(f"rank {rank}: {said['problem']}")
-        objects = merge_objects([said["objects"] for said in told])
+        alike = len({said["objects"] for said in told}) == 1  # else each tells them: an optimizer's are many
+        objects = flat.objects if alike else merge_objects(self._gather(flat.objects))
         if (digests := [said["digest"] for said in told]) != self._digests:
             self._catalog, self._plan = merge(self._gather(local)), None
             self._digests = digests
         merge_plain([said["same"] for said in told])
         stored = {key for said in told for key in said["unequal"]}
         plan, arrays, metadata, table = self._planned(stored)
-        facts = {"format": FORMAT, "objects": objects, "derived": table}
+        facts = {"format": TAGGED if tagged(list(objects.values())) else FORMAT, "objects": objects, "derived": table}
         parts = {key: [part.piece for part in held] for key, held in flat.parts.items() if key in arrays}
         return Prepared(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
 

@@ -14,7 +14,7 @@ from core.dist_checkpointing.check import check
 from core.dist_checkpointing.cuts import read_amplification
 from core.dist_checkpointing.grid import cell_shape, cells, inner_shape
 from core.dist_checkpointing.job import Cells, Job
-from core.dist_checkpointing.manifest import FORMAT, MANIFEST
+from core.dist_checkpointing.manifest import MANIFEST
 from core.dist_checkpointing.place import open_place
 from core.dist_checkpointing.stored import Stored
 from core.dist_checkpointing.stream import stream
@@ -57,7 +57,7 @@ def copy(stored: Stored, url: str, metadata: Mapping[str, Json], run: Json, done
         rank=0,
         world_size=1,
         metadata=metadata,
-        attributes={"paracore": {"format": FORMAT, "objects": stored.objects, "derived": stored.derived}},
+        attributes={"paracore": {"format": stored.format, "objects": stored.objects, "derived": stored.derived}},
         run={**stored.run, "time": time.time(), **run},
         nbytes=sum(map(stored.nbytes, stored.keys)),
         budget_bytes=BUDGET,

@@ -33,7 +33,11 @@ NAMES = {
     "int32": "I32",
     "int16": "I16",
     "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
     "uint8": "U8",
+    "complex64": "C64",
     "bool": "BOOL",
 }
 
@@ -58,6 +62,9 @@ def write(
     stored: Stored, tensors: Sequence[Tensor], folder: Path, done: Callable[[int], None], shard_bytes: int = SHARD
 ) -> None:
     """`model-00001-of-0000N.safetensors` and Hugging Face's `model.safetensors.index.json` in a folder."""
+    if unnamed := [t for t in tensors if t.dtype not in NAMES]:
+        first = unnamed[0]
+        raise ValueError(f"{first.name} is {first.dtype}, which safetensors has no name for; read it with zarr")
     groups = _groups(tensors, shard_bytes)
     values = stream(stored, ((t.key, block) for group in groups for t in group for block in blocks(t.box)))
     where: dict[str, str] = {}

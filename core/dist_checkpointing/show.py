@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from core.dist_checkpointing.console import size_text, table
-from core.dist_checkpointing.manifest import FORMAT, grid_shape
+from core.dist_checkpointing.manifest import grid_shape
 from core.dist_checkpointing.stored import Stored
 
 
@@ -15,7 +15,7 @@ def facts(stored: Stored) -> dict[str, Any]:
     arrays = {key: _array(stored, key) for key in stored.keys}
     return {
         "path": stored.place.url,
-        "format": FORMAT,
+        "format": stored.format,
         "run": dict(stored.run),
         "arrays": arrays,
         "bytes": sum(array["bytes"] for array in arrays.values()),
@@ -48,7 +48,7 @@ def text(stored: Stored) -> list[str]:
             (key, _times(a["shape"]), a["dtype"], str(a["cells"]), _times(a["cell"]), tp_dim, f"{a['bytes']:,}")
         )
     cells = sum(a["cells"] for a in arrays.values())
-    lines = [all_["path"], f"format {FORMAT}, {_written(stored)}", "", *table(rows, right=(3, 5, 6))]
+    lines = [all_["path"], f"format {stored.format}, {_written(stored)}", "", *table(rows, right=(3, 5, 6))]
     lines += [f"total: {len(arrays)} arrays, {cells} cells, {all_['bytes']:,} bytes ({size_text(all_['bytes'])})"]
     if all_["derived"]:
         lines += ["", "derived, not stored:"]

@@ -23,13 +23,15 @@ from core.dist_checkpointing.zarr_metadata import Json, info_of
 @dataclass(frozen=True)
 class Stored:
     """place: its files. manifest: path -> size and crc, who wrote it. metadata: key -> `zarr.json` of every array.
-    objects: key -> value. derived: key -> how to get an array that is not stored."""
+    objects: key -> value. derived: key -> how to get an array that is not stored.
+    format: of the root group."""
 
     place: Place
     manifest: Manifest
     metadata: Mapping[str, Json]
     objects: Mapping[str, Any]
     derived: Mapping[str, Mapping[str, str]]
+    format: int
 
     @classmethod
     def open(cls, url: str | Path, *, sizes: bool = False) -> "Stored":
@@ -54,7 +56,7 @@ class Stored:
             found = Contents.of(root, manifest.files)
         except ValueError as error:
             raise ValueError(f"{place.url}zarr.json: {error}") from None
-        return cls(place, manifest, found.metadata, found.objects, found.derived)
+        return cls(place, manifest, found.metadata, found.objects, found.derived, found.format)
 
     @property
     def run(self) -> Mapping[str, Any]:

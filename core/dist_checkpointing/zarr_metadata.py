@@ -100,7 +100,7 @@ def group_metadata(arrays: Mapping[str, Json], attributes: Json) -> dict[str, Js
     """
     groups: dict[str, Json] = {}
     for key in arrays:
-        check_key(key)
+        check_path(key)
         parts = key.split("/")
         for length in range(1, len(parts)):
             path = "/".join(parts[:length])
@@ -122,8 +122,8 @@ def _consolidated(entries: Json) -> Json:
     return {"kind": "inline", "must_understand": False, "metadata": entries}
 
 
-def check_key(key: str) -> None:
-    """Raises ValueError: a key that is no relative path of plain names."""
+def check_path(key: str) -> None:
+    """Raises ValueError: what a file says is a path, and is none of plain names below a checkpoint."""
     for name in key.split("/"):
         plain = name.isprintable() and "\\" not in name and not name.startswith("__") and name != "zarr.json"
         if not plain or not name.strip("."):
@@ -132,7 +132,7 @@ def check_key(key: str) -> None:
 
 def check_metadata(key: str, metadata: Any) -> None:
     """Raises ValueError: anything but what `array_metadata` makes for some array, of a size that can be."""
-    check_key(key)
+    check_path(key)
     try:
         chunks, attributes = Chunks.of(metadata), metadata["attributes"]
         dtype = attributes.get("torch_dtype", chunks.data_type)

@@ -106,6 +106,20 @@ def test_stored_weights_and_values_that_are_not_floating(tmp_path):
     assert torch.equal(found["small"], weights["model"]["small"].float())
 
 
+def test_other_types_and_names(tmp_path, single):
+    """Keys are escaped on disk, not in these files."""
+    types = ("uint16", "uint32", "uint64", "complex64")
+    state = {f"étape 1.{name}": torch.arange(6).to(getattr(torch, name)) for name in types}
+    dist_checkpointing.save({"model": state}, tmp_path / "x", ps=single)
+    export(Stored.open(tmp_path / "x"), tmp_path / "hf", None, lambda n: None)
+    found = opened(tmp_path / "hf")
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    dist_checkpointing.save({"model": {"z": torch.ones(1, dtype=torch.complex128)}}, tmp_path / "y", ps=single)
+    with pytest.raises(ValueError, match="z is complex128, which safetensors has no name for"):
+        export(Stored.open(tmp_path / "y"), tmp_path / "other", None, lambda n: None)
+    assert not (tmp_path / "other").exists()
+
+
 def test_rounding_is_torch_s():
     bits = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32)
     values = np.concatenate([bits.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, 3.4e38, 1e-45])])

@@ -100,7 +100,7 @@ MANIFESTS = {
     "other run": (at("run", value=3), "is missing or of a wrong type"),
 }
 GROUPS = {
-    "newer": (at(*PARACORE, "format", value=2), "zarr.json: format 2, this version reads 1; install a newer one"),
+    "newer": (at(*PARACORE, "format", value=3), "zarr.json: format 3, this version reads 2; install a newer one"),
     "not ours": (without(*PARACORE), "zarr.json: no group of a checkpoint: KeyError"),
     "no group": (at("attributes", value=3), "zarr.json: no group of a checkpoint: TypeError"),
     "objects are a list": (at(*PARACORE, "objects", value=[1]), "objects or derived arrays that no checkpoint has"),

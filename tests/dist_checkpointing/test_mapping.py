@@ -96,7 +96,9 @@ def test_rank_offsets_as_in_megatron():
         ShardedTensor("w", data, (2, 4), (0, 0))
 
 
-@pytest.mark.parametrize("key", ["../x", "a//b", "/a", "a/..", "a/zarr.json", "manifest.json", "", "a b", "x" * 201])
+@pytest.mark.parametrize(
+    "key", ["../x", "a//b", "/a", "a/..", "a/zarr.json", "manifest.json", "", "é" * 34, "x" * 201]
+)
 def test_keys_that_are_no_paths_are_refused(key):
     with pytest.raises(ValueError, match="cannot be a path in a checkpoint"):
         flatten({"w": ShardedTensor(key, torch.zeros(1), (1,), (0,))})
@@ -106,9 +108,7 @@ def test_plain_values_and_tensors_of_a_state_dict():
     flat = flatten({"iteration": 7, "args": {"lr": [0.1, 2]}, "w": torch.ones(2)})
     assert flat.objects == {"iteration": 7, "args/lr": [0.1, 2]}
     assert flat.parts["w"][0].global_shape == (2,)
-    with pytest.raises(ValueError, match="args/x: set is not a JSON value"):
+    with pytest.raises(
+        ValueError, match=r"args/x: set cannot be saved; give .*, or call dist_checkpointing.register\(set,"
+    ):
         flatten({"args": {"x": {1}}})
-    with pytest.raises(ValueError, match="x: float is not a JSON value"):
-        flatten({"x": float("nan")})
-    with pytest.raises(ValueError, match=r"w is of torch.complex64, which has no stored form"):
-        flatten({"w": torch.ones(2, dtype=torch.complex64)})
