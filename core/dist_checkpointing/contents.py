@@ -10,7 +10,7 @@ from core.dist_checkpointing.arrays import ITEMSIZE, STORED
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.json_files import canonical_json
 from core.dist_checkpointing.manifest import FORMAT, TAGGED, Files, grid_shape
-from core.dist_checkpointing.zarr_metadata import Json, check_path, check_metadata, difference, group_metadata
+from core.dist_checkpointing.zarr_metadata import Json, check_metadata, check_path, difference, group_metadata
 
 
 @dataclass(frozen=True)
