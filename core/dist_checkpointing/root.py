@@ -185,8 +185,8 @@ class Root:
     def surplus(self, keep_last: int, keep_every: int | None = None) -> list[int]:
         """The steps that need not be kept.
 
-        Kept: the last `keep_last` with a valid manifest, multiples of `keep_every`, tagged ones, and the newest that
-        verifies with everything newer.
+        Kept: the last `keep_last` with a valid manifest, multiples of `keep_every`, tagged ones, the newest that
+        verifies with everything newer, and what holds a user's files, which is said.
         """
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep_last={keep_last} and keep_every={keep_every} must be at least 1")
@@ -196,18 +196,11 @@ class Root:
             return []
         kept = {step for step in steps if step >= verified or (keep_every and step % keep_every == 0)}
         kept |= set(self.tags().values()) | set([step for step in steps if self._has_manifest(step)][-keep_last:])
-        return [step for step in steps if step not in kept and not self._holds_others(step)]
-
-    def _holds_others(self, step: int) -> bool:
-        """Whether a step holds what is no checkpoint's, which is said: only its user may remove that."""
-        if found := self._at.strangers(step_name(step)):
-            log.warning(
-                "%s%s is old and kept: it holds %s, which belongs to no checkpoint; move that",
-                self.url,
-                step_name(step),
-                found[0],
-            )
-        return bool(found)
+        old = {step: self._at.strangers(step_name(step)) for step in steps if step not in kept}
+        if shared := [step for step, others in old.items() if others]:
+            text = "%s keeps %d old steps: %s holds %s, which belongs to no checkpoint; move that"
+            log.warning(text, self.url, len(shared), step_name(shared[0]), old[shared[0]][0])
+        return [step for step, others in old.items() if not others]
 
     # after a crash
 
