@@ -23,14 +23,16 @@ A, B = "a" * 32, "b" * 32
 OTHERS = {
     "receipts of a shop": (
         ["receipts/2026.pdf", "thesis.tex"],
-        r"holds 3 entries \(receipts, …\) and is no checkpoint",
+        r"holds 2 entries \(receipts, …\) and is no checkpoint",
     ),
     "a web application": (["manifest.json", "index.html"], r"holds 2 entries \(index.html, …\) and is no checkpoint"),
-    "a zarr store": (["zarr.json", "array/zarr.json", "array/c/0"], "holds 5 entries"),
+    "a zarr store": (["zarr.json", "array/zarr.json", "array/c/0"], "holds 2 entries"),
     "one file of our name": (["manifest.json"], r"holds 1 entries \(manifest.json\) and is no checkpoint"),
-    "receipts that are none": (["receipts/00000.json", "zarr.json"], "holds 3 entries"),
-    "a run": (["receipts/x", "a/step-00000001/manifest.json"], r"holds other checkpoints \(a/step-00000001, …\)"),
-    "nothing but a directory": (["deep/er/.keep"], "holds 3 entries"),
+    "receipts that are none": (["receipts/00000.json", "zarr.json"], "holds 2 entries"),
+    "a run": (["zarr.json", "step-00000001/manifest.json"], r"holds other checkpoints \(step-00000001, …\)"),
+    "runs": (["receipts/x", "a/step-00000001/manifest.json"], r"holds 2 entries \(a, …\) and is no checkpoint"),
+    "nothing but a directory": (["deep/er/.keep"], "holds 1 entries"),
+    "its own name": (["x/x"], "holds 1 entries"),
 }
 
 
