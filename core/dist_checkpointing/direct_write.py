@@ -32,14 +32,15 @@ def fastest_writer(
     place: Place, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int
 ) -> "Writer | DirectWriter":
     """The fastest writer for a place."""
-    kind = DirectWriter if FAST and isinstance(place, PosixPlace) else Writer
-    return kind(place, metadata, durable=durable, budget_bytes=budget_bytes)
+    if FAST and isinstance(place, PosixPlace):
+        return DirectWriter(place, metadata, durable=durable, budget_bytes=budget_bytes)
+    return Writer(place, metadata, durable=durable, budget_bytes=budget_bytes)
 
 
 class DirectWriter:
     """See `zarr_store.Writer`. entries: path -> (size, digest) of what it wrote by itself."""
 
-    def __init__(self, place: Place, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int) -> None:
+    def __init__(self, place: PosixPlace, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int) -> None:
         for key, value in metadata.items():
             check_metadata(key, value)
         self.entries: dict[str, tuple[int, int]] = {}
@@ -70,7 +71,7 @@ class DirectWriter:
             self._wait()
         if self._cause is None:
             if key not in self._folders:
-                os.makedirs(self._place.url + key, exist_ok=True)
+                self._place.make_folder(key)
                 self._folders.add(key)
             name = f"{key}/{cell_name(index)}"
             self._bytes += array.nbytes

@@ -60,10 +60,11 @@ class Directory:
 
     def strangers(self, name: str) -> list[str]:
         """What is called `name` and is not proven to be a checkpoint's: nobody but its user may remove it."""
-        place = self.files.below(name)
-        if os.path.islink(place.path) or (os.path.exists(place.path) and not os.path.isdir(place.path)):
-            return [name]
-        return strangers(place)
+        return [name] if self._is_no_directory(name) else strangers(self.files.below(name))
+
+    def _is_no_directory(self, name: str) -> bool:
+        path = self.files.url + name
+        return os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path))
 
     def temporary(self, name: str, uuid: str) -> PosixPlace:
         """Where the attempt `uuid` writes."""
@@ -90,20 +91,21 @@ class Directory:
 
     def _check_free(self, name: str) -> None:
         """ValueError: what has the name is more than a checkpoint of ours, or none."""
+        where = self.files.url + name
+        if self._is_no_directory(name):
+            raise ValueError(f"{where} is a file or a link, a checkpoint is a directory; choose another name")
         if not (found := self.strangers(name)):
             return
-        where, some = self.files.url + name, f"{found[0]}{', …' if len(found) > 1 else ''}"
-        if found == [name]:
-            raise ValueError(f"{where} is a file or a link, a checkpoint is a directory; choose another name")
-        if inside := [path for path in found if path.endswith(f"/{MANIFEST}")]:
-            raise ValueError(
-                f"{where} holds other checkpoints ({os.path.dirname(inside[0])}, …), which a save there would "
-                "remove; choose another name"
-            )
+        some = f"{found[0]}{', …' if len(found) > 1 else ''}"
         if listed(self.files.below(name)) is not None:
             raise ValueError(
                 f"{where} is a checkpoint and holds {len(found)} more ({some}), which a save would remove; move "
                 "that, or choose another name"
+            )
+        if inside := [path for path in found if self._fs.stat(f"{where}/{path}/{MANIFEST}") is not None]:
+            raise ValueError(
+                f"{where} holds other checkpoints ({inside[0]}, …), which a save there would remove; choose another "
+                "name"
             )
         raise ValueError(
             f"{where} holds {len(found)} entries ({some}) and is no checkpoint: a save would replace it; choose a "

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from core.dist_checkpointing.manifest import least_bytes, planned_files
 from core.dist_checkpointing.place import Place, space_for
 from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.zarr_metadata import Json, group_metadata
+from core.dist_checkpointing.zarr_store import Writer
 from core.parallel_state.flat import Box
 
 log = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class Job:
                     written.append((key, index))
                     size += array.nbytes
             finally:  # whoever makes the cells may fail: nothing writes into a temporary that is given up
-                writer.finish()
+                _finish(writer)
             known = writer.entries if isinstance(writer, DirectWriter) else {}
             entries = {**known, **self._entries(written, known), **(told.result() if told is not None else {})}
             write_receipt(self._place, self.rank, entries)
@@ -149,6 +151,19 @@ class Job:
         self._root.abandon(self.name, self.uuid)
 
     def withdraw(self) -> None:
-        """Rank 0: `abandon`. Others, before the commit: remove what came late, or lies where rank 0 sees it not."""
+        """After a failure or an interrupt. Rank 0: `abandon`, and end what was being removed. Others, before the
+        commit: remove what came late, or lies where rank 0 sees it not."""
         if self.rank == 0 or not self._root.is_begun(self.name, self.uuid):
             self.abandon()
+        if self.rank == 0:
+            self._root.sweep(self.name)
+
+
+def _finish(writer: Writer | DirectWriter) -> None:
+    """Nothing writes any more after it, not even after an interrupt."""
+    try:
+        writer.finish()
+    except KeyboardInterrupt:
+        with suppress(OSError):
+            writer.finish()
+        raise

@@ -17,6 +17,7 @@ from core.dist_checkpointing.place import Place
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
+TRIES = 100  # while other jobs take it and give it back
 POLL_S = 0.1
 PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it says so
 
@@ -64,8 +65,12 @@ class Lock:
         me = {"host": socket.gethostname(), "pid": os.getpid(), "space": _process_space(), "time": time.time()}
         mine = canonical_json(me | {"uuid": self._uuid})
         found: bytes | None = None
-        while not place.swap(_LOCK, found, mine):
+        for _ in range(TRIES):
+            if place.swap(_LOCK, found, mine):
+                break
             found = self._left_behind(stale_s)
+        else:  # a link that leads nowhere can be neither read nor made
+            raise ValueError(f"{place.url}{_LOCK} cannot be taken; remove it, or choose another directory")
         self._heart = Heartbeat(self._beat, every)
 
     def check(self) -> None:

@@ -43,14 +43,15 @@ def _signature(place: PosixPlace) -> set[str]:
 
 
 def strangers(place: PosixPlace) -> list[str]:
-    """Files, links and directories that no checkpoint there lists; without a checkpoint that is all there are."""
-    files, found = listed(place), place.fs.entries(place.path)
+    """Files, links and directories below that no checkpoint there lists; without a checkpoint, what is in it."""
+    files = listed(place)
     if files is None:
-        return found
+        return place.fs.listdir(place.path)  # and no deeper: it may be somebody's home
     folders = {"receipts"}
     for path in files:
         while path := os.path.dirname(path):
             folders.add(path)
+    found = place.fs.entries(place.path)
     return [path for path in found if path not in files and path not in folders and not _LATE.fullmatch(path)]
 
 

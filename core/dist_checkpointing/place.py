@@ -172,9 +172,23 @@ class PosixPlace:
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         """See Place."""
-        for folder in sorted({os.path.dirname(self.url + name) for name in files}):
-            self.fs.makedirs(folder)
+        for folder in sorted({os.path.dirname(name) for name in files}):
+            self.make_folder(folder)
         self.fs.map(lambda item: self.fs.write_new(self.url + item[0], item[1]), files.items())
+
+    def make_folder(self, folder: str) -> None:
+        """A directory in this one, which must be there: what was removed does not come back by what is still written.
+        Raises FileNotFoundError."""
+        path = self.path
+        for part in filter(None, folder.split("/")):
+            path = f"{path}/{part}"
+            if os.path.isdir(path):
+                continue
+            try:
+                self.fs.mkdir(path)
+            except FileNotFoundError:
+                why = "removed meanwhile, or not shared by all hosts"
+                raise FileNotFoundError(errno.ENOENT, why, self.path) from None
 
     def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
         """By a rename that only one can do; the loser puts back what it should not have taken."""

@@ -190,8 +190,9 @@ class Root:
     def surplus(self, keep_last: int = 3, keep_every: int | None = None, **rules: Any) -> list[int]:
         """The steps that need not be kept by `Retention(keep_last=..., keep_every=..., **rules)`.
 
-        Kept whatever it says: tagged steps, and the newest that verifies with everything newer. Reads `keep_last`
-        manifests, and those of steps that `.retention.json` does not know where a rule needs more than numbers.
+        Kept whatever it says: tagged steps, the newest that verifies with everything newer, and what holds a user's
+        files, which is said. Reads `keep_last` manifests, and those of steps that `.retention.json` does not know
+        where a rule needs more than numbers.
         """
         retention = Retention(keep_last=keep_last, keep_every=keep_every, **rules)
         steps, whole, verified = self.steps(), set[int](), None
@@ -206,7 +207,11 @@ class Root:
             return []
         facts = self.facts(steps) if retention.reads_facts else {}
         kept = whole | set(self.tags().values()) | retention.kept(steps, facts)
-        return [step for step in steps if step < verified and step not in kept and not self._holds_others(step)]
+        old = {step: self._at.strangers(step_name(step)) for step in steps if step < verified and step not in kept}
+        if shared := [step for step, others in old.items() if others]:
+            text = "%s keeps %d old steps: %s holds %s, which belongs to no checkpoint; move that"
+            log.warning(text, self.url, len(shared), step_name(shared[0]), old[shared[0]][0])
+        return [step for step, others in old.items() if not others]
 
     def facts(self, steps: Iterable[int]) -> dict[int, Facts]:
         """What the manifests of steps tell; those without a valid one are left out. Remembered beside the steps."""
@@ -237,17 +242,6 @@ class Root:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-
-    def _holds_others(self, step: int) -> bool:
-        """Whether a step holds what is no checkpoint's, which is said: only its user may remove that."""
-        if found := self._at.strangers(step_name(step)):
-            log.warning(
-                "%s%s is old and kept: it holds %s, which belongs to no checkpoint; move that",
-                self.url,
-                step_name(step),
-                found[0],
-            )
-        return bool(found)
 
     # after a crash
 

@@ -178,12 +178,13 @@ class _Flight:
         return self._failure
 
     def _wait(self) -> None:
-        name, size, future, _ = self._pending.popleft()
-        self._bytes -= size
+        name, size, future, _ = self._pending[0]
         try:
-            future.result()
+            future.result()  # interrupted, it still is pending
         except Exception as error:  # tensorstore has no type of its own
             self._failure = self._failure or (name, error)
+        self._pending.popleft()
+        self._bytes -= size
 
 
 def _check(key: str, box: Box, chunks: Chunks, array: np.ndarray) -> None:

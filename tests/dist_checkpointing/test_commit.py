@@ -1,5 +1,6 @@
 """Receipts to a committed checkpoint: nothing less than the plan, nothing of another attempt."""
 
+import contextlib
 import json
 import threading
 import time
@@ -171,8 +172,9 @@ def test_a_swept_attempt_cannot_commit(root):
         write_rank(place, rank, 1)
     root.stale_s = 0
     root.sweep()
-    for rank in range(2):  # a writer that was only slow: an object store, and tensorstore, take what it still writes
-        place.write_all(files_of(rank, 1))
+    for rank in range(2):  # a writer that was only slow: an object store takes what it still writes
+        with contextlib.suppress(FileNotFoundError):
+            place.write_all(files_of(rank, 1))
     with pytest.raises((TimeoutError, RuntimeError)):
         finish(root, A)
     assert root.steps() == []

@@ -2,8 +2,11 @@
 never fails it."""
 
 import errno
+import gc
 import os
+import random
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -12,10 +15,11 @@ import torch
 
 from core.dist_checkpointing import CheckpointManager, load, save
 from core.dist_checkpointing.__main__ import main
+from core.dist_checkpointing.check import check
 from core.dist_checkpointing.fs import Fs
 from core.dist_checkpointing.job import Job
 from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.place import open_store
+from core.dist_checkpointing.place import open_place, open_store
 from core.dist_checkpointing.root import Root
 from core.dist_checkpointing.shards import new_folder
 from tests.dist_checkpointing import small, toy
@@ -79,6 +83,39 @@ def test_an_interrupt_leaves_nothing(where, error, tmp_path, single, monkeypatch
     found = small.state(1, empty=True)
     load(found, tmp_path / "x", ps=single)
     small.assert_holds(found, 1)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupted_at_any_moment(tmp_path, single):
+    """By a signal, while threads write: none of them brings back what was removed."""
+    state, dice, interrupted = small.state(1) | {str(n): torch.ones(300, 300) for n in range(12)}, random.Random(1), 0
+    save(state, tmp_path / "x", ps=single)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.001, 0.06))
+                save(state, tmp_path / "x", ps=single)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            time.sleep(0.01)
+            assert os.listdir(tmp_path) == ["x"] and check(open_place(tmp_path / "x"), full=True) == []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        gc.collect()
+    assert interrupted > 10
+
+
+def test_what_is_removed_does_not_come_back(tmp_path):
+    place = Root(tmp_path).begin(1, A)
+    place.write_all({"a/b/c": b"x"})
+    Root(tmp_path).abandon(1, A)
+    with pytest.raises(FileNotFoundError, match="removed meanwhile, or not shared by all hosts"):
+        place.write_all({"a/d": b"x"})
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_interrupted_asynchronous_save_leaves_nothing(tmp_path, single, monkeypatch):

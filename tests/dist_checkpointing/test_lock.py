@@ -134,6 +134,13 @@ def test_a_lock_of_another_program_is_never_taken(files, text):
     assert files.read(".lock") == text
 
 
+def test_a_lock_that_is_a_link_to_nowhere(tmp_path):
+    (tmp_path / ".lock").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"\.lock cannot be taken; remove it, or choose another directory"):
+        Lock(Root(tmp_path).files)
+    assert (tmp_path / ".lock").is_symlink()
+
+
 @pytest.mark.parametrize("text", [b"", b'{"host":"n7","pi'])
 def test_a_lock_that_was_killed_while_written(tmp_path, text):
     (tmp_path / ".lock").write_bytes(text)

@@ -23,14 +23,16 @@ A, B = "a" * 32, "b" * 32
 OTHERS = {
     "receipts of a shop": (
         ["receipts/2026.pdf", "thesis.tex"],
-        r"holds 3 entries \(receipts, …\) and is no checkpoint",
+        r"holds 2 entries \(receipts, …\) and is no checkpoint",
     ),
     "a web application": (["manifest.json", "index.html"], r"holds 2 entries \(index.html, …\) and is no checkpoint"),
-    "a zarr store": (["zarr.json", "array/zarr.json", "array/c/0"], "holds 5 entries"),
+    "a zarr store": (["zarr.json", "array/zarr.json", "array/c/0"], "holds 2 entries"),
     "one file of our name": (["manifest.json"], r"holds 1 entries \(manifest.json\) and is no checkpoint"),
-    "receipts that are none": (["receipts/00000.json", "zarr.json"], "holds 3 entries"),
-    "a run": (["receipts/x", "a/step-00000001/manifest.json"], r"holds other checkpoints \(a/step-00000001, …\)"),
-    "nothing but a directory": (["deep/er/.keep"], "holds 3 entries"),
+    "receipts that are none": (["receipts/00000.json", "zarr.json"], "holds 2 entries"),
+    "a run": (["zarr.json", "step-00000001/manifest.json"], r"holds other checkpoints \(step-00000001, …\)"),
+    "runs": (["receipts/x", "a/step-00000001/manifest.json"], r"holds 2 entries \(a, …\) and is no checkpoint"),
+    "nothing but a directory": (["deep/er/.keep"], "holds 1 entries"),
+    "its own name": (["x/x"], "holds 1 entries"),
 }
 
 
@@ -72,8 +74,8 @@ def test_a_step_that_holds_other_files_is_told(tmp_path, caplog):
         toy.save(Root(tmp_path), step, step)
     made(tmp_path, "step-00000001/eval.json", "step-00000000/photo.jpg")
     assert Root(tmp_path).retain(keep_last=1) == []
-    assert "step-00000001 is old and kept: it holds eval.json, which belongs to no checkpoint" in caplog.text
-    assert "step-00000000 is old and kept: it holds photo.jpg" in caplog.text
+    assert "keeps 2 old steps: step-00000000 holds photo.jpg, which belongs to no checkpoint; move" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_files_put_in_while_it_is_saved(tmp_path):

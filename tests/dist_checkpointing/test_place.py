@@ -19,7 +19,10 @@ from tests.dist_checkpointing.toy import PLACES, save, store, version_of
 @pytest.fixture(params=PLACES)
 def place(request, tmp_path):
     where = store(request.param, tmp_path)
-    return where if isinstance(where, KvPlace) else open_store(where)
+    if isinstance(where, KvPlace):
+        return where
+    where.mkdir()
+    return open_store(where)
 
 
 def test_files(place):
