@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 TYPE = "$type"
+SAME = {int, str, bool, type(None)}  # types that JSON has: a list of them, which may be long, is looked at once
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return list(value) if set(map(type, value)) <= SAME else [encode(item) for item in value]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and TYPE not in value:
             return {key: encode(item) for key, item in value.items()}
@@ -66,7 +67,7 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """The inverse of `encode`. Raises ValueError: a type that is not registered here, a value that is none of it."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return value if set(map(type, value)) <= SAME else [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if TYPE not in value:
@@ -86,7 +87,7 @@ def decode(value: Any) -> Any:
 def tagged(value: Any) -> bool:
     """Whether `encode` had to name a type: a reader of format 1 would take the tag for the value."""
     if isinstance(value, list):
-        return any(map(tagged, value))
+        return not set(map(type, value)) <= SAME and any(map(tagged, value))
     return isinstance(value, dict) and (TYPE in value or any(map(tagged, value.values())))
 
 

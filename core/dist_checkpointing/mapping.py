@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import ArrayInfo
+from core.dist_checkpointing.leaves import SAME
 from core.dist_checkpointing.tensors import is_dtensor
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import Box, extent, flat_boxes, intersect, relative, shifted, slices, volume, whole
@@ -287,5 +288,5 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values()))
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
+        return not set(map(type, value)) <= {*SAME, float} and any(map(_holds_tensors, value))
     return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject)) or hasattr(value, "param_groups")
