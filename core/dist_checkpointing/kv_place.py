@@ -12,11 +12,12 @@ import tensorstore as ts
 
 
 class KvPlace:
-    """The objects below a prefix: a Place. `store` ends in "/"; `context` is what it was opened with."""
+    """The objects below a prefix: a Place. `store` ends in "/"; `context` is what it was opened with; `url` is needed
+    where the store cannot tell it (an endpoint of its own)."""
 
-    def __init__(self, store: ts.KvStore, context: ts.Context | None = None) -> None:
+    def __init__(self, store: ts.KvStore, context: ts.Context | None = None, url: str | None = None) -> None:
         self._store, self.context = store, context
-        self.url = store.url
+        self.url: str = store.url if url is None else url
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """The store's own driver."""
@@ -25,7 +26,7 @@ class KvPlace:
 
     def below(self, name: str) -> "KvPlace":
         """The prefix `name/` in it."""
-        return KvPlace(self._store / f"{name}/", self.context)
+        return KvPlace(self._store / f"{name}/", self.context, f"{self.url}{name}/")
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """See Place."""

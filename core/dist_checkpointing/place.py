@@ -119,11 +119,24 @@ def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace
     address = parse_address(url)
     if address.startswith("/"):
         return PosixPlace(address, fs or Fs())
+    address = address.rstrip("/") + "/"
     try:
-        store = ts.KvStore.open(address.rstrip("/") + "/", context=CONTEXT).result()
+        store = ts.KvStore.open(_spec(address), context=CONTEXT).result()
     except ValueError as error:
         raise ValueError(f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
-    return KvPlace(store, CONTEXT)
+    return KvPlace(store, CONTEXT, address)
+
+
+def _spec(url: str) -> str | dict[str, str]:
+    """What tensorstore opens. MinIO, R2 and Ceph are found as other S3 clients find them, by AWS_ENDPOINT_URL_S3 or
+    AWS_ENDPOINT_URL, with AWS_REGION or AWS_DEFAULT_REGION."""
+    told = os.environ
+    endpoint = told.get("AWS_ENDPOINT_URL_S3") or told.get("AWS_ENDPOINT_URL")
+    if not endpoint or not url.startswith("s3://"):
+        return url
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    region = told.get("AWS_REGION") or told.get("AWS_DEFAULT_REGION") or "us-east-1"
+    return {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint.rstrip("/"), "aws_region": region}
 
 
 class PosixPlace:
