@@ -81,16 +81,11 @@ class Bucket:
 
     def ages(self, name: str = "") -> dict[tuple[str, str], float]:
         """The age of each attempt (at `name`) that no pointer names, by name and uuid."""
-        keys = self.files.names(name)
-        pointed = {name: self.identity(name) for name in _pointers(keys)}
-        found = {
-            (attempt[1], attempt[2]) for key in keys if (attempt := _ATTEMPT.fullmatch(key)) and self._is_mark(key)
-        }
-        ages = {}
-        for of, uuid in sorted(found):
-            if pointed.get(of) not in (uuid, "damaged"):
-                ages[of, uuid] = self.age(of, uuid)
-        return ages
+        attempts = [found for key in self.files.names(name) if (found := _ATTEMPT.fullmatch(key))]
+        ages = {(of[1], of[2]): self.age(of[1], of[2]) for of in attempts if self._is_mark(of[0])}
+        # only now: what lost its heartbeat to a commit meanwhile has its pointer
+        pointed = {of: self.identity(of) for of, _ in ages}
+        return {(of, uuid): age for (of, uuid), age in ages.items() if pointed[of] not in (uuid, "damaged")}
 
     def exists(self, name: str, uuid: str) -> bool:
         """Whether the attempt is there, and not committed."""

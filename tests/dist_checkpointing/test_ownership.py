@@ -9,6 +9,7 @@ import pytest
 
 from core.dist_checkpointing import CheckpointManager, save
 from core.dist_checkpointing.check import check
+from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.place import open_place, open_store
 from core.dist_checkpointing.root import Root
 from tests.dist_checkpointing import small, toy
@@ -214,3 +215,21 @@ def test_in_an_object_store_too(single):
     assert left == dict.fromkeys(theirs, b"mine")
     ours = set(store.names()) - theirs
     assert not [name for name in ours if name.startswith(f"plain/{A}") or name.endswith((".trash", ".heartbeat"))]
+
+
+def test_a_commit_beside_a_sweep_of_an_object_store(monkeypatch):
+    """At the moment at which the sweep asks for the age of what is being written."""
+    root = Root("memory://beside")
+    place = root.begin(7, A)
+    for rank in range(2):
+        toy.write_rank(place, rank, 1)
+    real = KvPlace.age
+
+    def age(files, name):
+        with monkeypatch.context() as patch:
+            patch.setattr(KvPlace, "age", real)
+            toy.committed(Root("memory://beside"), 7, A)
+        return real(files, name)
+
+    monkeypatch.setattr(KvPlace, "age", age)
+    assert root.sweep() == [] and toy.version_of(root.open(7)) == 1
