@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from operator import attrgetter
+from typing import NamedTuple
 
 from core.dist_checkpointing.arrays import ArrayInfo, Arrays, Holdings, Index
 from core.dist_checkpointing.grid import cell_name, cell_of, cells
@@ -18,14 +18,12 @@ from core.parallel_state.flat import Box, intersect, volume
 WAVE_BYTES = 64 << 20
 ALIGN = 16  # bytes: where a fragment starts in a message, so that it can be viewed in its own dtype
 
-ORDER = attrgetter("key", "index", "box")  # of fragments; a message holds them in this order
-
 Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the ranks that hold it
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """A part of one cell that `source` holds and `destination` writes; `box` counts from the array's origin."""
+class Fragment(NamedTuple):
+    """A part of one cell that `source` holds and `destination` writes; `box` counts from the array's origin. A message
+    holds them sorted."""
 
     key: str
     index: Index
@@ -54,6 +52,11 @@ class _Cell:
     box: Box
     pieces: Pieces
     moved: dict[int, list[tuple[Box, int]]] = field(default_factory=dict)
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether no two pieces overlap: together they are the cell, and no larger."""
+        return sum(map(volume, self.pieces)) == volume(self.box)
 
     @cached_property
     def candidates(self) -> list[int]:
@@ -165,6 +168,9 @@ def _moved(cell: _Cell, owner: int) -> list[tuple[Box, int]]:
 
     Pieces of different ranks may overlap: stages that share an embedding cut it in different places.
     """
+    if cell.disjoint:
+        pieces = cell.pieces.items()
+        return [(box, sorted(ranks)[owner % len(ranks)]) for box, ranks in pieces if owner not in ranks]
     moved: list[tuple[Box, int]] = []
     covered: list[Box] = []
     for box, ranks in sorted(cell.pieces.items(), key=lambda held: (owner not in held[1], -volume(held[0]), held[0])):
@@ -199,7 +205,7 @@ def _waves(fragments: list[Fragment], arrays: Arrays, world: int, wave_bytes: in
     """Each destination takes its cells in order, all destinations in turn: at most one cell of each is half there."""
     turn: Counter[int] = Counter()
     queue = []
-    for fragment in sorted(fragments, key=ORDER):
+    for fragment in sorted(fragments):
         queue.append((turn[fragment.destination], fragment.destination, fragment))
         turn[fragment.destination] += 1
     waves: list[list[Fragment]] = []
@@ -220,4 +226,4 @@ def _waves(fragments: list[Fragment], arrays: Arrays, world: int, wave_bytes: in
         waves[wave].append(fragment)
         sent[wave][fragment.source] += size
         received[wave][to] += size
-    return [sorted(wave, key=ORDER) for wave in waves]
+    return [sorted(wave) for wave in waves]

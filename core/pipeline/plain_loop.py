@@ -26,8 +26,8 @@ class ScaleWatch:
 
     def __init__(self, ps: ParallelState) -> None:
         self._ps, self._steps = ps, 0
-        self._seen: tuple[nn.Parameter, Tensor, Tensor] | None = (
-            None  # where its gradient is largest, the value there
+        self._seen: tuple[nn.Parameter, Tensor, Tensor, Tensor] | None = (
+            None  # its gradient, where largest, the value
         )
         self._factor: Tensor | None = None
         self._hands: _Hands | None = None
@@ -62,7 +62,7 @@ class ScaleWatch:
             smallest = min(found, key=Tensor.numel)
             flat = smallest.grad.reshape(-1)  # type: ignore[union-attr]
             place = flat.abs().argmax().reshape(1)
-            self._seen = smallest, place, flat[place]
+            self._seen = smallest, flat, place, flat[place]
 
     def _due(self) -> bool:
         """After steps 1, 2, 4, 8 ..."""
@@ -70,10 +70,11 @@ class ScaleWatch:
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         if self._seen is not None and self._factor is None:
-            parameter, place, before = self._seen
+            parameter, flat, place, before = self._seen
             own = any(p is parameter for group in optimizer.param_groups for p in group["params"])
-            if own and parameter.grad is not None:
-                self._factor = (parameter.grad.reshape(-1)[place] / before).double()
+            # another tensor is a sum over replicas, say
+            if own and parameter.grad is not None and parameter.grad.data_ptr() == flat.data_ptr():
+                self._factor = (flat[place] / before).double()
 
     def _compare(self) -> None:
         mine = self._factor if self._factor is not None else torch.full((1,), torch.nan, dtype=torch.float64)

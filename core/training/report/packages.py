@@ -28,6 +28,7 @@ EXTRAS = {
     },
     "log": {"tensorboard": "TensorBoard's curves", "wandb": "Weights & Biases, offline or not"},
     "deepspeed": {"hjson": "a ds_config.json with comments"},
+    "sign": {"cryptography": "signatures of checkpoints"},
 }
 
 
