@@ -54,7 +54,7 @@ def local_cells(plan: Plan, arrays: Arrays, parts: Parts, rank: int) -> Iterator
     plan was made from.
     """
     held = _held(arrays, parts)
-    awaited = {(f.key, f.index) for wave in plan.waves for f in wave if f.destination == rank}
+    awaited = {(f.key, f.cell) for wave in plan.waves for f in wave if f.destination == rank}
     for key, index, box in plan.owned(rank):
         if (key, index) not in awaited:
             yield key, index, box, _local(key, arrays[key], held.get(key, ()), box)
@@ -74,7 +74,7 @@ def exchanged_cells(
     missing: dict[tuple[str, Index], int] = {}
     for wave in plan.waves:
         for fragment, elements in _exchange(wave, arrays, held, rank, group, device):
-            key, index = at = fragment.key, fragment.index
+            key, index = at = fragment.key, fragment.cell
             if at not in begun:
                 begun[at], missing[at] = _assembled(arrays[key], held.get(key, ()), boxes[at])
             begun[at][slices(relative(fragment.box, boxes[at]))] = elements

@@ -22,11 +22,13 @@ Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the rank
 
 
 class Fragment(NamedTuple):
-    """A part of one cell that `source` holds and `destination` writes; `box` counts from the array's origin. A message
-    holds them sorted."""
+    """A part of one cell that `source` holds and `destination` writes; `box` counts from the array's origin.
+
+    A message holds them sorted.
+    """
 
     key: str
-    index: Index
+    cell: Index
     box: Box
     source: int
     destination: int

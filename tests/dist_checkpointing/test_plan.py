@@ -75,7 +75,7 @@ def whole_from_ranks(arrays, holdings, plan, values):
                     write(key, own, read(rank, key, own))
     for wave in plan.waves:
         for fragment in wave:
-            assert fragment.source != fragment.destination == owners[fragment.key, fragment.index]
+            assert fragment.source != fragment.destination == owners[fragment.key, fragment.cell]
             write(fragment.key, fragment.box, read(fragment.source, fragment.key, fragment.box))
     assert all((count == 1).all() for count in written.values()), "every element comes once"
     return result
@@ -213,7 +213,7 @@ def test_waves_are_bounded_few_and_finish_one_cell_after_the_other(wave_bytes):
     assert all(wave == sorted(wave) and traffic(wave, arrays) <= wave_bytes for wave in plan.waves)
     assert least > 2 and len(plan.waves) <= 1.5 * least + 1
     for rank in range(8):
-        at = [[(f.key, f.index) for f in wave if f.destination == rank] for wave in plan.waves]
+        at = [[(f.key, f.cell) for f in wave if f.destination == rank] for wave in plan.waves]
         for before, after in pairwise(at):
             assert not before or not after or max(before) <= min(after)
 
