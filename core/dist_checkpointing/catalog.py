@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.arrays import ArrayInfo, Holdings
+from core.dist_checkpointing.arrays import ArrayInfo, Arrays, Holdings
 from core.dist_checkpointing.dtensor import local_parts, mesh_size
 from core.dist_checkpointing.keys import check_key, key_of, path_of
 from core.dist_checkpointing.leaves import encode
@@ -149,10 +149,29 @@ class Catalog:
         )
 
 
-def to_json(state: LocalState) -> dict[str, Any]:
-    """key -> [array, boxes] of one rank."""
-    held = state.holdings()
-    return {key: [info.to_json(), held[key]] for key, info in state.arrays().items()}
+Told = dict[str, Any]  # what one rank tells of its arrays
+
+
+def to_json(arrays: Arrays, holdings: Holdings) -> Told:
+    """arrays: key -> what it is. boxes: what is held of an array; lies: the number of that, of each key, sorted.
+
+    A parameter's weight, main copy and moments lie alike, so most of it is told once.
+    """
+    boxes: dict[Any, int] = {}
+    lies = [boxes.setdefault(holdings[key], len(boxes)) for key in sorted(arrays)]
+    return {"arrays": {key: info.to_json() for key, info in arrays.items()}, "boxes": list(boxes), "lies": lies}
+
+
+def shortened(local: Told, rank: int, kinds: Sequence[str]) -> Told:
+    """What has to be told to ranks whose `arrays` have the digests `kinds`: they are told by the first of a kind."""
+    first = kinds.index(kinds[rank]) == rank
+    return local if first else {name: value for name, value in local.items() if name != "arrays"}
+
+
+def completed(told: Sequence[Told], kinds: Sequence[str]) -> list[Told]:
+    """The inverse of `shortened`, for all ranks."""
+    arrays = {kind: told[kinds.index(kind)]["arrays"] for kind in set(kinds)}
+    return [{**local, "arrays": arrays[kind]} for local, kind in zip(told, kinds, strict=True)]
 
 
 def digest(local: Mapping[str, Any]) -> str:
@@ -160,7 +179,7 @@ def digest(local: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(local, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def merge(told: Sequence[Mapping[str, Any]]) -> Catalog:
+def merge(told: Sequence[Told]) -> Catalog:
     """The catalogue from every rank's `to_json`.
 
     Raises ValueError: ranks that disagree about an array (a model built differently, names that are not global).
@@ -168,8 +187,9 @@ def merge(told: Sequence[Mapping[str, Any]]) -> Catalog:
     arrays: dict[str, ArrayInfo] = {}
     first: dict[str, int] = {}
     holdings: list[Holdings] = []
+    checked = None  # ranks of a stage share one table
     for rank, local in enumerate(told):
-        for key, (value, _) in local.items():
+        for key, value in local["arrays"].items() if local["arrays"] is not checked else ():
             info = ArrayInfo.from_json(value)
             known = arrays.setdefault(key, info)
             first.setdefault(key, rank)
@@ -178,7 +198,9 @@ def merge(told: Sequence[Mapping[str, Any]]) -> Catalog:
                     f"{key} is {known} on rank {first[key]} and {info} on rank {rank}; build the same model on all "
                     "ranks, and give foreign pipeline stages as {stage: module}"
                 )
-        holdings.append({key: tuple(tuple(map(tuple, box)) for box in boxes) for key, (_, boxes) in local.items()})
+        checked = local["arrays"]
+        boxes = [tuple([tuple(map(tuple, box)) for box in held]) for held in local["boxes"]]
+        holdings.append(dict(zip(sorted(checked), [boxes[n] for n in local["lies"]], strict=True)))
     for key in arrays:
         if inside := [k for k in ("/".join(key.split("/")[:n]) for n in range(1, key.count("/") + 1)) if k in arrays]:
             raise ValueError(f"{key} would lie inside the array {inside[0]}; rename one of them")

@@ -10,11 +10,13 @@ from core.dist_checkpointing.arrays import Arrays
 from core.dist_checkpointing.catalog import (
     Catalog,
     LocalState,
+    completed,
     digest,
     flatten,
     merge,
     merge_objects,
     merge_plain,
+    shortened,
     to_json,
 )
 from core.dist_checkpointing.derive import left_out, unequal
@@ -73,8 +75,13 @@ class Preparer:
         mine: dict[str, Any] = {}
         try:
             flat = flatten(to_save(state))
-            local = to_json(flat)
-            mine = {"digest": digest(local), "objects": digest(flat.objects), "unequal": unequal(flat)}
+            local = to_json(flat.arrays(), flat.holdings())
+            mine = {
+                "digest": digest(local),
+                "kind": digest(local["arrays"]),
+                "objects": digest(flat.objects),
+                "unequal": unequal(flat),
+            }
             mine["same"] = flat.plain_digests(self._ps.config.world_size)
         except Exception as error:
             problem = error
@@ -89,7 +96,9 @@ class Preparer:
         alike = len({said["objects"] for said in told}) == 1  # else each tells them: an optimizer's are many
         objects = flat.objects if alike else merge_objects(self._gather(flat.objects))
         if (digests := [said["digest"] for said in told]) != self._digests:
-            self._catalog, self._plan = merge(self._gather(local)), None
+            kinds = [said["kind"] for said in told]
+            every = self._gather(shortened(local, self._ps.rank, kinds))
+            self._catalog, self._plan = merge(completed(every, kinds)), None
             self._digests = digests
         merge_plain([said["same"] for said in told])
         stored = {key for said in told for key in said["unequal"]}

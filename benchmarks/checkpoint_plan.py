@@ -1,0 +1,57 @@
+"""What planning a checkpoint of a 70B model costs each of thousands of ranks: CPU seconds and memory, on paper.
+
+    python -m benchmarks.checkpoint_plan [--quick] [--json FILE]
+
+From what all ranks have told, as they receive it, to the plan; one process per layout (tp, pp, dp), ZeRO's cuts.
+"""
+
+import json
+import multiprocessing
+import resource
+import time
+
+from benchmarks.harness import arguments, report
+from core.dist_checkpointing.catalog import completed, merge
+from core.dist_checkpointing.plan import make_plan
+from tests.dist_checkpointing.meshes import GPT_70B
+from tests.dist_checkpointing.test_thousands import catalogue, mesh
+
+GOALS = {(8, 4, 32): 5, (8, 16, 32): 8, (8, 4, 128): 20, (8, 16, 128): 60}
+
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def one(layout, pipe):
+    told, kinds, _, _ = catalogue(GPT_70B, mesh(*layout))
+    messages = [json.dumps(local) for local in told]
+    del told
+    begin, before = time.process_time(), peak_mib()
+    found = merge(completed([json.loads(message) for message in messages], kinds))
+    read = time.process_time()
+    plan = make_plan(found.arrays, found.holdings)
+    seconds, moved = time.process_time() - begin, sum(len(wave) for wave in plan.waves)
+    pipe.send((seconds, read - begin, max(map(len, messages)), peak_mib(), before, moved))
+
+
+def main():
+    options = arguments(__doc__).parse_args()
+    result = {}
+    for layout, goal in list(GOALS.items())[: 1 if options.quick else None]:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=one, args=(layout, theirs))
+        process.start()
+        seconds, read, told, peak, before, moved = ours.recv()
+        process.join()
+        ranks = layout[0] * layout[1] * layout[2]
+        print(
+            f"{ranks:6d} ranks {layout}: {seconds:6.1f} CPU s (goal {goal}), {read:.1f} of it to read what was told, "
+            f"at most {told} bytes each; peak {peak:.0f} MiB ({before:.0f} before); {moved} fragments"
+        )
+        result[f"plan_seconds_{ranks}_dp{layout[2]}"] = seconds
+    report(result, options.json)
+
+
+if __name__ == "__main__":
+    main()
