@@ -18,7 +18,7 @@ from core.dist_checkpointing.check import check
 from core.dist_checkpointing.directory import Directory
 from core.dist_checkpointing.fs import Fs
 from core.dist_checkpointing.json_files import canonical_json, parse_json, seal, unseal
-from core.dist_checkpointing.lock import Heartbeat, Lock
+from core.dist_checkpointing.lock import PATIENCE_S, Heartbeat, Lock
 from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
 from core.dist_checkpointing.retention import Facts, Retention
@@ -257,8 +257,12 @@ class Root:
     def wait_for_writers(self, timeout_s: float, poll_s: float = 0.1) -> None:
         """Returns when every temporary is committed or stale: a job that was killed may have left a writer that still
         finishes. Raises TimeoutError naming those that are neither."""
-        end = time.monotonic() + timeout_s
+        end, told = time.monotonic() + timeout_s, False
         while live := [f"{name} ({uuid})" for (name, uuid), age in self._at.ages().items() if age < self.stale_s]:
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.url}: after {timeout_s} s still being written: {', '.join(live)}")
+            if not told and time.monotonic() > end - timeout_s + PATIENCE_S:
+                text = "%s: waits for a writer that a killed job left, %s; at most %.0f s after its last heartbeat"
+                log.warning(text, self.url, live[0], self.stale_s)
+                told = True
             time.sleep(poll_s)

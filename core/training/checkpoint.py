@@ -61,6 +61,7 @@ class Checkpoints(AbstractContextManager):
                 keep_best=config.keep_best,
                 keep_best_count=config.keep_best_count,
                 keep_best_mode=config.keep_best_mode,
+                stale_s=config.stale_seconds,
                 ps=ps,
             )
 

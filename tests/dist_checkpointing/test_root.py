@@ -120,7 +120,8 @@ def test_a_damaged_tag_stops_retention(root, text):
 @pytest.mark.parametrize(
     "root", ["posix", *(pytest.param(kind, marks=pytest.mark.full) for kind in PLACES[1:])], indirect=True
 )
-def test_sweep_spares_who_is_alive(root):
+def test_sweep_spares_who_is_alive(root, caplog, monkeypatch):
+    monkeypatch.setattr("core.dist_checkpointing.root.PATIENCE_S", 0.0)
     fill(root, 1)
     place = root.begin(2, A)
     write_rank(place, 0, 2)
@@ -132,6 +133,7 @@ def test_sweep_spares_who_is_alive(root):
         with pytest.raises(TimeoutError, match=rf"after 0\.01 s still being written: step-00000002 \({A}\)"):
             root.wait_for_writers(0.01)
     root.wait_for_writers(5)  # stale by now, or soon
+    assert "waits for a writer that a killed job left, step-00000002" in caplog.text
     assert [A in swept for swept in root.sweep()] == [True]
     assert not any(A in name for name in root.files.names())
     assert root.steps() == [1]

@@ -213,6 +213,9 @@ class CheckpointConfig:
     keep_best_mode: Literal["min", "max"] = "min"
     """Whether small or large values are good."""
 
+    stale_seconds: float = 60.0
+    """How long a job may be silent before another one takes over its directory, or waits no more for its writers."""
+
     on_failure: Literal["retry", "raise", "warn"] = "retry"
     """After a save that failed: "retry" warns and saves the next due step, "raise" ends the run at once, "warn" never
     does. A second failure in a row ends a run that retries."""
@@ -234,6 +237,7 @@ class CheckpointConfig:
             yield getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}"
         hours, mode, failure = self.keep_hours, self.keep_best_mode, self.on_failure
         yield hours is None or hours > 0, f"keep_hours={hours} must be above 0"
+        yield self.stale_seconds > 0, f"stale_seconds={self.stale_seconds} must be above 0"
         yield self.keep_best_count >= 1, f"keep_best_count={self.keep_best_count} must be at least 1"
         yield mode in ("min", "max"), f"unknown keep_best_mode {mode!r}; known: min, max"
         yield (
