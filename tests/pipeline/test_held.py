@@ -216,13 +216,13 @@ def nothing_left(schedules):
         gc.disable()
         try:
             counts = []
-            while len(counts) < 3 and not (counts and counts[-1] == 0):  # what an earlier job left may go meanwhile
+            for _ in range(3):  # what an earlier job left may go meanwhile; all ranks as often
                 before = tensors()
                 pipe.step(rows, tiny.squares)
                 pipe.evaluate(rows, tiny.squares)
                 pipe.forward(rows)
                 counts.append(tensors() - before)
-            assert counts[-1] == 0, (schedule, recompute, counts)
+            assert 0 in counts, (schedule, recompute, counts)
         finally:
             gc.enable()
         pipe.close()
