@@ -10,6 +10,7 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
 
+_TORCHS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")  # options of torch's, not of all of ours
 Given = Sequence[Mapping[str, Any]]
 
 
@@ -42,6 +43,7 @@ class Groups:
                 self.of[name] = number
         for number, group in enumerate(self.all):
             group["params"] = [named[name] for name, its in self.of.items() if its == number]
+        self._known, self._sizes = defaults.keys(), [len(group["params"]) for group in self.all]
         self.decays_all = {n for n, told in enumerate(given, 1) if "weight_decay" in told}
         self._shares = [group["lr"] / config.lr if config.lr else 1.0 for group in self.all]
         self._follows = config.lr_schedule != "constant" or bool(config.lr_warmup_steps or config.lr_warmup_fraction)
@@ -57,7 +59,22 @@ class Groups:
         self._written = [group["lr"] for group in self.all]
 
     def check(self) -> None:
-        """Before an update: rates that somebody has changed are theirs from now on; told, if there is a schedule."""
+        """Before an update: rates that somebody has changed are theirs from now on; told, if there is a schedule.
+
+        Raises ValueError: an option set by hand that this optimizer does not have, parameters put in or taken out.
+        """
+        for number, group in enumerate(self.all):
+            if strange := [name for name in _TORCHS if name not in self._known and group.get(name)]:
+                raise ValueError(
+                    f"param_groups[{number}]['{strange[0]}'] = {group[strange[0]]} does nothing here; known are "
+                    f"{', '.join(self._known)}; wrap the module in DistributedDataParallel and give torch's optimizer"
+                )
+            if len(group["params"]) != self._sizes[number]:
+                raise ValueError(
+                    f"param_groups[{number}]['params'] had {self._sizes[number]} parameters and has "
+                    f"{len(group['params'])}: states lie in buckets that were laid out for them; give groups= when "
+                    "the optimizer is made, set lr to 0, or freeze them with requires_grad_(False)"
+                )
         if self._follows and [group["lr"] for group in self.all] != self._written:
             self._follows = False
             warnings.warn(

@@ -278,13 +278,13 @@ class ShardedOptimizer(TorchFace):
             if part.main is not None:
                 part.main.copy_(part.weights)
 
-    def states(self) -> dict[str, dict[str, StatePart]]:
+    def states(self, *, own_mains: bool = True) -> dict[str, dict[str, StatePart]]:
         """name -> kind ("main" and the update's) -> this rank's part; live views, at stage 0 of whole local tensors,
         else of intervals. A parameter that an offload's fraction cuts is a joined copy in host memory.
 
         With `step_count`, `skipped_steps` and the loss scale this is everything that a step depends on.
         """
-        return state_parts(self._parts, self.ps, whole=self.shard.zero_stage == 0)
+        return state_parts(self._parts, self.ps, whole=self.shard.zero_stage == 0, own_mains=own_mains)
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the states and main copies: on the weights' device, and offloaded."""
@@ -326,14 +326,15 @@ class ShardedOptimizer(TorchFace):
         self.shard.publish()
 
     @torch.no_grad()
-    def load_states(self, states: States, step_count: int, skipped_steps: int = 0) -> None:
-        """Restore what `states` gave at the same layout, bit for bit; 16-bit weights are copied from "main".
+    def load_states(self, states: States, step_count: int, skipped_steps: int = 0, *, weights: bool = True) -> None:
+        """Restore what `states` gave at the same layout, bit for bit; `weights`, from "main", or none of them.
 
         Raises ValueError, before anything is written: names, kinds or shapes that are not this rank's.
         """
-        load_states(self._parts, self.ps, states, whole=self.shard.zero_stage == 0)
+        load_states(self._parts, self.ps, states, whole=self.shard.zero_stage == 0, own_mains=weights)
         self._resume(step_count, skipped_steps)
-        self._to_weights(all_parts=True)
+        if weights:
+            self._to_weights(all_parts=True)
         self.shard.publish()
 
     def _resume(self, step_count: Any, skipped_steps: int) -> None:

@@ -47,17 +47,20 @@ def _part(flat: Tensor, pieces: Pieces, ps: ParallelState, *, whole: bool) -> St
     return StatePart(true_part(local, layout, ps.coordinate, ps.sizes), layout, box)
 
 
-def state_parts(parts: list[Part], ps: ParallelState, *, whole: bool) -> dict[str, dict[str, StatePart]]:
-    """name -> kind -> this rank's part; `whole`: of the local shape, without padded rows."""
+def state_parts(
+    parts: list[Part], ps: ParallelState, *, whole: bool, own_mains: bool = True
+) -> dict[str, dict[str, StatePart]]:
+    """name -> kind -> this rank's part; `whole`: of the local shape, without padded rows; own_mains: also "main" of
+    weights that are their own."""
     return {
         name: {kind: _part(_joined(pieces), pieces, ps, whole=whole) for kind, pieces in kinds.items()}
-        for name, kinds in _by_name(parts).items()
+        for name, kinds in _by_name(parts, own_mains=own_mains).items()
     }
 
 
-def load_states(parts: list[Part], ps: ParallelState, given: States, *, whole: bool) -> None:
+def load_states(parts: list[Part], ps: ParallelState, given: States, *, whole: bool, own_mains: bool = True) -> None:
     """Copy given states into the parts. Raises ValueError, before anything is written: what is not this rank's."""
-    mine = _by_name(parts)
+    mine = _by_name(parts, own_mains=own_mains)
     if names := sorted(mine.keys() ^ given.keys()):
         raise ValueError(
             f"load_states: {len(given)} parameters given for {len(mine)}; not on both sides: {', '.join(names[:5])}; "

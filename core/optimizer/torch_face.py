@@ -10,6 +10,19 @@ if TYPE_CHECKING:
     from core.optimizer.groups import Groups
 
 
+class _States(dict):
+    """A look at states that lie in buckets: their tensors may be written to, the mapping may not."""
+
+    def _refused(self, *given: Any, **more: Any) -> NoReturn:
+        raise ValueError(
+            f"optimizer.state shows the states of {len(self)} parameters, which lie in buckets: none can be put in "
+            "or taken out; zero their tensors, load a state_dict() of before the first step, or make the optimizer "
+            "anew"
+        )
+
+    clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = _refused
+
+
 class TorchFace(torch.optim.Optimizer):
     """isinstance(..., torch.optim.Optimizer), with param_groups of the parameters that a `DataParallel` holds.
 
@@ -25,11 +38,11 @@ class TorchFace(torch.optim.Optimizer):
             {"defaults": defaults, "param_groups": groups, "_warned_capturable_if_run_uncaptured": True}
         )
 
-    def states(self) -> dict[str, dict[str, Any]]:
+    def states(self, *, own_mains: bool = True) -> dict[str, dict[str, Any]]:
         """See `ShardedOptimizer`."""
         raise NotImplementedError
 
-    def load_states(self, states: Any, step_count: int, skipped_steps: int = 0) -> None:
+    def load_states(self, states: Any, step_count: int, skipped_steps: int = 0, *, weights: bool = True) -> None:
         """See `ShardedOptimizer`."""
         raise NotImplementedError
 
@@ -37,10 +50,12 @@ class TorchFace(torch.optim.Optimizer):
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
         """parameter -> kind -> this rank's part of it, live where no offload cuts it."""
         named = self.shard.named_parameters()  # type: ignore[attr-defined]
-        return {
-            named[name]: {kind: part.tensor for kind, part in kinds.items() if kind != "main"}
-            for name, kinds in self.states().items()
-        }
+        return _States(
+            {
+                named[name]: {kind: part.tensor for kind, part in kinds.items() if kind != "main"}
+                for name, kinds in self.states().items()
+            }
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError always: states lie in buckets that were laid out when this was made."""
@@ -51,7 +66,9 @@ class TorchFace(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of everything a step depends on, for torch.save; every rank saves and loads its own.
+        """This rank's part of everything a step depends on but the weights, for torch.save; every rank saves and
+        loads its own. Loading it leaves weights as they are, as torch's; float32 copies count where they still round
+        to the weights.
 
         At stage 0, or over one rank, parts are whole, and one rank's file is everybody's. `sharded_state_dict` and
         `dist_checkpointing` write one checkpoint that opens under any layout.
@@ -62,7 +79,7 @@ class TorchFace(torch.optim.Optimizer):
             "local": self._counts(),  # type: ignore[attr-defined]
             "states": {
                 name: {kind: (part.tensor.detach(), part.interval) for kind, part in kinds.items()}
-                for name, kinds in self.states().items()
+                for name, kinds in self.states(own_mains=False).items()
             },
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
@@ -81,7 +98,7 @@ class TorchFace(torch.optim.Optimizer):
                 f"a state with {', '.join(map(repr, list(state)[:3]))} is not one of this optimizer's (torch.optim's "
                 "states are whole tensors by number); give what its state_dict() gave, or start its states anew"
             )
-        parts, counts = self.states(), state["local"]
+        parts, counts = self.states(own_mains=False), state["local"]
         for name, kinds in state["states"].items():
             for kind, (_, interval) in kinds.items():
                 mine = parts[name][kind].interval if name in parts and kind in parts[name] else None
@@ -92,7 +109,7 @@ class TorchFace(torch.optim.Optimizer):
                         "use sharded_state_dict() with core.dist_checkpointing, which opens under any layout"
                     )
         values = {n: {kind: tensor for kind, (tensor, _) in kinds.items()} for n, kinds in state["states"].items()}
-        self.load_states(values, counts["step_count"], counts["skipped_steps"])
+        self.load_states(values, counts["step_count"], counts["skipped_steps"], weights=False)
         if "loss_scale" in counts and self._scaler is not None:  # type: ignore[attr-defined]
             self._scaler.load(counts["loss_scale"])  # type: ignore[attr-defined]
         self._groups.load(state["param_groups"], step=self.step_count)

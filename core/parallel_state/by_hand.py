@@ -144,8 +144,10 @@ class ByHand:
                     self._follow(result, Heard(source.parameter, True))
                 return result
             if kind is not None:
-                self._hear(replace(source, kind=kind, name=name))
+                many = name.startswith("foreach")
+                self._hear(replace(source, kind=kind, name=name, joined=source.joined or many))
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
+            source = replace(source, joined=source.joined or joins)
             if kind in (None, "write") and type(result) is Tensor and (joins or result.numel() == part.numel()):
                 self._follow(result, source)
         return result
@@ -184,11 +186,14 @@ class Heard:
     of_gradient: bool
     kind: str = ""
     name: str = ""
+    joined: bool = False  # several of them, by cat, stack or a function of a list
 
     @property
     def is_of_part(self) -> bool:
         """Whether tensor ranks hold the rest of what was reduced, multiplied or drawn for."""
-        return "tp" in layout_of(self.parameter).split and self.kind in KINDS
+        layout = layout_of(self.parameter)
+        part = "tp" in layout.split and tuple(self.parameter.shape) != layout.padded_shape()
+        return part and self.kind in KINDS
 
     def words(self, *modules: nn.Module) -> str:
         """What a user reads of a function of a part; the parameter is one of the modules'."""

@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +16,46 @@ from core.parallel_state.collectives import all_gather
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
 
+SAMPLED = 4  # gradients per rank, the smallest, of which two elements each are looked at
+UNIFORM = 1e-4  # relative: rounding aside, one factor for all of them
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """The largest elements of a gradient as a pipeline's step left them."""
+
+    parameter: nn.Parameter
+    flat: Tensor
+    places: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "_Elements":
+        assert parameter.grad is not None
+        flat = parameter.grad.reshape(-1)
+        places = flat.abs().topk(min(2, flat.numel())).indices
+        return cls(parameter, flat, places, flat[places])
+
+    def factors(self) -> Tensor:
+        """What they were multiplied by since; nothing if the gradient is another tensor now (a sum over replicas)."""
+        gradient = self.parameter.grad
+        same = gradient is not None and gradient.data_ptr() == self.flat.data_ptr()
+        return (self.flat[self.places] / self.before)[: len(self.places) if same else 0]
+
 
 class ScaleWatch:
     """Compares, over the stages, by what factor gradients were scaled between a step's end and the optimizer's.
 
-    `torch.nn.utils.clip_grad_norm_` on each rank clips by the norm of its own stages. One gradient per rank is looked
-    at when an optimizer steps; the factors are compared at the end of steps 2, 3, 5, 9 ... : one all-gather of one
-    number over the world, then.
+    `torch.nn.utils.clip_grad_norm_` on each rank clips by the norm of its own stages: all its gradients by one
+    factor, which differs from that of other ranks. A few elements per rank are looked at when an optimizer steps;
+    factors are compared at the end of steps 2, 3, 5, 9 ... : one all-gather of one number over the world, then.
+    Noise, clipping by value, signs or a rate per parameter change elements by factors of their own, and are nobody's
+    concern.
     """
 
     def __init__(self, ps: ParallelState) -> None:
         self._ps, self._steps = ps, 0
-        self._seen: tuple[nn.Parameter, Tensor, Tensor, Tensor] | None = (
-            None  # its gradient, where largest, the value
-        )
+        self._seen: list[_Elements] = []
         self._factor: Tensor | None = None
         self._hands: _Hands | None = None
         kept = weakref.ref(self)
@@ -42,7 +69,7 @@ class ScaleWatch:
     def before_call(self) -> None:
         """Of the pipeline: parameters are plain from here on."""
         if self._hands is not None:
-            self._hands.end()
+            self._hands.close()
 
     @torch.no_grad()
     def after_step(self, modules: Sequence[nn.Module]) -> None:
@@ -50,31 +77,31 @@ class ScaleWatch:
 
         Raises ValueError, on every rank: factors that differ.
         """
-        if self._hands is None:
-            self._hands = _Hands(modules)
-        parameters = {p: None for module in modules for p in module.parameters()}
         if self._due():
             self._compare()
         self._steps += 1
-        self._seen, self._factor = None, None
+        self._seen, self._factor = [], None
+        if not self._due():
+            return
+        parameters = {p: None for module in modules for p in module.parameters()}
         found = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
-        if found and self._due():
-            smallest = min(found, key=Tensor.numel)
-            flat = smallest.grad.reshape(-1)  # type: ignore[union-attr]
-            place = flat.abs().argmax().reshape(1)
-            self._seen = smallest, flat, place, flat[place]
+        self._seen = [_Elements.of(p) for p in sorted(found, key=Tensor.numel)[:SAMPLED] if p.numel()]
+        if self._hands is None:
+            self._hands = _Hands(modules)
+        self._hands.open()
 
     def _due(self) -> bool:
         """After steps 1, 2, 4, 8 ..."""
         return self._steps > 0 and not self._steps & (self._steps - 1)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._seen is not None and self._factor is None:
-            parameter, flat, place, before = self._seen
-            own = any(p is parameter for group in optimizer.param_groups for p in group["params"])
-            # another tensor is a sum over replicas, say
-            if own and parameter.grad is not None and parameter.grad.data_ptr() == flat.data_ptr():
-                self._factor = (flat[place] / before).double()
+        if self._seen and self._factor is None:
+            given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            factors = [elements.factors() for elements in self._seen if id(elements.parameter) in given]
+            each = torch.cat(factors).double() if factors else torch.empty(0)
+            if each.numel():
+                one = (each - each[0]).abs().max() <= UNIFORM * each[0].abs()
+                self._factor = torch.where(one, each[:1], torch.nan)
 
     def _compare(self) -> None:
         mine = self._factor if self._factor is not None else torch.full((1,), torch.nan, dtype=torch.float64)
@@ -89,36 +116,42 @@ class ScaleWatch:
 
 
 class _Hands:
-    """Listens, between a pipeline's first step and its second, to what is done by hand with weights and gradients.
+    """Listens, between a pipeline's steps 1 and 2, 2 and 3, 4 and 5, 8 and 9 ..., to what is done by hand.
 
-    A norm of one stage's gradients and then a write is told: the model's norm is over all stages. So are norms,
-    products and draws of weights that tensor ranks split.
+    Norms of several gradients are told: the model's norm is over all stages. So are norms, products and draws of
+    weights that tensor ranks split.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._normed = modules, False
+        self._modules = modules
+        self._reduced: set[int] = set()  # ids of parameters whose gradients were reduced
         self._by_hand: ByHand | None = ByHand(self._hear, gradients=True)
-        self._by_hand.open(p for module in modules for p in module.parameters())
 
-    def end(self) -> None:
+    def open(self) -> None:
         if self._by_hand is not None:
-            self._by_hand.end()
-            self._by_hand = None
+            self._reduced.clear()
+            self._by_hand.open(p for module in self._modules for p in module.parameters())
+
+    def close(self) -> None:
+        if self._by_hand is not None:
+            self._by_hand.close()
 
     def _hear(self, heard: Heard) -> None:
         if heard.is_of_part:
             self._tell(heard.words(*self._modules))
         elif heard.of_gradient and heard.kind == "reduction":
-            self._normed = True
-        elif heard.kind == "write" and self._normed:
-            self._tell(
-                "gradients were reduced by hand before weights or gradients were written: such a norm is of this "
-                "rank's stages. core.optimizer.get_grad_norm(parameters) is the model's, "
-                "core.optimizer.clip_grad_norm_ clips by it"
-            )
+            self._reduced.add(id(heard.parameter))
+            if len(self._reduced) > 1 or heard.joined:
+                self._tell(
+                    "gradients were reduced by hand (norm, max, mean): together they are of this rank's stages. "
+                    "core.optimizer.get_grad_norm(parameters) is the model's norm, core.optimizer.clip_grad_norm_ "
+                    "clips by it"
+                )
 
     def _tell(self, words: str) -> None:
-        self.end()
+        if self._by_hand is not None:
+            self._by_hand.end()
+            self._by_hand = None
         warnings.warn(words, stacklevel=5)
 
 

@@ -205,14 +205,23 @@ def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     return weight if group is None else _SumGradient.apply(weight, group)
 
 
-def full_tensor(parameter: Tensor, *, parallel: ParallelState | None = None) -> Tensor:
+def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: ParallelState | None = None) -> Tensor:
     """All of a split parameter, in its true shape, on every rank; for penalties, norms and looks, with a gradient.
 
+    like: the parameter whose gradient, data or moment is given instead: `full_tensor(p.grad, like=p)`.
     One all-gather per axis that splits it; backward takes this rank's part, so every rank of the axis must compute
     the same from it. A parameter that nobody splits is returned as it is.
+    Raises ValueError: a tensor that is no parameter (nobody knows how it is split), or not of the shape of `like`.
     """
-    layout, ps = layout_of(parameter), parallel if parallel is not None else current_state()
-    whole = parameter
+    if like is None and not isinstance(parameter, Parameter):
+        raise ValueError(
+            f"full_tensor: a tensor of shape {list(parameter.shape)} that is no parameter does not say how it is "
+            "split; give the parameter itself, or like=parameter (p.data, p.detach() and p.grad are such tensors)"
+        )
+    if like is not None and like.shape != parameter.shape:
+        raise ValueError(f"full_tensor: {list(parameter.shape)} is not like the parameter, {list(like.shape)}")
+    layout = layout_of(parameter if like is None else like)
+    ps, whole = parallel if parallel is not None else current_state(), parameter
     for axis, dim in reversed(layout.split.items()):  # on one dim the first named axis is outermost
         whole = gather_from_tensor_region(whole.transpose(dim, -1), ps.group(axis)).transpose(dim, -1)
     return whole if not layout.padding else whole[tuple(slice(0, n) for n in layout.shape)]

@@ -1,5 +1,6 @@
 """SGD and Muon beside torch's own, the loss scale of float16, states that go out and come back."""
 
+import copy
 import pickle
 
 import pytest
@@ -267,6 +268,45 @@ def test_overflows_do_not_move_a_schedule_of_deepspeeds():
     _, again = half(lr_schedule="WarmupLR", lr_schedule_options=options)
     again.load_states(deepspeeds[1].states(), 4, skipped_steps=1)
     assert again.learning_rate == deepspeeds[1].learning_rate == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_state_of_before_starts_adam_anew_and_leaves_weights(dtype):
+    """As torch.optim's: Lightning, LR finders and warm restarts load the first state again."""
+    model, ours = flat(dtype, OptimizerConfig(lr=0.1, clip_grad=0.0))
+    first = copy.deepcopy(ours.state_dict())
+    for step in range(3):
+        give(model, step)
+        ours.step(num_tokens=1)
+        ours.zero_grad()
+    trained = [p.detach().clone() for p in model.parameters()]
+    ours.load_state_dict(first)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
+    fresh, other = flat(dtype, OptimizerConfig(lr=0.1, clip_grad=0.0))
+    for p, q in zip(fresh.parameters(), trained, strict=True):
+        p.data.copy_(q)
+    for net, optimizer in ((model, ours), (fresh, other)):
+        give(net, 7)
+        optimizer.step(num_tokens=1)
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_groups_and_states_cannot_do_is_refused():
+    model, ours = flat(torch.float32, OptimizerConfig(lr=0.1, clip_grad=0.0))
+    with pytest.raises(ValueError, match="none can be put in or taken out"):
+        ours.state.clear()
+    for name in ("amsgrad", "maximize", "nesterov"):
+        ours.param_groups[0][name] = True
+        give(model, 0)
+        with pytest.raises(ValueError, match=rf"param_groups\[0\]\['{name}'\] = True does nothing here"):
+            ours.step(num_tokens=1)
+        ours.zero_grad()
+        ours.param_groups[0][name] = False
+    ours.param_groups[0]["params"].pop()
+    give(model, 0)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['params'\] had \d parameters and has \d"):
+        ours.step(num_tokens=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -131,13 +131,13 @@ def test_another_models_optimizer_is_not_looked_at(ranks):
 
 
 def updated_by_hand(clipped_by):
-    """SGD without an optimizer: what is told of it in two steps."""
+    """SGD without an optimizer: what is told of it in three steps."""
     ps = state(pp=2)
     model = stages(ps)
     pipeline = Pipeline([model], ps=ps, num_microbatches=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(2):
+        for step in range(3):
             pipeline.step(batch(step), loss)
             factor = clipped_by(model, ps)
             with torch.no_grad():
@@ -169,6 +169,55 @@ def no_norm(model, ps):
 def test_a_stages_norm_by_hand_is_told_before_it_is_used_twice(ranks, norm):
     for told in ranks(updated_by_hand, norm):
         assert len(told) == 1 and "core.optimizer.get_grad_norm(parameters) is the model's" in told[0]
+
+
+def changed_by(change):
+    """What is not a norm of one stage's is let be; weights are those of one process."""
+    ps = state(pp=2)
+    torch.manual_seed(1)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = stages(ps)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, whole)]
+    for step in range(6):
+        pipeline.step(batch(step), loss)
+        whole(batch(step)).square().sum().backward()
+        for m, optimizer in zip((model, whole), optimizers, strict=True):
+            change(m)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), whole[ps.index("pp")].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def by_value(model):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+
+def signs(model):
+    for p in model.parameters():
+        p.grad.sign_()
+
+
+def coupled_decay(model):
+    for p in model.parameters():
+        p.grad.add_(p.detach(), alpha=0.3)
+
+
+def each_its_own(model):
+    for p in model.parameters():
+        torch.nn.utils.clip_grad_norm_([p], 0.1)
+
+
+@pytest.mark.parametrize("change", [by_value, signs, coupled_decay])
+def test_changes_that_are_no_norm_are_right(ranks, change):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranks(changed_by, change)
+
+
+def test_a_norm_per_parameter_is_no_refusal(ranks):
+    ranks(changed_by, each_its_own)
 
 
 @pytest.mark.parametrize("norm", [models_norm, no_norm])

@@ -4,8 +4,8 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from core.tensor_parallel import full_tensor
-from tests.zoo.case import Case
-from tests.zoo.split_model import CLIP, LR, ONE, STEPS, gradients, loss_of, only_split, sgd, train, weights
+from tests.zoo.case import Case, compared
+from tests.zoo.split_model import CLIP, LR, ONE, STEPS, gradients, loss_of, models, only_split, sgd, train, weights
 
 
 def matrices(model):
@@ -116,6 +116,17 @@ def whole_orthogonality(model):
     return sum((w.T @ w).square().sum() for w in found)
 
 
+def looked_at(variation):
+    """Whole gradients and values, on every layout."""
+    found = []
+    for model in models(variation, "llama"):
+        loss_of(model).backward()
+        named = dict(model.named_parameters())
+        found.append({f"grad {n}": full_tensor(p.grad, like=p, parallel=model.parallel) for n, p in named.items()})
+        found[-1] |= {n: full_tensor(p.detach(), like=p, parallel=model.parallel) for n, p in named.items()}
+    return compared(*found)
+
+
 def told(what, run, remedy="`core.tensor_parallel.full_tensor(p)`", says="full_tensor"):
     return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
 
@@ -140,6 +151,14 @@ CASES = [
         penalized(lambda m: parameters_to_vector(matrices(m)).norm()),
     ),
     Case("a group lasso over `full_tensor(p)`", penalized(whole_group_lasso)),
+    Case("`full_tensor(p.grad, like=p)`, `full_tensor(p.detach(), like=p)`", looked_at),
+    Case(
+        "`full_tensor(p.detach())`",
+        weights(lambda model: full_tensor(matrices(model)[0].detach(), parallel=model.parallel)),
+        "refused",
+        "like=parameter",
+        "`like=p`",
+    ),
     Case("orthogonality of `full_tensor(p)`", penalized(whole_orthogonality)),
     Case("clipped and updated by hand", stepping(clipped), elsewhere=only_split("refused", CLIP), remedy=f"`{CLIP}`"),
 ]
