@@ -1,8 +1,8 @@
 """Arithmetic that a user's own code does with weights and gradients of which other ranks hold the rest.
 
-`p.norm()`, `p @ p.T`, `torch.randn_like(p)` call nothing of ours, fail nowhere and are of one rank's part. So in a
-model's first step, between its forwards, parameters are of a class that sees which functions are called on them.
-From then on they are plain ones: nothing is slower.
+`p.norm()`, `p @ p.T`, `torch.randn_like(p)`, `p[0]` call nothing of ours, fail nowhere and are of one rank's part. So
+now and then, in steps 1, 2, 4, 8 ... of a model, between its forwards, parameters are of a class that sees which
+functions are called on them. In all other steps they are plain ones: nothing is slower.
 """
 
 import sys
@@ -30,13 +30,19 @@ _DRAWS = """
     randn_like rand_like randint_like normal_ uniform_ bernoulli bernoulli_ dropout feature_dropout exponential_
     cauchy_ geometric_ log_normal_ random_ trunc_normal_ multinomial
 """
+# rows by number are other rows of the whole one
+_INDICES = """
+    getitem setitem index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy index_add narrow
+    masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy tolist
+"""
 _WHOLE = {
     **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
     **dict.fromkeys(_PRODUCTS.split(), "product"),
     **dict.fromkeys(_DRAWS.split(), "draw"),
+    **dict.fromkeys(_INDICES.split(), "index"),
 }
-KINDS = {"reduction", "product", "draw"}  # of a part they are not the part of the whole one's
-_IN_PLACE = {f"__i{name}__" for name in ["add", "sub", "mul", "div", "truediv"]} | {"__setitem__"}
+KINDS = {"reduction", "product", "draw", "index"}  # of a part they are not the part of the whole one's
+_IN_PLACE = {f"__i{name}__" for name in ["add", "sub", "mul", "div", "truediv"]}
 # torch's own frames between a program and `__torch_function__`
 _BETWEEN = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
 
@@ -179,8 +185,8 @@ _NORM_IS = "core.optimizer.get_grad_norm(parameters) is the whole model's norm, 
 
 @dataclass(frozen=True)
 class Heard:
-    """kind: "reduction", "product", "draw" or "write", by the function `name`, on a parameter or its gradient, or on
-    what came of either by elementwise functions."""
+    """kind: one of `KINDS` or "write", by the function `name`, on a parameter or its gradient, or on what came of
+    either by elementwise functions."""
 
     parameter: Parameter
     of_gradient: bool
@@ -200,11 +206,15 @@ class Heard:
         named = (pair for module in modules for pair in module.named_parameters())
         name = next((name for name, p in named if p is self.parameter), "a parameter")
         shape, whole = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
-        of, other = "", _WHOLE_IS
-        if self.of_gradient:
-            of, other = "the gradient of ", _NORM_IS
+        of = "the gradient of " if self.of_gradient else ""
+        if self.kind == "index":
+            other = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
+        elif self.of_gradient:
+            other = _NORM_IS
         elif self.kind == "draw":
             other = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
+        else:
+            other = _WHOLE_IS
         return f"{self.name} by hand sees {shape} of {of}{name}, this tensor rank's part of {whole}: {other}"
 
 

@@ -23,7 +23,7 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 
-FIRST_FORWARDS = 16  # of the first step, at most, that are followed by listening
+STEP_FORWARDS = 16  # of one step, at most, that are followed by listening
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,7 +57,12 @@ class SplitWatch:
     def __init__(self, group: Group, *, sums_foreign: bool = False) -> None:
         self._group, self._sums_foreign = group, sums_foreign
         self._forwards, self._told_of_hooks = 0, False
-        self._by_hand: ByHand | None = None  # listens in between the forwards of the first step
+        self._by_hand: ByHand | None = None  # listens in between forwards
+        self._graded, self._left, self._told_of_hands = (
+            0,
+            0,
+            False,
+        )  # forwards with gradients; how many to listen after
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
@@ -75,8 +80,8 @@ class SplitWatch:
             return
         self._forwards += 1
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
-        if self._by_hand is not None and (updated or self._by_hand.saw_step or self._forwards > FIRST_FORWARDS):
-            self._stop_listening()
+        if updated or (self._by_hand is not None and self._by_hand.saw_step):
+            self._left = 0
         if self._forwards & (self._forwards - 1) and not updated:
             return
         if self._forwards == 1 or updated:  # of the updates only the first is looked for
@@ -89,20 +94,23 @@ class SplitWatch:
         self._compare(module, [x for x in inputs if x is not None])
 
     def after(self, module: nn.Module) -> None:
-        """After a forward: from here to the next one, of the first step, arithmetic by hand is listened to."""
-        if self._forwards == 1 and self._by_hand is None:
+        """After a forward with gradients: arithmetic by hand is listened to from here to the next one, in the steps
+        that begin with the first such forward, the second, 4th, 8th ... ."""
+        if self._told_of_hands:
+            return
+        self._graded += 1
+        if self._by_hand is None:
             self._by_hand = ByHand(partial(self._tell_by_hand, weakref.ref(module)), gradients=True)
-        if self._by_hand is not None:
+        if not self._graded & (self._graded - 1):
+            self._left, self._by_hand.saw_step = STEP_FORWARDS, False
+        if self._left:
+            self._left -= 1
             self._by_hand.open(p for p in module.parameters() if "tp" in layout_of(p).split)
-
-    def _stop_listening(self) -> None:
-        if self._by_hand is not None:
-            self._by_hand.end()
-            self._by_hand = None
 
     def _tell_by_hand(self, module: weakref.ref, heard: Heard) -> None:
         if (here := module()) is not None and self._by_hand is not None and heard.is_of_part:
-            self._stop_listening()
+            self._by_hand.end()
+            self._by_hand, self._told_of_hands = None, True
             warnings.warn(heard.words(here), stacklevel=5)
 
     def _tell_of_hooks(self, module: nn.Module) -> None:

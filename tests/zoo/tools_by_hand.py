@@ -77,6 +77,36 @@ def logged(model):
     train(model, between=lambda: log.append(sum(p.grad.detach().data.norm(2) ** 2 for p in model.parameters())))
 
 
+def late(model):
+    """Max-norm from the fourth step on."""
+    optimizer = sgd(model)
+    for step in range(6):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 3:
+            with torch.no_grad():
+                for p in matrices(model):
+                    p.mul_((1.0 / p.norm()).clamp(max=1.0))
+
+
+def sanity_checked(model):
+    """A validation before the training, as Lightning makes one, then a penalty."""
+    with torch.no_grad():
+        loss_of(model)
+        loss_of(model, 1)
+    (loss_of(model) + 0.1 * group_lasso(model)).backward()
+
+
+def pad_row(model):
+    """The first rows of the vocabulary keep their values."""
+
+    def forget():
+        model.embedding.word_embeddings.weight.grad[:50] = 0
+
+    train(model, between=forget)
+
+
 def penalized(penalty):
     """The gradients of a loss with a penalty on weights."""
 
@@ -140,6 +170,9 @@ CASES = [
     told("noise on the weights, `randn_like(p)`", stepping(noisy), "a generator of its own per rank", "generator"),
     told("a log of `p.grad.norm()`", weights(logged), "`core.optimizer.get_grad_norm`", "get_grad_norm"),
     told("max-norm after the step", weights(max_norm)),
+    told("max-norm from the fourth step on", weights(late)),
+    told("a penalty after a validation without gradients", gradients(sanity_checked, style="llama")),
+    told("rows of the vocabulary by number, `w.grad[:50] = 0`", weights(pad_row), says="rows and columns by number"),
     told("a group lasso, `p.norm()` in the loss", penalized(group_lasso)),
     told("weight decay in the loss, `p.pow(2).sum()`", penalized(lambda m: sum(p.pow(2).sum() for p in matrices(m)))),
     told(

@@ -82,7 +82,7 @@ def scaled(make):
         for step in range(STEPS):
             scaler.scale(loss_of(model, step)).backward()
             if step == 1 and model.place.rank == 0:
-                model.decoder.layers["1"].mlp.linear_fc1.weight.grad[0, 0] = torch.inf
+                model.decoder.layers["1"].mlp.linear_fc1.weight.grad.fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
