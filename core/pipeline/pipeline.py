@@ -21,7 +21,7 @@ from core.pipeline.failure import ToldToAll
 from core.pipeline.lower import Plan, plan
 from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
-from core.pipeline.plain_loop import ScaleWatch, refuse_other_groups
+from core.pipeline.plain_loop import BatchWatch, ScaleWatch, refuse_other_groups
 from core.pipeline.player import Played, check, check_gathers, play
 from core.pipeline.schedules import NAMED, auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
@@ -81,6 +81,7 @@ class Pipeline:
         self._plans: dict[Schedule, Plan] = {}
         self._clock: Clock | None = None  # of the last step
         self._scales = ScaleWatch(ps) if ps.size("pp") > 1 and grad_sync is None else None
+        self._batches = BatchWatch(ps)
         self._where = ""  # what was under way when a call failed
         self._agree(_given(schedule, num_microbatches, recompute))
         problem: Exception | None = None
@@ -147,6 +148,7 @@ class Pipeline:
         batch that does not divide, another shape within a step). A single process raises the failure itself.
         """
         with self._told_to_all("step"):
+            self._batches.before_step(batch)
             facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
             counts: dict[Any, int] = {}
             for stage in self.stages.values():
@@ -162,6 +164,7 @@ class Pipeline:
             sum_apart(tied, self.ps)
             result = self._result(executor.sums(self.ps.device))
             clock.stop()
+            self._batches.after_step()
             if alone and self._scales is not None:
                 self._scales.after_step([*self.modules.values()])
         self._clock = clock

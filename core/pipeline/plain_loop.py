@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import ByHand, Heard
-from core.parallel_state.collectives import all_gather
+from core.parallel_state.checksum import checksum
+from core.parallel_state.collectives import all_gather, all_gather_objects
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
 
@@ -153,6 +155,51 @@ class _Hands:
             self._by_hand.end()
             self._by_hand = None
         warnings.warn(words, stacklevel=5)
+
+
+class BatchWatch:
+    """Compares, in steps 1, 2, 4, 8 ..., the batches that the pipeline ranks of a replica were given.
+
+    The first stage reads its inputs from one, the last its labels from another: a sampler over all ranks, or a seed
+    per rank, pairs inputs with other samples' labels. One all-gather of a few numbers over pp, at the end of such a
+    step, when every rank is known to be there.
+    """
+
+    def __init__(self, ps: ParallelState) -> None:
+        self._group, self._steps, self._told = ps.group("pp"), 0, False
+        self._mine: dict[str, list[Any]] | None = None  # name -> dtype, shape, checksum
+
+    def before_step(self, batch: Any) -> None:
+        """Note what this rank was given."""
+        self._steps += 1
+        if self._group is None or self._told or self._steps & (self._steps - 1):
+            return
+        leaves = pytree.tree_flatten_with_path(batch)[0] if batch is not None else []
+        self._mine = {
+            pytree.keystr(path): [str(x.dtype), *x.shape, int(checksum(x))]
+            for path, x in leaves
+            if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.numel()
+        }
+
+    def after_step(self) -> None:
+        """Warns, once, on all pipeline ranks: tensors of one name and shape that differ."""
+        if self._mine is None or self._group is None:
+            return
+        every, self._mine = all_gather_objects(self._mine, self._group), None
+        for first, name in ((rank, name) for rank, told in enumerate(every) for name in told):
+            here = every[first][name]
+            others = [n for n, told in enumerate(every) if name in told and told[name][:-1] == here[:-1]]
+            if differ := [n for n in others if every[n][name] != here]:
+                self._told = True
+                ranks = self._group.ranks
+                warnings.warn(
+                    f"the batch{name} of rank {ranks[first]} is not that of rank {ranks[differ[0]]}, and both belong "
+                    "to one pipeline: the first stage reads inputs from its own, the last one labels. Give all the "
+                    "same (sampler: rank=parallel_state.get_data_parallel_rank(), num_replicas=parallel_state."
+                    "get_data_parallel_world_size(), one seed), or None where nothing is read",
+                    stacklevel=4,
+                )
+                return
 
 
 def refuse_other_groups(modules: Sequence[nn.Module], ps: ParallelState) -> None:

@@ -18,20 +18,13 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 
 STEP_FORWARDS = 16  # of one step, at most, that are followed by listening
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bits, as numbers of its size: int64, shape []; nothing waits for a device."""
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return flat.detach().contiguous().view(-1).view(_BITS[flat.itemsize]).sum(dtype=torch.int64)
 
 
 def _is_whole(parameter: Tensor) -> bool:
@@ -133,7 +126,7 @@ class SplitWatch:
         self._refuse_other_numbers(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device))
         same = [(name, p) for name, p in named if "tp" not in layout_of(p).split]
         split = [p for _, p in named if "tp" in layout_of(p).split and p.dim() > 1]
-        mine = torch.stack([_checksum(x) for x in (*inputs, *(p for _, p in same), *split)])
+        mine = torch.stack([checksum(x) for x in (*inputs, *(p for _, p in same), *split)])
         every = all_gather(mine[None], self._group).cpu()
         what = ["the batch"] * len(inputs) + [name for name, _ in same]
         differs = (every[:, : len(what)] != every[0, : len(what)]).any(0)

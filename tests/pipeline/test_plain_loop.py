@@ -171,6 +171,25 @@ def test_a_stages_norm_by_hand_is_told_before_it_is_used_twice(ranks, norm):
         assert len(told) == 1 and "core.optimizer.get_grad_norm(parameters) is the model's" in told[0]
 
 
+def given(different):
+    """What is told of batches that differ between the ranks of a pipeline."""
+    ps = state(pp=2)
+    pipeline = Pipeline([stages(ps)], ps=ps, num_microbatches=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            rows = {"input": batch(10 * ps.rank * different + step)}
+            rows["mine"] = torch.ones(8, 1 + ps.rank)  # of a shape of its own
+            pipeline.step(rows if different or ps.rank == 0 else None, lambda y, part: (y.square().sum(), len(y)))
+    return [str(w.message) for w in caught]
+
+
+def test_batches_of_the_ranks_of_a_pipeline_that_differ_are_told(ranks):
+    assert ranks(given, False) == [[], []]
+    for told in ranks(given, True):
+        assert len(told) == 1 and "the batch['input'] of rank 0 is not that of rank 1" in told[0]
+
+
 def changed_by(change):
     """What is not a norm of one stage's is let be; weights are those of one process."""
     ps = state(pp=2)
