@@ -45,6 +45,7 @@ KINDS = {"reduction", "product", "draw", "index"}  # of a part they are not the 
 _IN_PLACE = {f"__i{name}__" for name in ["add", "sub", "mul", "div", "truediv"]}
 # torch's own frames between a program and `__torch_function__`
 _BETWEEN = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
+_BETWEEN |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"}
 
 
 def _is_users(frame: Any) -> bool:
@@ -149,6 +150,8 @@ class ByHand:
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
                 return result
+            if name == "all_reduce":
+                self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
             if kind is not None:
                 many = name.startswith("foreach")
                 self._hear(replace(source, kind=kind, name=name, joined=source.joined or many))
@@ -193,6 +196,7 @@ class Heard:
     kind: str = ""
     name: str = ""
     joined: bool = False  # several of them, by cat, stack or a function of a list
+    group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
 
     @property
     def is_of_part(self) -> bool:

@@ -21,7 +21,7 @@ from core.pipeline.failure import ToldToAll
 from core.pipeline.lower import Plan, plan
 from core.pipeline.memory import StageMemory
 from core.pipeline.passes import add_recompute, forward_only
-from core.pipeline.plain_loop import BatchWatch, ScaleWatch, refuse_other_groups
+from core.pipeline.plain_loop import BatchWatch, LossWatch, ScaleWatch, refuse_other_groups
 from core.pipeline.player import Played, check, check_gathers, play
 from core.pipeline.schedules import NAMED, auto_placement, make
 from core.pipeline.stage import Stage, StepFacts
@@ -97,6 +97,7 @@ class Pipeline:
             self.close()
             raise
         check_tables(self.modules, ps)
+        self._losses = LossWatch(ps, [*self.modules.values()])
         self._connect(self.schedule)  # before anything can fail: others would wait for a connection, not in one
 
     def _build(
@@ -148,6 +149,7 @@ class Pipeline:
         batch that does not divide, another shape within a step). A single process raises the failure itself.
         """
         with self._told_to_all("step"):
+            loss_fn = self._losses.around(loss_fn)
             self._batches.before_step(batch)
             facts = self._facts(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
             counts: dict[Any, int] = {}

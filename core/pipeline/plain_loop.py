@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +200,40 @@ class BatchWatch:
                     stacklevel=4,
                 )
                 return
+
+
+class LossWatch:
+    """Listens to `loss_fn` in a pipeline's first step: a penalty over the modules' weights there counts for the
+    stages of the rank that computes the loss, and for no others."""
+
+    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._told = modules, False
+        self._by_hand = ByHand(self._hear) if ps.size("pp") > 1 else None
+
+    def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss_fn` itself, from the second step on."""
+        by_hand, self._by_hand = self._by_hand, None
+        if by_hand is None:
+            return loss_fn
+
+        def listened(*given: Any) -> Any:
+            by_hand.open(p for module in self._modules for p in module.parameters())
+            try:
+                return loss_fn(*given)
+            finally:
+                by_hand.close()
+
+        return listened
+
+    def _hear(self, heard: Heard) -> None:
+        if heard.kind == "reduction" and not heard.of_gradient and not self._told:
+            self._told = True
+            warnings.warn(
+                f"loss_fn takes a {heard.name} of weights: only those of this rank's stages count, it is called "
+                "where the last stage is. Use weight_decay, or call backward() on every rank, after step, for a "
+                "penalty of its own stages",
+                stacklevel=5,
+            )
 
 
 def refuse_other_groups(modules: Sequence[nn.Module], ps: ParallelState) -> None:

@@ -20,10 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 
+_MIXED = (
+    "all_reduce by hand adds gradients of different parts of a weight, those of other tensor ranks: average over "
+    "group=parallel_state.get_data_parallel_group(), or wrap the model in core.data_parallel.DistributedDataParallel"
+)
 STEP_FORWARDS = 16  # of one step, at most, that are followed by listening
 
 
@@ -101,10 +106,11 @@ class SplitWatch:
             self._by_hand.open(p for p in module.parameters() if "tp" in layout_of(p).split)
 
     def _tell_by_hand(self, module: weakref.ref, heard: Heard) -> None:
-        if (here := module()) is not None and self._by_hand is not None and heard.is_of_part:
+        mixed = heard.kind == "sum" and len(set(ranks_of(heard.group)) & set(self._group.ranks)) > 1
+        if (here := module()) is not None and self._by_hand is not None and (heard.is_of_part or mixed):
             self._by_hand.end()
             self._by_hand, self._told_of_hands = None, True
-            warnings.warn(heard.words(here), stacklevel=5)
+            warnings.warn(_MIXED if mixed else heard.words(here), stacklevel=5)
 
     def _tell_of_hooks(self, module: nn.Module) -> None:
         """Warns, once: a user's hook sees sequence shards, and what it brings along is in no layout."""

@@ -190,6 +190,36 @@ def test_batches_of_the_ranks_of_a_pipeline_that_differ_are_told(ranks):
         assert len(told) == 1 and "the batch['input'] of rank 0 is not that of rank 1" in told[0]
 
 
+def penalized(of_weights, step_after):
+    """What is told of a penalty in loss_fn; or its own backward, which is right."""
+    ps = state(pp=2)
+    model = stages(ps)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+
+    def with_penalty(y, part):
+        return y.square().sum() + (0.1 * sum(p.square().sum() for p in model.parameters()) if of_weights else 0), len(
+            y
+        )
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.step(batch(), with_penalty)
+        if step_after:
+            sum(0.1 * p.square().sum() for p in model.parameters()).backward()
+            torch.manual_seed(1)
+            whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            (whole(batch()).square().sum() + 0.1 * sum(p.square().sum() for p in whole.parameters())).backward()
+            for p, q in zip(model.parameters(), whole[ps.index("pp")].parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+    return [str(w.message) for w in caught]
+
+
+def test_a_penalty_in_the_loss_of_the_last_stage_is_told(ranks):
+    first, last = ranks(penalized, True, False)
+    assert first == [] and len(last) == 1 and "loss_fn takes a sum of weights" in last[0]
+    assert ranks(penalized, False, True) == [[], []]
+
+
 def changed_by(change):
     """What is not a norm of one stage's is let be; weights are those of one process."""
     ps = state(pp=2)

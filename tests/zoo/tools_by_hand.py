@@ -1,6 +1,7 @@
 """What loops do by hand with whole weights, on a model that ranks share."""
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
 from core.tensor_parallel import full_tensor
@@ -107,6 +108,24 @@ def pad_row(model):
     train(model, between=forget)
 
 
+def averaged(over_data_ranks):
+    """`average_gradients` of torch's tutorial."""
+
+    def program(model):
+        group = model.parallel.group("dp")
+        parameters = [p for p in model.parameters() if dist.is_initialized()]
+
+        def average():
+            if over_data_ranks and group is None:
+                return  # one replica
+            for p in parameters:
+                dist.all_reduce(p.grad, group=group.process_group if over_data_ranks else None)
+
+        train(model, between=average)
+
+    return weights(program)
+
+
 def penalized(penalty):
     """The gradients of a loss with a penalty on weights."""
 
@@ -172,6 +191,13 @@ CASES = [
     told("max-norm after the step", weights(max_norm)),
     told("max-norm from the fourth step on", weights(late)),
     told("a penalty after a validation without gradients", gradients(sanity_checked, style="llama")),
+    told(
+        "`dist.all_reduce(p.grad)` over all ranks",
+        averaged(False),
+        "`group=get_data_parallel_group()`",
+        "get_data_par",
+    ),
+    Case("`dist.all_reduce(p.grad)` over the data ranks", averaged(True)),
     told("rows of the vocabulary by number, `w.grad[:50] = 0`", weights(pad_row), says="rows and columns by number"),
     told("a group lasso, `p.norm()` in the loss", penalized(group_lasso)),
     told("weight decay in the loss, `p.pow(2).sum()`", penalized(lambda m: sum(p.pow(2).sum() for p in matrices(m)))),
