@@ -148,6 +148,11 @@ def check_metadata(key: str, metadata: Any) -> None:
         raise ValueError(f"array {key!r}: {problem}; shape {_short(chunks.shape)}, cells {_short(chunks.cell)}")
     if problem := _misplaced(key, len(chunks.shape), attributes):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
+    tp_dim = attributes.get("tp_dim")  # rows of a vocabulary are rounded up, which may be more than there are
+    if any(cut > n and dim != tp_dim for dim, (n, cut) in enumerate(zip(chunks.shape, chunks.cell, strict=True))):
+        raise ValueError(
+            f"array {key!r}: cells {_short(chunks.cell)} are larger than its shape {_short(chunks.shape)}"
+        )
 
 
 def difference(where: str, found: Any, wanted: Any) -> str | None:

@@ -101,6 +101,7 @@ class ScaleWatch:
             given = {id(p) for group in optimizer.param_groups for p in group["params"]}
             factors = [elements.factors() for elements in self._seen if id(elements.parameter) in given]
             each = torch.cat(factors).double() if factors else torch.empty(0)
+            each = each[each.isfinite()]  # of a gradient of zeros nothing can be said
             if each.numel():
                 one = (each - each[0]).abs().max() <= UNIFORM * each[0].abs()
                 self._factor = torch.where(one, each[:1], torch.nan)

@@ -27,9 +27,13 @@ def batch(step=0):
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def clipped(clip, steps, refused):
+def clipped(clip, steps, refused, idle=False):
+    """idle: a parameter, the smallest, has a gradient of zeros, of which no factor can be told."""
     ps = state(pp=2)
     model = stages(ps)
+    if idle:
+        model.idle = nn.Parameter(torch.ones(1))
+        model.register_forward_hook(lambda module, given, output: output + 0 * module.idle)
     pipeline = Pipeline([model], ps=ps, num_microbatches=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     norms = []
@@ -57,10 +61,11 @@ def not_at_all(model, ps):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-def test_a_norm_of_one_stage_is_refused_before_the_second_step():
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_norm_of_one_stage_is_refused_before_the_second_step(idle):
     pool = Pool(2)  # a failed step leaves its groups
     try:
-        first, second = pool(clipped, torchs, 5, 1)
+        first, second = pool(clipped, torchs, 5, 1, idle)
     finally:
         pool.close()
     assert first != second
