@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -213,25 +213,25 @@ class Root:
             log.warning(text, self.url, len(shared), step_name(shared[0]), old[shared[0]][0])
         return [step for step, others in old.items() if not others]
 
-    def facts(self, steps: Iterable[int]) -> dict[int, Facts]:
+    def facts(self, steps: Collection[int]) -> dict[int, Facts]:
         """What the manifests of steps tell; those without a valid one are left out. Remembered beside the steps."""
-        before = self._remembered() or {}
-        known = {step: before[step] for step in steps if step in before}
+        before = self._remembered()
+        known = {step: found for step, found in (before or {}).items() if step in steps}
         for step in set(steps) - known.keys():
             with contextlib.suppress(OSError, ValueError):
                 known[step] = Facts.of_run(read_manifest(self.open(step)).run)
-        self._remember(known)
+        self._remember(known, before)
         return known
 
-    def _remember(self, known: Mapping[int, Facts]) -> None:
-        if self._remembered() not in (None, known):  # else it is somebody else's
+    def _remember(self, known: Mapping[int, Facts], before: Mapping[int, Facts] | None) -> None:
+        if before is not None and known != before:
             told = {str(step): [facts.time, dict(facts.metrics)] for step, facts in known.items()}
             self.files.write(_FACTS, seal({"format": 1, "steps": told}))
 
     def _forget(self, name: str) -> None:
         """Before it is saved again: what was remembered of it is no more true."""
         if before := self._remembered():
-            self._remember({step: facts for step, facts in before.items() if step_name(step) != name})
+            self._remember({step: facts for step, facts in before.items() if step_name(step) != name}, before)
 
     def _remembered(self) -> dict[int, Facts] | None:
         """None: a file of that name is not ours, so manifests are read each time."""

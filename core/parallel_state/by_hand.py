@@ -42,7 +42,6 @@ _WHOLE = {
     **dict.fromkeys(_INDICES.split(), "index"),
 }
 KINDS = {"reduction", "product", "draw", "index"}  # of a part they are not the part of the whole one's
-_IN_PLACE = {f"__i{name}__" for name in ["add", "sub", "mul", "div", "truediv"]}
 # torch's own frames between a program and `__torch_function__`
 _BETWEEN = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
 _BETWEEN |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"}
@@ -69,17 +68,6 @@ def _name(func: Any) -> str:
     if name in ("__get__", "__set__"):
         return str(func.__self__.__name__)
     return name if name in _WHOLE else name.removeprefix("linalg_").removeprefix("__r").strip("_")
-
-
-def _kind(func: Any) -> str | None:
-    """What `Heard.kind` says; None: elementwise, a view, a fact."""
-    name, own = _name(func), getattr(func, "__name__", "")
-    if name in _WHOLE:
-        return _WHOLE[name]
-    if own == "__set__":
-        return "write" if name == "data" else None
-    in_place = own.endswith("_") and not own.startswith("__") and own != "requires_grad_"
-    return "write" if in_place or own in _IN_PLACE else None
 
 
 class ByHand:
@@ -144,7 +132,8 @@ class ByHand:
             caller = sys._getframe(2)
             if not self.is_open or not (_is_users(caller) or _makes_parameter(caller)):
                 return result
-            name, kind = _name(func), _kind(func)
+            name = _name(func)
+            kind = _WHOLE.get(name)  # None: elementwise, a view, a fact
             source, part = self._listened((*args, *kwargs.values()))
             if name == "grad":
                 if self._gradients and type(result) is Tensor:
@@ -157,7 +146,7 @@ class ByHand:
                 self._hear(replace(source, kind=kind, name=name, joined=source.joined or many))
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
             source = replace(source, joined=source.joined or joins)
-            if kind in (None, "write") and type(result) is Tensor and (joins or result.numel() == part.numel()):
+            if kind is None and type(result) is Tensor and (joins or result.numel() == part.numel()):
                 self._follow(result, source)
         return result
 
@@ -188,7 +177,7 @@ _NORM_IS = "core.optimizer.get_grad_norm(parameters) is the whole model's norm, 
 
 @dataclass(frozen=True)
 class Heard:
-    """kind: one of `KINDS` or "write", by the function `name`, on a parameter or its gradient, or on what came of
+    """kind: one of `KINDS`, or "sum", by the function `name`, on a parameter or its gradient, or on what came of
     either by elementwise functions."""
 
     parameter: Parameter

@@ -56,11 +56,8 @@ class SplitWatch:
         self._group, self._sums_foreign = group, sums_foreign
         self._forwards, self._told_of_hooks = 0, False
         self._by_hand: ByHand | None = None  # listens in between forwards
-        self._graded, self._left, self._told_of_hands = (
-            0,
-            0,
-            False,
-        )  # forwards with gradients; how many to listen after
+        self._graded = self._left = 0  # forwards with gradients; after how many more to listen
+        self._told_of_hands = False
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
