@@ -102,7 +102,7 @@ class Lock:
         found = _read(self._place)
         if found is None:
             return None
-        if found and not is_lock(found):  # an empty one was killed while it was written
+        if not is_lock(found):
             raise ValueError(
                 f"{self._place.url}{_LOCK} is no lock of a job that saves checkpoints; remove it if nobody needs it, "
                 "or choose another directory"

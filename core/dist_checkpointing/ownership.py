@@ -66,5 +66,5 @@ def is_remains(place: PosixPlace) -> bool:
 
 
 def is_lock(data: bytes) -> bool:
-    """Whether a file is a lock of ours, though its end may be lost."""
-    return data.startswith(_LOCK)
+    """Whether a file is a lock of ours; its end, or all of it, may be lost with the power."""
+    return not data or data.startswith(_LOCK)

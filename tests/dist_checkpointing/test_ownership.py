@@ -184,6 +184,7 @@ def test_a_lock_that_was_being_given_back(tmp_path):
     shutil.copy(tmp_path / ".lock", tmp_path / f".trash-{A}")
     made(tmp_path, f".trash-{B}")
     (tmp_path / f".trash-{B[:-1]}c").write_text("{")
+    (tmp_path / f".trash-{B[:-1]}d").touch()  # after a power loss
     root.sweep()
     lock.release()
     assert sorted(os.listdir(tmp_path)) == [f".trash-{B}", f".trash-{B[:-1]}c"]
