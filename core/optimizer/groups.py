@@ -1,6 +1,7 @@
 """`param_groups` as torch has them: rates, decay and betas by group, changed by hand or by torch's schedulers."""
 
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
+from core.optimizer.flat_shard import default_decays
+from core.parallel_state.layout import layout_of
 
 _TORCHS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")  # options of torch's, not of all of ours
 Given = Sequence[Mapping[str, Any]]
@@ -19,12 +22,19 @@ class Groups:
 
     given: dicts as torch's, with "names" (patterns of parameter names) or "params", and options of their own. A group
     that states weight_decay decays all of its parameters, as in torch.
-    all: `param_groups`. of: name -> its group.
+    all: `param_groups`. of: name -> its group. decays_all: groups that decay all of theirs.
+    spares: biases and norms do not decay, by default. spared: the groups in which there are some.
     Raises ValueError: a pattern or parameter that is none of the shard's, an option that no group has.
     """
 
     def __init__(
-        self, shard: DataParallel, config: OptimizerConfig, defaults: Mapping[str, Any], given: Given
+        self,
+        shard: DataParallel,
+        config: OptimizerConfig,
+        defaults: Mapping[str, Any],
+        given: Given,
+        *,
+        spares: bool,
     ) -> None:
         self._schedule, self._kind = config.learning_rate, config.lr_schedule
         self.leaves_out_skipped = self._schedule.leaves_out_skipped
@@ -43,8 +53,11 @@ class Groups:
                 self.of[name] = number
         for number, group in enumerate(self.all):
             group["params"] = [named[name] for name, its in self.of.items() if its == number]
+        self._decays = [group["weight_decay"] for group in self.all]
         self._known, self._sizes = defaults.keys(), [len(group["params"]) for group in self.all]
         self.decays_all = {n for n, told in enumerate(given, 1) if "weight_decay" in told}
+        flat = {its for name, its in self.of.items() if not default_decays(name, layout_of(named[name]))}
+        self.spared = flat - self.decays_all if spares else set()
         self._shares = [group["lr"] / config.lr if config.lr else 1.0 for group in self.all]
         self._follows = config.lr_schedule != "constant" or bool(config.lr_warmup_steps or config.lr_warmup_fraction)
         self.follow(0)
@@ -75,6 +88,7 @@ class Groups:
                     f"{len(group['params'])}: states lie in buckets that were laid out for them; give groups= when "
                     "the optimizer is made, set lr to 0, or freeze them with requires_grad_(False)"
                 )
+        self._tell_of_decay()
         if self._follows and [group["lr"] for group in self.all] != self._written:
             self._follows = False
             warnings.warn(
@@ -82,6 +96,26 @@ class Groups:
                 "with schedulers of your own leave lr_schedule at 'constant' and lr_warmup_steps at 0",
                 stacklevel=4,
             )
+
+    def _tell_of_decay(self) -> None:
+        """Warns, once: a decay that was set by hand is not everything's."""
+        for number in sorted(self.spared):
+            group = self.all[number]
+            if group["weight_decay"] != self._decays[number]:
+                self.spared = set()  # told
+                warnings.warn(
+                    f"param_groups[{number}]['weight_decay'] was changed to {group['weight_decay']}; its biases and "
+                    "norms keep 0, as OptimizerConfig.weight_decay_of='matrices' says. weight_decay_of='all' decays "
+                    "everything, as torch does, and so does a group that is given with a weight_decay of its own",
+                    stacklevel=5,
+                )
+                return
+
+    def number(self) -> float:
+        """Stands for all options of all groups: ranks that share parameters must have the same."""
+        if any(isinstance(value, Tensor) for group in self.all for key, value in group.items() if key != "params"):
+            return 0.0  # nobody waits for a device
+        return float(zlib.crc32(repr(self.state()).encode()))
 
     @property
     def theirs(self) -> bool:
@@ -116,6 +150,13 @@ class Groups:
                 group["lr"] == rate * share for group, share in zip(self.all, self._shares, strict=True)
             )
         self._written = [group["lr"] for group in self.all]
+        self._decays = [group["weight_decay"] for group in self.all]
+
+
+def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
+    """A param group's of torch.optim.AdamW."""
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
 
 
 def _plain(value: Any) -> Any:

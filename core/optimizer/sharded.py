@@ -11,7 +11,7 @@ from core.data_parallel import DataParallel
 from core.optimizer.adamw import CLIP_EPS, StatePart, StepStats
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.flat_shard import Decays, Key, Span, default_decays
-from core.optimizer.groups import Given, Groups
+from core.optimizer.groups import Given, Groups, adamw_options
 from core.optimizer.kernels import Batch, Factor, Kernel, adamw
 from core.optimizer.loss_scale import LossScale
 from core.optimizer.offload import Offload
@@ -21,7 +21,7 @@ from core.optimizer.rounding import Rounding
 from core.optimizer.sharded_states import States, load_states, sharded_parts, state_parts
 from core.optimizer.streamed import Streamer
 from core.optimizer.torch_face import TorchFace
-from core.optimizer.watch import GradientWatch
+from core.optimizer.watch import GradientWatch, OptionsWatch
 from core.parallel_state.layout import Layout
 
 NONE_GOOD = 100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says
@@ -58,7 +58,7 @@ class ShardedOptimizer(TorchFace):
         self.shard, self.ps, self.config = shard, shard.ps, config
         self.step_count = self._since = 0
         self._used = False
-        self._groups = Groups(shard, config, self.options(config), groups)
+        self._groups = Groups(shard, config, self.options(config), groups, spares=decays is None)
         self._face(self._groups.all, self.options(config))
         self._decays = decays if decays is not None else default_decays
         self._dtype = _main_dtype(shard, config)
@@ -69,7 +69,7 @@ class ShardedOptimizer(TorchFace):
         self._step = torch.zeros((), device=self.ps.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=self.ps.device)
         self._in_row = torch.zeros_like(self._skipped)
-        self._watch = GradientWatch(shard.buffers, self.ps)
+        self._watch, self._options = GradientWatch(shard.buffers, self.ps), OptionsWatch(self.ps)
         self._rounding = Rounding(config.rounding_seed, self.ps.coordinate, self.ps.sizes)
         self._streamer = Streamer(self.ps.device, self._apply, self._round)
         half = any(buffer.weights.dtype == torch.float16 for buffer in shard.buffers)
@@ -170,10 +170,12 @@ class ShardedOptimizer(TorchFace):
         if loss_scale is not None:
             divisor = divisor * self._number(loss_scale)
         missing = self.shard.missing
-        squared, rows = self._watch.squared_norm(self._reached.message(missing))
+        beside = self._options.message(self._reached.message(missing), self._groups.number())
+        squared, rows = self._watch.squared_norm(beside)
         norm = squared.sqrt() / divisor.abs()
         found_inf = ~torch.isfinite(norm)
         self._watch.keep(found_inf)
+        self._options.compare(rows, self.step_count)
         if self._reached.hear(rows, missing, found_inf):
             for part in self._parts:
                 part.recut(self._key_of)
@@ -365,12 +367,6 @@ class ShardedAdamW(ShardedOptimizer):
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """Both moments."""
         return "exp_avg", "exp_avg_sq"
-
-
-def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
-    """A param group's of torch.optim.AdamW."""
-    betas = (config.adam_beta1, config.adam_beta2)
-    return {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
 
 
 def _main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:

@@ -1,4 +1,5 @@
-"""The norm of gradients that are cut over ranks, and which of them were not finite when a step was skipped."""
+"""The norm of gradients that are cut over ranks, which of them were not finite when a step was skipped, and whether
+ranks update by the same options."""
 
 from collections.abc import Sequence
 
@@ -61,3 +62,36 @@ class GradientWatch:
         if self._eager:
             return torch.stack([torch.linalg.vector_norm(view, dtype=dtype) for view in views]).double()
         return torch.stack(torch._foreach_norm(views, 2, dtype=dtype)).double()
+
+
+READ_EVERY = 64  # steps, on an accelerator, which is waited for then
+
+
+class OptionsWatch:
+    """Refuses param groups whose options, rates above all, differ between the ranks of one pipeline stage: a rate
+    that came from one rank's loss. One number per rank travels with the gradient norm."""
+
+    def __init__(self, ps: ParallelState) -> None:
+        self._ps = ps
+        first = {rank: ranks[0] for ranks in ps.grid.all_groups("tp-dp-cp") for rank in ranks}
+        self._first = torch.tensor([first[rank] for rank in sorted(first)], device=ps.device)
+        self._differed = torch.zeros(len(first), dtype=torch.bool, device=ps.device)
+
+    def message(self, beside: Tensor, number: float) -> Tensor:
+        """`beside`, and a number that stands for this rank's options; 0 of options that lie on a device."""
+        return torch.cat((beside, beside.new_full((1,), number)))
+
+    def compare(self, rows: Sequence[Tensor], step: int) -> None:
+        """Raises ValueError, on every rank, before the update."""
+        if len(rows) == 1:
+            return
+        numbers = torch.stack(list(rows))[:, -1]
+        self._differed |= numbers != numbers[self._first]
+        if (self._ps.device.type == "cpu" or step % READ_EVERY == 0) and self._differed.any():
+            rank = int(self._differed.nonzero()[0])
+            raise ValueError(
+                f"step {step + 1}: the options in param_groups (lr, weight_decay ...) of rank {rank} are not those "
+                f"of rank {int(self._first[rank])}, which holds the same parameters or parts of them. A rate must be "
+                "the same on all: give a scheduler the loss of all ranks (averaged over get_data_parallel_group() "
+                "and the pipeline), not one rank's"
+            )

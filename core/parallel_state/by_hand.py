@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ def _is_users(frame: Any) -> bool:
     return False
 
 
+def is_foreign(hook: Any) -> bool:
+    """Whether a hook is a program's, not torch's or our own."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
+
+
 def _makes_parameter(frame: Any) -> bool:
     """`Parameter(...)` of a result wants its class back from `detach`; closing makes it a plain one."""
     return frame is not None and frame.f_globals.get("__name__") == "torch.nn.parameter"
@@ -81,6 +89,7 @@ class ByHand:
         self._hear, self._gradients, self.is_open, self.saw_step = hear, gradients, False, False
         self._parameters: list[Parameter] = []
         self._followed: list[weakref.ref[Tensor]] = []  # results and gradients, to be given their own class back
+        self._wrapped: list[tuple[dict, int, Callable]] = []  # a tensor's hooks, which one, what it was
         self._parameter, self._result = _classes(self)
         self._hooks = [
             weakref.finalize(self, register(_on(self, method)).remove)
@@ -95,10 +104,16 @@ class ByHand:
         self._parameters = [p for p in parameters if type(p) is Parameter]
         self.is_open = True
         self._listening()
+        for parameter in self._parameters if self._gradients else ():
+            self._listen_in_hooks(parameter)
 
     def close(self) -> None:
         """Make all of them plain again."""
         self._plain()
+        for hooks, key, hook in self._wrapped:
+            if key in hooks:
+                hooks[key] = hook
+        self._wrapped = []
         self._parameters, self.is_open = [], False
 
     def end(self) -> None:
@@ -120,10 +135,30 @@ class ByHand:
         for parameter in self._parameters:
             if type(parameter) is self._parameter:
                 parameter.__class__ = Parameter
+        self._plain_results()
+
+    def _plain_results(self) -> None:
         for kept in self._followed:
             if type(tensor := kept()) is self._result:
                 tensor.__class__ = Parameter if getattr(tensor, "_is_param", False) else Tensor
         self._followed = []
+
+    def _listen_in_hooks(self, parameter: Parameter) -> None:
+        """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
+
+        def listened(hook: Callable, gradient: Tensor) -> Any:
+            outside, self._followed = self._followed, []
+            self._follow(gradient, Heard(parameter, True))
+            result = hook(gradient)
+            self._plain_results()
+            self._followed = outside
+            return result
+
+        hooks: dict = parameter._backward_hooks or {}
+        for key, hook in hooks.items():
+            if is_foreign(hook):
+                self._wrapped.append((hooks, key, hook))
+                hooks[key] = partial(listened, hook)
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run `func` on plain tensors; what is elementwise stays listened to."""

@@ -8,6 +8,7 @@ hold is equal, and what is split is not. A norm of one part breaks neither: thos
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.by_hand import ByHand, Heard, is_foreign
 from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.groups import ranks_of
@@ -29,6 +30,16 @@ _MIXED = (
     "all_reduce by hand adds gradients of different parts of a weight, those of other tensor ranks: average over "
     "group=parallel_state.get_data_parallel_group(), or wrap the model in core.data_parallel.DistributedDataParallel"
 )
+_HOOK_OF_ROWS = "this rank's rows, [s/tp, b, h], under sequence parallelism"
+_HOOK_OF_PARTS = (
+    "this tensor rank's part of weights, and of activations between parallel linears ([s, b, h/tp]): what is "
+    "elementwise is right, norms, means and columns by number are of the part. core.tensor_parallel.full_tensor "
+    "gives a whole weight, gather_from_tensor_region a whole activation"
+)
+_USED_IN_ROWS = (
+    ". A parameter that it uses and the model does not hold gets the gradient of this part only: register it in the "
+    "model, or pass it through core.tensor_parallel.sum_gradient"
+)
 STEP_FORWARDS = 16  # of one step, at most, that are followed by listening
 
 
@@ -39,10 +50,12 @@ def _is_whole(parameter: Tensor) -> bool:
         return plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
 
 
-def _is_foreign(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
+def _between_split(module: nn.Module) -> set[str]:
+    """Names of modules that hold split parameters, and of those that stand beside two such, as an activation does."""
+    named = [name for name, _ in module.named_modules()]
+    holds = {name.rpartition(".")[0] for name, p in module.named_parameters() if "tp" in layout_of(p).split}
+    beside = Counter(name.rpartition(".")[0] for name in holds)
+    return holds | {name for name in named if beside[name.rpartition(".")[0]] > 1}
 
 
 class SplitWatch:
@@ -85,15 +98,20 @@ class SplitWatch:
         keep_layouts(module)
         if self._sums_foreign:
             sum_gradients_of_foreign(module, self._group)
-            self._tell_of_hooks(module)
+        self._tell_of_hooks(module)
         self._compare(module, [x for x in inputs if x is not None])
 
-    def after(self, module: nn.Module) -> None:
+    def after(self, module: nn.Module, output: Tensor, *, whole: bool) -> None:
         """After a forward with gradients: arithmetic by hand is listened to from here to the next one, in the steps
-        that begin with the first such forward, the second, 4th, 8th ... ."""
+        that begin with the first such forward, the second, 4th, 8th ... .
+
+        whole: every tensor rank has all of `output`, so what is made of it must be the same on all of them.
+        """
+        self._graded += 1
+        if whole and not self._graded & (self._graded - 1):
+            _compare_gradient(output, self._group)
         if self._told_of_hands:
             return
-        self._graded += 1
         if self._by_hand is None:
             self._by_hand = ByHand(partial(self._tell_by_hand, weakref.ref(module)), gradients=True)
         if not self._graded & (self._graded - 1):
@@ -110,17 +128,18 @@ class SplitWatch:
             warnings.warn(_MIXED if mixed else heard.words(here), stacklevel=5)
 
     def _tell_of_hooks(self, module: nn.Module) -> None:
-        """Warns, once: a user's hook sees sequence shards, and what it brings along is in no layout."""
+        """Warns, once: a user's forward hook sees parts, and what it brings along is in no layout."""
+        if self._told_of_hooks:
+            return
+        split = _between_split(module)
         for name, part in module.named_modules():
             hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-            if any(map(_is_foreign, hooks)) and not self._told_of_hooks:
+            if any(map(is_foreign, hooks)) and (self._sums_foreign or name in split):
                 self._told_of_hooks = True
-                warnings.warn(
-                    f"a forward hook on {name or 'the model'} sees this rank's rows, [s/tp, b, h], under sequence "
-                    "parallelism. A parameter that it uses and the model does not hold gets the gradient of these "
-                    "rows only: register it in the model, or pass it through core.tensor_parallel.sum_gradient",
-                    stacklevel=5,
-                )
+                words = _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS
+                more = _USED_IN_ROWS if self._sums_foreign else ""
+                warnings.warn(f"a forward hook on {name or 'the model'} sees {words}{more}", stacklevel=5)
+                return
 
     def _compare(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
@@ -179,6 +198,42 @@ class SplitWatch:
             "core.optimizer.GradScaler; an adapter around a linear that is split needs its halves split alike "
             "(docs/concepts/tensor_parallel.md)"
         )
+
+
+def _fingerprint(x: Tensor) -> Tensor:
+    """float64 [2]: the norm, and a product with fixed numbers, which sees what was exchanged; no copy of x."""
+
+    def fixed(n: int, dtype: torch.dtype) -> Tensor:
+        return torch.arange(n, device=x.device, dtype=torch.float64).mul(12.9898).sin().to(dtype)
+
+    rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    product = (rows @ fixed(rows.shape[1], x.dtype)).double() @ fixed(rows.shape[0], torch.float64)
+    return torch.stack([torch.linalg.vector_norm(rows, dtype=torch.float64), product])
+
+
+def _compare_gradient(output: Tensor, group: Group) -> None:
+    """In the first backward through `output`: two numbers of its gradient over the group.
+
+    Raises ValueError there, on every rank, if they differ by more than rounding: each rank would train another loss.
+    """
+    fresh = True
+
+    def hook(gradient: Tensor) -> None:
+        nonlocal fresh
+        if not fresh or torch._C._are_functorch_transforms_active():
+            return
+        fresh = False
+        every = all_gather(_fingerprint(gradient.detach())[None], group).cpu()
+        size = every[:, 0].max()
+        if size.isfinite() and (every - every[0]).abs().max() > 0.01 * size:
+            norms = ", ".join(f"{x:.6g}" for x in every[:, 0].tolist())
+            raise ValueError(
+                f"the tensor ranks {list(group.ranks)} computed different losses of one output: its gradient "
+                f"has the norms {norms}, or other signs. They share one model and must compute the same loss: the "
+                "same mask, weights and random numbers on each; seed by parallel_state.get_data_parallel_rank()"
+            )
+
+    output.register_hook(hook)
 
 
 # each element is updated by its own gradient and states: right on every layout

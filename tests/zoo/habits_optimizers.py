@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from core.data_parallel import DataParallel
@@ -58,6 +59,43 @@ def by_hand(side: Side) -> dict[str, Tensor]:
             group["lr"] = 0.1 / (step + 1)
             group["weight_decay"] = 0.01 * step
         steps(side, model, optimizer, 1, step)
+    return side.weights(optimizer, model)
+
+
+@habit(
+    "a rate from one rank's own loss",
+    "options in param_groups .* of rank 1 are not those of rank 0",
+    "the loss of all ranks",
+    outcome="refused",
+)
+def own_rate(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    scheduler = _S.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(4):
+        steps(side, model, optimizer, 1, step)
+        scheduler.step(step if side.ours and dist.get_rank() else -step)
+    return side.weights(optimizer, model)
+
+
+@habit(
+    "param_groups[0]['weight_decay'] set by hand, where biases are spared",
+    r"weight_decay'\] was changed to 0.3; its biases and norms keep 0",
+    "`OptimizerConfig.weight_decay_of='all'`",
+    outcome="told",
+)
+def decay_by_hand(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    if side.ours:
+        shard = DataParallel(model, state(), zero_stage=side.zero, bucket_size=40)
+        optimizer: Any = ShardedAdamW(shard, OptimizerConfig(lr=RATE, weight_decay=DECAY, clip_grad=0.0))
+    else:
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        biases = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": biases, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    steps(side, model, optimizer)
     return side.weights(optimizer, model)
 
 

@@ -5,8 +5,11 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
 from core.tensor_parallel import full_tensor
+from tests.models.gpt import batch
 from tests.zoo.case import Case, compared
 from tests.zoo.split_model import CLIP, LR, ONE, STEPS, gradients, loss_of, models, only_split, sgd, train, weights
+
+NORM, FC1 = "`core.optimizer.get_grad_norm`", "decoder.layers.0.mlp.linear_fc1"
 
 
 def matrices(model):
@@ -176,6 +179,46 @@ def looked_at(variation):
     return compared(*found)
 
 
+def in_hooks(hook):
+    """`hook` on every matrix's gradient, before it is there."""
+
+    def program(model):
+        for p in matrices(model):
+            p.register_hook(hook)
+        train(model)
+
+    return weights(program)
+
+
+def in_forward(module, look):
+    """`look(module, output)` of a forward hook, which may return another output."""
+
+    def program(model):
+        model.get_submodule(module).register_forward_hook(lambda part, given, output: look(part, output))
+        train(model)
+
+    return weights(program)
+
+
+def per_rank(part):
+    """The loss of each token, multiplied by `part(its rank, its shape)`, the mean by it."""
+
+    def program(model):
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            tokens, labels = batch(step)
+            losses = model(tokens, labels=labels)
+            (losses * part(model.parallel.coordinate["tp"], losses.shape)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return weights(program)
+
+
+def dropped(seed):
+    return lambda rank, shape: (torch.rand(shape, generator=torch.Generator().manual_seed(seed(rank))) > 0.3).double()
+
+
 def told(what, run, remedy="`core.tensor_parallel.full_tensor(p)`", says="full_tensor"):
     return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
 
@@ -219,5 +262,31 @@ CASES = [
         "`like=p`",
     ),
     Case("orthogonality of `full_tensor(p)`", penalized(whole_orthogonality)),
+    told("`p.register_hook(lambda g: g / g.norm())`", in_hooks(lambda g: g / g.norm()), NORM, "get_grad_norm"),
+    Case("`p.register_hook(lambda g: g.clamp(-1, 1))`", in_hooks(lambda g: g.clamp(-0.01, 0.01))),
+    told("a norm of a weight in a forward hook", in_forward(FC1, lambda part, output: part.weight.norm() and None)),
+    told(
+        "noise on an activation between split linears, in a forward hook",
+        in_forward(FC1, lambda part, output: None),
+        "`gather_from_tensor_region`",
+        "forward hook",
+    ),
+    Case("losses of the tokens that a mask leaves, one on all tensor ranks", per_rank(dropped(lambda rank: 3))),
+    Case(
+        "losses of the tokens that a mask leaves, another on each tensor rank",
+        per_rank(dropped(lambda rank: rank)),
+        "refused",
+        "different losses",
+        "one seed on all tensor ranks",
+        elsewhere={ONE: ("right", "")},
+    ),
+    Case(
+        "a loss weighted by the tensor rank",
+        per_rank(lambda rank, shape: 1.0 + rank),
+        "refused",
+        "different losses",
+        "one weight on all tensor ranks",
+        elsewhere={ONE: ("right", "")},
+    ),
     Case("clipped and updated by hand", stepping(clipped), elsewhere=only_split("refused", CLIP), remedy=f"`{CLIP}`"),
 ]

@@ -160,7 +160,7 @@ class GPTModel(nn.Module):
             output = self._run(s, tokens, position_ids, attention_mask, labels)
         plain = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
         if self._watch is not None and plain:
-            self._watch.after(self)
+            self._watch.after(self, output, whole=self._is_whole(labels is not None))
         return output
 
     def _run(
@@ -203,6 +203,12 @@ class GPTModel(nn.Module):
         if headless and self.place.splits_sequence and self.parallel.size("pp") == 1 and not self.stage.driven:
             return gather_from_sequence_region(x, self.place.group, to_tensor_region=False)
         return x
+
+    def _is_whole(self, is_loss: bool) -> bool:
+        """Whether each tensor rank has all of what `forward` returned."""
+        if self.output_layer is None:
+            return not self.place.splits_sequence
+        return is_loss or not self.parallel_output
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
