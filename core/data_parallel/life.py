@@ -34,7 +34,7 @@ class Phase(IntEnum):
         """
         if self is Phase.SUMMED:
             raise RuntimeError(
-                f"a backward reached {name} after finish() had summed the gradients of this step; call backward "
-                "before finish(), or step and zero_grad() before the next backward"
+                f"a backward reached {name} after finish() had summed the gradients of this step (clip_grad_norm_ "
+                "and get_grad_norm call it); call backward before them, or step and zero_grad() before the next"
             )
         return self is Phase.STEPPED

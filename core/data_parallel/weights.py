@@ -179,17 +179,17 @@ class Weights:
         """Stage 3: somebody outside of the unit wants the values: whole until the next step. All-gather."""
         if self.gathered:
             return
+        if not self.told:  # before the others are waited for
+            self.told.append(self.words)
+            warnings.warn(
+                f"ZeRO stage 3: {self.words} was read outside of its module's forward: gathered, which every rank "
+                "must do alike, and kept whole until the next step; what was taken out does not follow later steps. "
+                "Around many reads write shard.hold(model) ... shard.let_go(model); to save, "
+                "sharded_state_dict(shard)",
+                stacklevel=4,
+            )
         self.gather()
         self.lent = True
-        if self.told:
-            return
-        self.told.append(self.words)
-        warnings.warn(
-            f"ZeRO stage 3: {self.words} was read outside of its module's forward: gathered, which every rank must "
-            "do alike, and kept whole until the next step; what was taken out does not follow later steps. Around "
-            "many reads write shard.hold(model) ... shard.let_go(model); to save, sharded_state_dict(shard)",
-            stacklevel=4,
-        )
 
     def take_weights(self) -> None:
         """What somebody wrote into whole parameters, or put in the place of their data, is what counts.

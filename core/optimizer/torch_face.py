@@ -20,6 +20,12 @@ class _States(dict):
             "anew"
         )
 
+    def __missing__(self, parameter: Tensor) -> NoReturn:
+        raise KeyError(
+            f"a parameter of shape {tuple(parameter.shape)} has no state here: under ZeRO each rank holds the states "
+            f"of its own part, this one those of {len(self)} parameters (optimizer.state lists them)"
+        )
+
     clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = _refused
 
 

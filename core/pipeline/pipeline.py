@@ -68,7 +68,7 @@ class Pipeline:
         search_seconds: float = 10.0,
         receive_ahead: int | None = None,
     ) -> None:
-        self.ps, self.num_microbatches, self.seed = ps, num_microbatches, seed
+        self.ps, self._microbatches, self.seed = ps, num_microbatches, seed
         # gloo gains by more; on an accelerator a posted receive occupies it
         default = 4 if ps.device.type == "cpu" else 2
         self.receive_ahead = default if receive_ahead is None else receive_ahead
@@ -99,6 +99,11 @@ class Pipeline:
         check_tables(self.modules, ps)
         self._losses = LossWatch(ps, [*self.modules.values()])
         self._connect(self.schedule)  # before anything can fail: others would wait for a connection, not in one
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of each step; the schedule and its messages are laid out for it: another number is another Pipeline."""
+        return self._microbatches
 
     def _build(
         self,
