@@ -45,39 +45,45 @@ def _refuse_other_ends(modules: Mapping[int, nn.Module], ps: ParallelState) -> N
 
 
 def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
-    """Refuse tied ends that differ; tell of an embedding whose values another rank's stage has as well: two copies of
-    a tied table would drift.
+    """Refuse tied ends that differ; tell of a matrix whose values another rank's stage has as well: two copies of a
+    tied table, or of a block that stands in two stages, would drift.
 
-    Three all-gathers over pp.
+    Two all-gathers over pp.
     """
     if ps.size("pp") == 1:
         return
     _refuse_other_ends(modules, ps)
-    mine = _matrices(modules)
-    tables = [place for place, (_, is_table) in mine.items() if is_table]
-    everyone = all_gather_objects(tables, ps.group("pp"))
-    shapes = {shape for theirs in everyone for _, _, shape in theirs}
-    sums = {
-        place: float(p.detach().abs().sum(dtype=torch.float64))
-        for place, (p, _) in mine.items()
-        if place[2] in shapes
-    }
-    known = all_gather_objects(sums, ps.group("pp"))
-    for rank, theirs in enumerate(everyone):
-        for place in theirs:
-            total = known[rank][place]
-            for other, candidates in enumerate(known):
-                same = [p for p, value in candidates.items() if other != rank and p[2] == place[2] and value == total]
-                if total and same:
-                    warnings.warn(_told(rank, place, other, same[0]), stacklevel=4)
-                    return
+    mine = [
+        (float(p.detach().abs().sum(dtype=torch.float64)), place, is_table)
+        for place, (p, is_table) in _matrices(modules).items()
+    ]
+    first: dict[tuple, tuple[int, Place, bool]] = {}  # by values and shape
+    twins = []
+    for rank, theirs in enumerate(all_gather_objects(mine, ps.group("pp"))):
+        for total, place, is_table in theirs:
+            other = first.setdefault((total, place[2]), (rank, place, is_table))
+            if total and other[0] != rank:
+                twins.append((other, (rank, place, is_table)))
+    if twins:  # a table first: it is the one that can be tied
+        one, two = next((pair for pair in twins if pair[0][2] or pair[1][2]), twins[0])
+        warnings.warn(_told(one, two), stacklevel=4)
 
 
-def _told(rank: int, table: Place, other: int, copy: Place) -> str:
+def _told(one: tuple[int, Place, bool], two: tuple[int, Place, bool]) -> str:
+    (rank, here, is_table), (other, there, also) = one, two
+    if is_table or also:
+        meant = (
+            "one tied table, each gets a part of its gradient; mark both by "
+            'set_layout(weight, Layout(tuple(weight.shape), partial={"embedding"}))'
+        )
+    else:
+        meant = (
+            "one matrix of a block that stands in two stages, each trains a copy by a part of its gradient: put both "
+            "uses into one stage. If stages were seeded alike, seed by stage"
+        )
     return (
-        f"{table[1]} of stage {table[0]} and {copy[1]} of stage {copy[0]} have the same values, on pipeline ranks "
-        f"{rank} and {other}: if they are one tied table, each gets a part of its gradient; mark both by "
-        'set_layout(weight, Layout(tuple(weight.shape), partial={"embedding"}))'
+        f"{here[1]} of stage {here[0]} and {there[1]} of stage {there[0]} have the same values, on pipeline ranks "
+        f"{rank} and {other}: if they are {meant}"
     )
 
 

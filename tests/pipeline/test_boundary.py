@@ -214,6 +214,18 @@ def copies():
         tiny.pipeline("1f1b", 4, lambda s: Ends(s, False))
 
 
+def one_block():
+    """As ALBERT: every rank makes the whole list, one block stands in it twice."""
+    torch.manual_seed(0)
+    block = nn.Linear(W, W)
+    with pytest.warns(UserWarning, match="a block that stands in two stages.*seed by stage"):
+        tiny.pipeline("1f1b", 4, lambda s: nn.Sequential(nn.Linear(W, W), block))
+
+
+def test_one_block_in_two_stages_is_told(ranks):
+    ranks(one_block, world=2)
+
+
 def test_two_copies_of_a_tied_table_are_told_and_marked_ones_are_right(ranks):
     ranks(copies, world=2)
     ranks(ends, True, world=2)
