@@ -29,8 +29,8 @@ from benchmarks.harness import Ratio, arguments, report
 from benchmarks.sleeping import OurStage, TorchStage, precise_naps
 from core.parallel_state import ParallelConfig, ParallelState
 from core.pipeline import Costs, Pipeline, play
-from core.pipeline import schedules as named
-from core.pipeline.search import search
+from core.pipeline.schedule import schedules as named
+from core.pipeline.search.search import search
 
 MICROBATCHES, HIDDEN = 8, 64
 TORCH = {"zb-v": "ZBVZeroBubble", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}

@@ -7,7 +7,7 @@ torchrun --standalone --nproc-per-node 2 examples/custom_schedule.py
 import os
 
 from core.pipeline import Action, Schedule, looped, play
-from core.pipeline.draw import draw_text
+from core.pipeline.draw.draw import draw_text
 
 
 def weights_when_idle(ranks: int, microbatches: int) -> Schedule:

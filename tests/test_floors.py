@@ -35,7 +35,7 @@ WITHOUT_TORCH = [
     "core.dist_checkpointing.zarr_metadata",
     "core.dist_checkpointing.zarr_store",
     "core.pipeline",
-    "core.pipeline.search",
+    "core.pipeline.search.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw
     "core.training.report.packages",  # and with it what the report says where torch is missing
 ]

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from core.pipeline.actions import Schedule
-from core.pipeline.draw import draw_svg, draw_text, draw_trace
-from core.pipeline.passes import add_recompute, without_recompute
-from core.pipeline.player import Costs, Played, play
-from core.pipeline.schedules import NAMED, auto_placement, candidates, make
-from core.pipeline.search import search
-from core.pipeline.torch_csv import write_csv
+from core.pipeline.draw.draw import draw_svg, draw_text, draw_trace
+from core.pipeline.draw.torch_csv import write_csv
+from core.pipeline.schedule.actions import Schedule
+from core.pipeline.schedule.passes import add_recompute, without_recompute
+from core.pipeline.schedule.player import Costs, Played, play
+from core.pipeline.schedule.schedules import NAMED, auto_placement, candidates, make
+from core.pipeline.search.search import search
 
 DEFAULT_COSTS = "F=1,I=1,W=1,R=1,comm=0,saved=0,graph=1,waiting=1"
 

@@ -11,7 +11,7 @@ from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
-from core.pipeline.step import call_stage, told_by
+from core.pipeline.run.step import call_stage, told_by
 from core.training.checkpoint import Checkpoints
 from core.training.config import TrainingConfig
 from core.training.data import moved_to

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from core.models.gpt import GPTModel
-from core.pipeline.step import evaluating
+from core.pipeline.run.step import evaluating
 
 
 class Forward(Protocol):

@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from core.pipeline.draw import draw_svg
-from core.pipeline.timeline import Event, Timeline
+from core.pipeline.draw.draw import draw_svg
+from core.pipeline.schedule.timeline import Event, Timeline
 from core.training import charts
 from core.training.charts import Curve, draw, finite, short
 from core.training.metrics import StepRecord, json_number

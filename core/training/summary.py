@@ -7,7 +7,7 @@ from typing import Any
 from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
-from core.pipeline.draw import MEANING, draw_text, shade
+from core.pipeline.draw.draw import MEANING, draw_text, shade
 from core.training.build import count_parameters
 from core.training.config import Loaded, RunConfig
 from core.training.data import Corpus

@@ -8,8 +8,9 @@ from torch import nn
 
 from core.autograd import apply_recompute, recompute
 from core.parallel_state import ParallelState
-from core.pipeline import Pipeline, schedules
-from core.pipeline.passes import add_recompute
+from core.pipeline import Pipeline
+from core.pipeline.schedule import schedules
+from core.pipeline.schedule.passes import add_recompute
 
 
 def model():

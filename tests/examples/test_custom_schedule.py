@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.pipeline import play
-from core.pipeline.schedules import make
+from core.pipeline.schedule.schedules import make
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "custom_schedule.py")

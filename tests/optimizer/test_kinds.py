@@ -16,7 +16,7 @@ from core.optimizer import (
     sharded_state_dict,
 )
 from core.optimizer.loss_scale import LossScale
-from core.pipeline.step import scale_like
+from core.pipeline.run.step import scale_like
 from tests.optimizer.fake_shard import FakeShard
 from tests.optimizer.test_sharded import ALONE, CONFIG, Net, equal, flat, give, plain
 

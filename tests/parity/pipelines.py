@@ -10,7 +10,7 @@ from core.models.gpt import GPTModel, gpt2_spec, gpt_stages, llama_spec
 from core.optimizer.grad_norm import squared_grad_norm
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.states import state

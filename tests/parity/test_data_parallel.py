@@ -7,7 +7,7 @@ import pytest
 from core.autograd import apply_recompute
 from core.data_parallel import DataParallel
 from core.pipeline import Pipeline, SingleStage
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
 from tests.parity.pipelines import SEED, batch, build, differences
 from tests.parity.shards import norm, whole_gradients

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from tests.parity.pipelines import differences, one_step, reference
 
 SCHEDULES = list(named.NAMED)

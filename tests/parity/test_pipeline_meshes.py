@@ -9,7 +9,7 @@ from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.layout import true_part
 from core.pipeline import Action, Pipeline, Schedule
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
 from tests.parity.pipelines import LAYERS, VOCAB, S, batch, build, config, differences, policy, reference, run, spec
 from tests.parity.whole import assembled

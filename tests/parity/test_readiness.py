@@ -5,7 +5,7 @@ import torch
 
 from core.data_parallel import PerParameterGradSync
 from core.parallel_state.collectives import all_reduce
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from tests.parity import pipelines
 from tests.states import state
 

@@ -10,7 +10,8 @@ from core.data_parallel import PerParameterGradSync
 from core.dist_checkpointing import sharded_state_dict
 from core.models.gpt import gpt_stages, llama_spec
 from core.optimizer import AdamW, OptimizerConfig
-from core.pipeline import Pipeline, SingleStage, schedules
+from core.pipeline import Pipeline, SingleStage
+from core.pipeline.schedule import schedules
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.states import state

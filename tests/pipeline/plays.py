@@ -1,7 +1,7 @@
 """Ways to play schedules that several tests share."""
 
-from core.pipeline.actions import Action, Schedule
-from core.pipeline.player import Costs, Played, play
+from core.pipeline.schedule.actions import Action, Schedule
+from core.pipeline.schedule.player import Costs, Played, play
 
 
 def play_whole(schedule: Schedule, fused: bool = False, **costs) -> Played:

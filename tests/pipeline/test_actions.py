@@ -1,6 +1,6 @@
 import pytest
 
-from core.pipeline.actions import COMPUTE, KINDS, Action, Schedule, check_placement, looped, v_shape
+from core.pipeline.schedule.actions import COMPUTE, KINDS, Action, Schedule, check_placement, looped, v_shape
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,11 +11,11 @@ from torch import nn
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Costs, Pipeline, Schedule, play
-from core.pipeline.auto import first_schedule, measured_costs
-from core.pipeline.flat import Flat
-from core.pipeline.memory import StageMemory, live_peaks
-from core.pipeline.schedules import auto_placement, candidates
-from core.pipeline.timeline import Event, Timeline
+from core.pipeline.schedule.integer_schedule import Flat
+from core.pipeline.schedule.memory import StageMemory, live_peaks
+from core.pipeline.schedule.schedules import auto_placement, candidates
+from core.pipeline.schedule.timeline import Event, Timeline
+from core.pipeline.search.auto import first_schedule, measured_costs
 from tests.pipeline import tiny
 
 

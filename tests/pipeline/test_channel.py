@@ -16,10 +16,10 @@ import core
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.random import mix32
 from core.pipeline import Pipeline
-from core.pipeline import schedules as named
-from core.pipeline.channel import Channel
-from core.pipeline.lower import plan
-from core.pipeline.step import stage_seed
+from core.pipeline.run.channel import Channel
+from core.pipeline.run.step import stage_seed
+from core.pipeline.schedule import schedules as named
+from core.pipeline.schedule.lower import plan
 from tests.pipeline import tiny
 from tests.pipeline.test_lower import any_order
 from tests.states import state

@@ -9,7 +9,7 @@ import torch
 from core.models.gpt import GPTModel, gpt_stages, llama_spec
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
 from tests.models.gpt import POSITIONS, VOCAB, batch, config
 from tests.parity.whole import assert_same

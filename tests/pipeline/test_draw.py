@@ -4,12 +4,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from core.pipeline.actions import Action
-from core.pipeline.draw import draw_svg, draw_text, draw_trace
-from core.pipeline.passes import add_recompute
-from core.pipeline.player import play
-from core.pipeline.schedules import make
-from core.pipeline.timeline import Event, Timeline
+from core.pipeline.draw.draw import draw_svg, draw_text, draw_trace
+from core.pipeline.schedule.actions import Action
+from core.pipeline.schedule.passes import add_recompute
+from core.pipeline.schedule.player import play
+from core.pipeline.schedule.schedules import make
+from core.pipeline.schedule.timeline import Event, Timeline
 from tests.pipeline.plays import play_whole
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.pipeline import PipelineError
-from core.pipeline.step import call_next_stage
+from core.pipeline.run.step import call_next_stage
 from tests.pipeline import tiny
 from tests.pool import Pool
 

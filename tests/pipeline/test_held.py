@@ -11,9 +11,9 @@ from torch import nn
 
 from core.autograd import StageContext
 from core.pipeline import Costs, play
-from core.pipeline import schedules as named
-from core.pipeline.channel import Channel
-from core.pipeline.stage import Stage
+from core.pipeline.run.channel import Channel
+from core.pipeline.run.stage import Stage
+from core.pipeline.schedule import schedules as named
 from tests.pipeline import tiny
 
 GRAPH, WAITING, SAVED = 10.0, 3.0, 1.0

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Pipeline
-from core.pipeline import schedules as named
-from core.pipeline.memory import live_peaks
+from core.pipeline.schedule import schedules as named
+from core.pipeline.schedule.memory import live_peaks
 from tests.pipeline import tiny
 
 HIDDEN, M, ROWS, LENGTH = 16, 8, 2, 8

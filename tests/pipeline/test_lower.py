@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.pipeline import Action, Schedule, play
-from core.pipeline import schedules as named
-from core.pipeline.lower import plan
-from core.pipeline.passes import add_recompute, split_backward
+from core.pipeline.schedule import schedules as named
+from core.pipeline.schedule.lower import plan
+from core.pipeline.schedule.passes import add_recompute, split_backward
 
 
 @st.composite

@@ -6,8 +6,8 @@ from torch import nn
 
 from core.data_parallel import PerParameterGradSync
 from core.pipeline import Pipeline, SingleStage
-from core.pipeline import schedules as named
-from core.pipeline.actions import Action, Schedule
+from core.pipeline.schedule import schedules as named
+from core.pipeline.schedule.actions import Action, Schedule
 from tests.pipeline import tiny
 from tests.states import state
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from core.models.gpt import gpt_stages
 from core.models.gpt.stages import split_layers
 from core.parallel_state import ParallelState
-from core.pipeline.partition import even, partition
+from core.pipeline.schedule.partition import even, partition
 from tests.parity.pipelines import VOCAB, S, config, spec
 
 COSTS = st.lists(st.floats(0, 100), min_size=1, max_size=9)

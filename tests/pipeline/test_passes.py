@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.pipeline.actions import Action, looped, v_shape
-from core.pipeline.passes import add_gathers, add_recompute, forward_only, only_microbatches, split_backward
-from core.pipeline.player import check, check_gathers, play
-from core.pipeline.schedules import NAMED, make
+from core.pipeline.schedule.actions import Action, looped, v_shape
+from core.pipeline.schedule.passes import add_gathers, add_recompute, forward_only, only_microbatches, split_backward
+from core.pipeline.schedule.player import check, check_gathers, play
+from core.pipeline.schedule.schedules import NAMED, make
 from tests.pipeline.plays import play_whole, recompute_everywhere, written
 
 

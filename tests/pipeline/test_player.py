@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from core.pipeline.actions import looped
-from core.pipeline.player import Costs, check, play
-from core.pipeline.schedules import make
+from core.pipeline.schedule.actions import looped
+from core.pipeline.schedule.player import Costs, check, play
+from core.pipeline.schedule.schedules import make
 from tests.pipeline.plays import over_ideal, play_whole, written
 
 TWO = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1I1 1W1"

@@ -7,7 +7,7 @@ from torch import nn
 from core.autograd import apply_recompute
 from core.data_parallel import PerParameterGradSync
 from core.pipeline import Action, Pipeline, PipelineError, Schedule
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from tests.pipeline import tiny
 
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.pipeline.actions import Schedule, looped, v_shape
-from core.pipeline.passes import add_recompute
-from core.pipeline.player import Costs, check, play
-from core.pipeline.schedules import NAMED, chunks_of, interleaved_1f1b, make, one_f_one_b, placement
+from core.pipeline.schedule.actions import Schedule, looped, v_shape
+from core.pipeline.schedule.passes import add_recompute
+from core.pipeline.schedule.player import Costs, check, play
+from core.pipeline.schedule.schedules import NAMED, chunks_of, interleaved_1f1b, make, one_f_one_b, placement
 from tests.pipeline.plays import over_ideal, play_whole, written
 
 SIZES = [(1, 1), (1, 4), (2, 4), (2, 6), (3, 6), (4, 8), (4, 16), (5, 10), (6, 18), (8, 16)]

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.pipeline import schedules
-from core.pipeline.actions import Action, Schedule, looped, v_shape
-from core.pipeline.flat import Flat
-from core.pipeline.list_scheduling import Policies, list_schedule
-from core.pipeline.passes import add_recompute
-from core.pipeline.player import Costs, check, play
-from core.pipeline.search import default_budget, search
+from core.pipeline.schedule import schedules
+from core.pipeline.schedule.actions import Action, Schedule, looped, v_shape
+from core.pipeline.schedule.integer_schedule import Flat
+from core.pipeline.schedule.list_scheduling import Policies, list_schedule
+from core.pipeline.schedule.passes import add_recompute
+from core.pipeline.schedule.player import Costs, check, play
+from core.pipeline.search.search import default_budget, search
 from tests.pipeline.exact import Exact
 
 RECOMPUTED = Costs(F=1.0, R=1.0, I=1.15, W=0.85, saved=0.1, graph=1.0, waiting=1.0)  # of a rank's whole slice

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from core.pipeline.actions import Schedule
-from core.pipeline.player import Costs
-from core.pipeline.schedules import NAMED, make
+from core.pipeline.draw.torch_csv import read_csv
+from core.pipeline.schedule.actions import Schedule
+from core.pipeline.schedule.player import Costs
+from core.pipeline.schedule.schedules import NAMED, make
 from core.pipeline.simulate import main, parse_costs, simulate, table
-from core.pipeline.torch_csv import read_csv
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from core.data_parallel import PerParameterGradSync
 from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
-from core.pipeline.step import stage_seed
+from core.pipeline.run.step import stage_seed
 from tests.states import state
 
 ALONE = ParallelState.single("cpu")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from core.pipeline import call_stage, split_microbatches
-from core.pipeline.step import StepResult, forward_arguments, join_outputs, rows_of, stage_seed
+from core.pipeline.run.step import StepResult, forward_arguments, join_outputs, rows_of, stage_seed
 
 
 class Takes(nn.Module):

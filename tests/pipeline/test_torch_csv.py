@@ -8,11 +8,11 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
 
-from core.pipeline.actions import looped, v_shape
-from core.pipeline.passes import add_recompute
-from core.pipeline.player import check
-from core.pipeline.schedules import NAMED, make
-from core.pipeline.torch_csv import read_csv, write_csv
+from core.pipeline.draw.torch_csv import read_csv, write_csv
+from core.pipeline.schedule.actions import looped, v_shape
+from core.pipeline.schedule.passes import add_recompute
+from core.pipeline.schedule.player import check
+from core.pipeline.schedule.schedules import NAMED, make
 from tests.pipeline.plays import over_ideal, play_whole
 
 # torch's name -> ours, the placement, step over ideal and peak memory at P=4 M=8

@@ -11,8 +11,8 @@ from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt_stages
 from core.parallel_state import ParallelState
 from core.pipeline import Action, Pipeline, SingleStage
-from core.pipeline import schedules as named
-from core.pipeline.passes import split_backward
+from core.pipeline.schedule import schedules as named
+from core.pipeline.schedule.passes import split_backward
 from core.training import next_token_loss
 from core.training.generate import generate
 from tests.parity.pipelines import VOCAB, S, batch, config, spec

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.pipeline import Pipeline
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from tests.states import state
 
 WIDTH = 6

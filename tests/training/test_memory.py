@@ -10,7 +10,7 @@ from core.models.gpt import gpt_stages
 from core.optimizer import AdamW, Offload, OptimizerConfig, build_optimizer
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
-from core.pipeline.schedules import placement
+from core.pipeline.schedule.schedules import placement
 from core.training import ModelConfig, next_token_loss
 from core.training.memory import MemoryReport
 from tests.states import state

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.pipeline import Action, Timeline
-from core.pipeline.timeline import Event
+from core.pipeline.schedule.timeline import Event
 from core.training.console import Console
 from core.training.metrics import MetricsLog, StepRecord, memory_mib, read_metrics
 from core.training.summary import write_report

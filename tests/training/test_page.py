@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from core.pipeline import Action, Timeline
-from core.pipeline.timeline import Event
+from core.pipeline.schedule.timeline import Event
 from core.training import charts
 from core.training.charts import Axis, Curve, draw, short, step_axis, value_axis
 from core.training.metrics import StepRecord

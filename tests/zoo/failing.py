@@ -13,7 +13,7 @@ from core.autograd import NullGradSync, StageContext
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.pipeline import Pipeline
-from core.pipeline import schedules as named
+from core.pipeline.schedule import schedules as named
 from tests.pipeline import tiny
 from tests.zoo.case import Case
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline
-from core.pipeline.step import stage_seed
+from core.pipeline.run.step import stage_seed
 from tests.states import state as parallel_state
 from tests.zoo.case import Case, Family, Pairs, compared, grads, observe
 from tests.zoo.modules_hf import HF

@@ -9,10 +9,10 @@ from torch import nn
 
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, Schedule, play
-from core.pipeline import schedules as named
-from core.pipeline.passes import add_recompute, split_backward
-from core.pipeline.player import check
-from core.pipeline.torch_csv import read_csv, write_csv
+from core.pipeline.draw.torch_csv import read_csv, write_csv
+from core.pipeline.schedule import schedules as named
+from core.pipeline.schedule.passes import add_recompute, split_backward
+from core.pipeline.schedule.player import check
 from tests.zoo.case import Case, Family
 
 GOOD = write_csv(named.make("1f1b", 2, 2))  # 0F0,0F1,0B0,0B1 / 1F0,1B0,1F1,1B1

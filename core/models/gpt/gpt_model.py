@@ -14,7 +14,7 @@ from core.parallel_state import ParallelState, current_state, initialize_paramet
 from core.parallel_state.collectives import broadcast
 from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
-from core.pipeline.partition import even
+from core.pipeline.schedule.partition import even
 from core.tensor_parallel import (
     gather_from_sequence_region,
     gather_from_tensor_region,

@@ -5,7 +5,7 @@ from typing import Any
 
 from core.models.gpt.gpt_model import GPTModel
 from core.parallel_state import ParallelState, current_state
-from core.pipeline.partition import partition
+from core.pipeline.schedule.partition import partition
 from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 

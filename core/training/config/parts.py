@@ -8,7 +8,7 @@ from typing import Any, Literal
 from core.optimizer.config import MOST_STEPS
 from core.optimizer.offload import Offload
 from core.parallel_state.config import raise_all
-from core.pipeline import schedules
+from core.pipeline.schedule import schedules
 from core.training.config.model import DTYPES
 
 _MOST_CHUNKS = 1024  # a stage is a layer at least

@@ -6,14 +6,14 @@ from typing import Any
 from torch import nn
 
 from core.interop.megatron.utils import unwrap_model
-from core.pipeline.megatron import forward_backward as run
+from core.pipeline.run.megatron import forward_backward as run
 
 # of what messages tell by themselves, or of groups that the current state has
 _NOT_NEEDED = ("decoder_seq_length", "p2p_communicator", "pg_collection", "first_val_step")
 
 
 def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any) -> list[Any]:
-    """See `core.pipeline.megatron.forward_backward`; then the configuration's `finalize_model_grads_func`, if any.
+    """See `core.pipeline.run.megatron.forward_backward`; then calls the configuration's `finalize_model_grads_func`.
 
     Raises ValueError: a keyword that asks for something that is not here.
     """

@@ -9,7 +9,7 @@ from core.autograd import apply_recompute
 from core.models.gpt import gpt_model as ours
 from core.models.gpt.gpt_layer_specs import llama_spec
 from core.parallel_state import current_state
-from core.pipeline.partition import even
+from core.pipeline.schedule.partition import even
 from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 

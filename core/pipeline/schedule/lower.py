@@ -5,7 +5,7 @@ Pure: the executor follows it, tests read it. Standard library only.
 
 from dataclasses import dataclass
 
-from core.pipeline.actions import COMMUNICATION, Action, Order, Schedule
+from core.pipeline.schedule.actions import COMMUNICATION, Action, Order, Schedule
 
 MESSAGES = {"F": ("RECV_F", "SEND_F", -1), "I": ("RECV_B", "SEND_B", 1)}  # input from stage + step, output to - step
 

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from core.parallel_state.collectives import Group, Received, irecv, isend
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.p2p import DTYPES, MAX_DIMS, Sent
-from core.pipeline.actions import Action
-from core.pipeline.boundary import flatten
-from core.pipeline.lower import Plan
+from core.pipeline.run.boundary import flatten
+from core.pipeline.schedule.actions import Action
+from core.pipeline.schedule.lower import Plan
 
 HEADER = 4 + MAX_DIMS  # int64: form, bytes of a description, dtype, dims, sizes ... and the batch's rows after it
 OTHER, CONSTANT, WANTS = 0, 1, 2  # form: any nesting; a tensor that wants no gradient; one that does

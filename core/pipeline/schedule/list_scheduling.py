@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from core.pipeline.flat import KINDS, F, Flat, I, Orders, R, W
+from core.pipeline.schedule.integer_schedule import KINDS, F, Flat, I, Orders, R, W
 
 FOREVER = 1 << 60
 

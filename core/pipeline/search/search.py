@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 from time import perf_counter
 
-from core.pipeline.actions import Schedule, check_placement
-from core.pipeline.climb import Climber
-from core.pipeline.flat import Flat, Orders
-from core.pipeline.list_scheduling import Policies, list_schedule
-from core.pipeline.passes import add_recompute
-from core.pipeline.player import Costs, Played, check, play
+from core.pipeline.schedule.actions import Schedule, check_placement
+from core.pipeline.schedule.integer_schedule import Flat, Orders
+from core.pipeline.schedule.list_scheduling import Policies, list_schedule
+from core.pipeline.schedule.passes import add_recompute
+from core.pipeline.schedule.player import Costs, Played, check, play
+from core.pipeline.search.climb import Climber
 
 INFINITE = float("inf")
 PASS = 25  # a list scheduling pass takes the time of so many looks at each action

@@ -16,8 +16,8 @@ from core.autograd.compiled import give_ticket
 from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
-from core.pipeline.boundary import alias, check_leaf, copied, flatten, left, tree_map
-from core.pipeline.step import (
+from core.pipeline.run.boundary import alias, check_leaf, copied, flatten, left, tree_map
+from core.pipeline.run.step import (
     LossFn,
     call_next_stage,
     call_stage,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.pipeline.actions import Action
-from core.pipeline.channel import Channel
-from core.pipeline.lower import Plan
-from core.pipeline.memory import MemoryWatch
-from core.pipeline.stage import Stage, StepFacts
-from core.pipeline.timeline import Event, Measured
+from core.pipeline.run.channel import Channel
+from core.pipeline.run.stage import Stage, StepFacts
+from core.pipeline.schedule.actions import Action
+from core.pipeline.schedule.lower import Plan
+from core.pipeline.schedule.memory import MemoryWatch
+from core.pipeline.schedule.timeline import Event, Measured
 
 
 class Clock:

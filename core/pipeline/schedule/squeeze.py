@@ -7,10 +7,10 @@ state that is the pattern itself; before and after it, where the pattern's units
 
 from collections.abc import Mapping, Sequence
 
-from core.pipeline.actions import Schedule
-from core.pipeline.flat import KINDS, Flat, W
-from core.pipeline.list_scheduling import Policy, Run
-from core.pipeline.player import Costs
+from core.pipeline.schedule.actions import Schedule
+from core.pipeline.schedule.integer_schedule import KINDS, Flat, W
+from core.pipeline.schedule.list_scheduling import Policy, Run
+from core.pipeline.schedule.player import Costs
 
 # of a rank's whole slice; the first ones only where a schedule is long
 POLICIES = (

@@ -8,9 +8,9 @@ leaves it out.
 
 from collections.abc import Collection, Sequence
 
-from core.pipeline.actions import Action, Schedule
-from core.pipeline.passes import add_recompute, split_backward
-from core.pipeline.player import Costs
+from core.pipeline.schedule.actions import Action, Schedule
+from core.pipeline.schedule.passes import add_recompute, split_backward
+from core.pipeline.schedule.player import Costs
 
 F, R, I, W = range(4)  # noqa: E741  (the kinds' own letters)
 KINDS = "FRIW"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from core.pipeline.actions import Action
+from core.pipeline.schedule.actions import Action
 
 
 class Event(NamedTuple):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from core.pipeline.actions import Action, Schedule
-from core.pipeline.lower import plan
+from core.pipeline.schedule.actions import Action, Schedule
+from core.pipeline.schedule.lower import plan
 
 SMALL = 24  # bytes: what says the shapes of a boundary, the sums of a microbatch
 

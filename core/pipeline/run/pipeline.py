@@ -13,21 +13,21 @@ from core.parallel_state.collectives import all_gather_objects, all_reduce, broa
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.random import generators_of
 from core.parallel_state.state import ParallelState
-from core.pipeline.actions import Schedule, check_placement
-from core.pipeline.auto import Tuner, first_schedule, measured_costs
-from core.pipeline.channel import Channel
-from core.pipeline.executor import Clock, Executor
-from core.pipeline.failure import ToldToAll
-from core.pipeline.lower import Plan, plan
-from core.pipeline.memory import StageMemory
-from core.pipeline.passes import add_recompute, forward_only
-from core.pipeline.plain_loop import BatchWatch, LossWatch, ScaleWatch, refuse_other_groups
-from core.pipeline.player import Played, check, check_gathers, play
-from core.pipeline.schedules import NAMED, auto_placement, make
-from core.pipeline.stage import Stage, StepFacts
-from core.pipeline.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
-from core.pipeline.tied import check_tables, set_apart, sum_apart
-from core.pipeline.timeline import Measured, Timeline
+from core.pipeline.run.channel import Channel
+from core.pipeline.run.executor import Clock, Executor
+from core.pipeline.run.failure import ToldToAll
+from core.pipeline.run.plain_loop import BatchWatch, LossWatch, ScaleWatch, refuse_other_groups
+from core.pipeline.run.stage import Stage, StepFacts
+from core.pipeline.run.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
+from core.pipeline.run.tied import check_tables, set_apart, sum_apart
+from core.pipeline.schedule.actions import Schedule, check_placement
+from core.pipeline.schedule.lower import Plan, plan
+from core.pipeline.schedule.memory import StageMemory
+from core.pipeline.schedule.passes import add_recompute, forward_only
+from core.pipeline.schedule.player import Played, check, check_gathers, play
+from core.pipeline.schedule.schedules import NAMED, auto_placement, make
+from core.pipeline.schedule.timeline import Measured, Timeline
+from core.pipeline.search.auto import Tuner, first_schedule, measured_costs
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from time import perf_counter
 
-from core.pipeline.flat import F, Flat, I, Orders
+from core.pipeline.schedule.integer_schedule import F, Flat, I, Orders
 
 HOT, COLD = 0.3, 0.02  # how much longer a step may get, first and last, in the mean time of an action
 REACH = 4  # so far from the chain, in actions, a move may begin or end

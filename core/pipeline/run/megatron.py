@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.autograd import GradSync, NullGradSync
 from core.parallel_state import ParallelState, current_state
-from core.pipeline.pipeline import Pipeline
+from core.pipeline.run.pipeline import Pipeline
 
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[[Tensor], tuple]]]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.state import ParallelState
-from core.pipeline.actions import Schedule
-from core.pipeline.flat import Flat
-from core.pipeline.memory import MemoryWatch, StageMemory, live_peaks
-from core.pipeline.player import Costs, play
-from core.pipeline.schedules import NAMED, candidates
-from core.pipeline.search import Found, search
-from core.pipeline.timeline import Measured, Timeline
+from core.pipeline.schedule.actions import Schedule
+from core.pipeline.schedule.integer_schedule import Flat
+from core.pipeline.schedule.memory import MemoryWatch, StageMemory, live_peaks
+from core.pipeline.schedule.player import Costs, play
+from core.pipeline.schedule.schedules import NAMED, candidates
+from core.pipeline.schedule.timeline import Measured, Timeline
+from core.pipeline.search.search import Found, search
 
 MEMORY = ("saved", "graph", "waiting")  # those of the costs that are bytes
 MIB = 2**20

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import floor, log10
 
-from core.pipeline.timeline import Event, Timeline
+from core.pipeline.schedule.timeline import Event, Timeline
 
 MEANING = {
     "F": "forward",

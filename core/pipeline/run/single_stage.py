@@ -11,7 +11,7 @@ from core.autograd import GradSync, NullGradSync, StageContext
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.random import seeded
 from core.parallel_state.state import ParallelState
-from core.pipeline.step import (
+from core.pipeline.run.step import (
     Batch,
     LossFn,
     StepResult,

@@ -7,7 +7,7 @@ import csv
 import io
 from collections.abc import Iterable, Iterator
 
-from core.pipeline.actions import Action, Schedule, check_placement
+from core.pipeline.schedule.actions import Action, Schedule, check_placement
 
 
 def write_csv(schedule: Schedule) -> str:

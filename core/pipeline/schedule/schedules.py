@@ -10,10 +10,10 @@ from difflib import get_close_matches
 from functools import partial
 from typing import NamedTuple
 
-from core.pipeline.actions import Action, Schedule, looped, v_shape
-from core.pipeline.passes import only_microbatches
-from core.pipeline.player import check, play
-from core.pipeline.squeeze import squeeze
+from core.pipeline.schedule.actions import Action, Schedule, looped, v_shape
+from core.pipeline.schedule.passes import only_microbatches
+from core.pipeline.schedule.player import check, play
+from core.pipeline.schedule.squeeze import squeeze
 
 Generator = Callable[[int, int], Schedule]
 

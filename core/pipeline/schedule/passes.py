@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 
-from core.pipeline.actions import Action, Order, Schedule
+from core.pipeline.schedule.actions import Action, Order, Schedule
 
 
 def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:

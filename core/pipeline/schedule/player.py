@@ -6,8 +6,8 @@ Standard library only.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from core.pipeline.actions import Action, Schedule, check_placement
-from core.pipeline.timeline import Event, Timeline
+from core.pipeline.schedule.actions import Action, Schedule, check_placement
+from core.pipeline.schedule.timeline import Event, Timeline
 
 PerStage = float | Sequence[float]  # one number for all stages, or one per stage
 
