@@ -17,7 +17,7 @@ from core import parallel_state
 from core.datasets import load_tokenizer
 from core.datasets.prepare import main as prepare
 from core.training import initialize
-from core.training.console import told_to_user
+from core.training.log.console import told_to_user
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from core.parallel_state import Init
 from core.parallel_state.environment import started_processes
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.training import RunConfig, initialize
-from core.training.console import told_to_user
+from core.training.log.console import told_to_user
 from core.transformer.spec import Build
 
 STEPS = 8

@@ -11,16 +11,16 @@ from core import parallel_state
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
-from core.training.build import build_executor, build_sharded, build_stages
-from core.training.checkpoint import Checkpoints
-from core.training.compare import comparisons
-from core.training.console import Console, told_to_user
-from core.training.data import moved_to, open_corpus
-from core.training.evaluate import evaluate_bits_per_byte
 from core.training.generate import generate
-from core.training.memory import MemoryReport
-from core.training.metrics import flops_per_token, total_peak_flops
-from core.training.summary import configuration, describe, last_step, open_log, tell
+from core.training.log.console import Console, told_to_user
+from core.training.log.memory import MemoryReport
+from core.training.log.metrics import flops_per_token, total_peak_flops
+from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.run.checkpoint import Checkpoints
+from core.training.run.compare import comparisons
+from core.training.run.data import moved_to, open_corpus
+from core.training.run.evaluate import evaluate_bits_per_byte
+from core.training.run.summary import configuration, describe, last_step, open_log, tell
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
 

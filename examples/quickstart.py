@@ -11,7 +11,7 @@ from core.data_parallel import DataParallel
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.models.gpt.gpt_model import GPTModel
 from core.optimizer import OptimizerConfig, ShardedAdamW
-from core.training.console import told_to_user
+from core.training.log.console import told_to_user
 from core.transformer.transformer_config import TransformerConfig
 
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from core.training.config import TrainingConfig as TrainingConfig
     from core.training.config import load_run as load_run
     from core.training.config import same_on_all_ranks as same_on_all_ranks
-    from core.training.evaluate import evaluate_bits_per_byte as evaluate_bits_per_byte
-    from core.training.evaluate import next_token_loss as next_token_loss
-    from core.training.facade import Initialized as Initialized
-    from core.training.facade import initialize as initialize
-    from core.training.loop import train as train
-    from core.training.rules import check_run as check_run
+    from core.training.config.rules import check_run as check_run
+    from core.training.run.evaluate import evaluate_bits_per_byte as evaluate_bits_per_byte
+    from core.training.run.evaluate import next_token_loss as next_token_loss
+    from core.training.run.facade import Initialized as Initialized
+    from core.training.run.facade import initialize as initialize
+    from core.training.run.loop import train as train
 
 _HOME = {
     "CheckpointConfig": "config",
@@ -35,12 +35,12 @@ _HOME = {
     "TrainingConfig": "config",
     "load_run": "config",
     "same_on_all_ranks": "config",
-    "evaluate_bits_per_byte": "evaluate",
-    "next_token_loss": "evaluate",
-    "Initialized": "facade",
-    "initialize": "facade",
-    "train": "loop",
-    "check_run": "rules",
+    "evaluate_bits_per_byte": "run.evaluate",
+    "next_token_loss": "run.evaluate",
+    "Initialized": "run.facade",
+    "initialize": "run.facade",
+    "train": "run.loop",
+    "check_run": "config.rules",
 }
 
 

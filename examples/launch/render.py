@@ -17,7 +17,7 @@ from typing import Literal
 import tyro
 
 from core.training import RunConfig
-from core.training.console import told_to_user
+from core.training.log.console import told_to_user
 
 FILES = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 

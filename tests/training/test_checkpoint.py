@@ -20,9 +20,9 @@ from core.training import (
     TrainingConfig,
     train,
 )
-from core.training.build import build_executor, build_sharded, build_stages
-from core.training.checkpoint import Checkpoints
-from core.training.metrics import MetricsLog
+from core.training.log.metrics import MetricsLog
+from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.run.checkpoint import Checkpoints
 from tests.states import state as parallel
 
 VOCABULARY, S, N = 64, 8, 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.training.console import Console, told_to_user
+from core.training.log.console import Console, told_to_user
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,7 @@ SCRIPT = """
 import sys
 from core import parallel_state
 from core.parallel_state.collectives import barrier
-from core.training.console import told_to_user
+from core.training.log.console import told_to_user
 with told_to_user(), parallel_state.launch("cpu"), told_to_user():
     ps = parallel_state.ParallelState.build(device="cpu")
     if sys.argv[1] in ("both", str(ps.rank)):

@@ -8,7 +8,7 @@ import pytest
 from core.datasets import BlendedBatches, SourceFiles, TokenFileWriter, prepare_default_corpus, train_tokenizer
 from core.parallel_state import ParallelState
 from core.training import DataConfig
-from core.training.data import open_corpus
+from core.training.run.data import open_corpus
 from tests.states import state
 from tests.training.tiny import VOCAB, S, data_config, prepared, training_config
 
@@ -170,7 +170,7 @@ def default_corpus(directory, sources):
             prepared_by.append((where / "corpus.json").exists())
             return prepare_default_corpus(where, vocab_size=vocab_size, valid_fraction=0.2, sources=sources)
 
-        patch.setattr("core.training.data.prepare_default_corpus", prepare)
+        patch.setattr("core.training.run.data.prepare_default_corpus", prepare)
         corpus = open_corpus(DataConfig(directory=directory, vocab_size=280), training_config(), state(tp=2))
         return prepared_by, corpus.num_tokens, corpus.valid_text, corpus.baselines
 

@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState
-from core.training import metrics
 from core.training.config import ModelConfig
-from core.training.metrics import PEAKS, flops_per_token, peak_flops, total_peak_flops
+from core.training.log import metrics
+from core.training.log.metrics import PEAKS, flops_per_token, peak_flops, total_peak_flops
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 80}

@@ -12,9 +12,9 @@ from core.optimizer import AdamW, OptimizerConfig, StepStats
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage, StepResult
 from core.training import evaluate_bits_per_byte, next_token_loss, train
-from core.training.compare import first_step_alone
-from core.training.data import open_corpus
-from core.training.metrics import MetricsLog, flops_per_token
+from core.training.log.metrics import MetricsLog, flops_per_token
+from core.training.run.compare import first_step_alone
+from core.training.run.data import open_corpus
 from tests.states import state
 from tests.training.tiny import MODEL, S, data_config, prepared, training_config
 
@@ -184,7 +184,7 @@ def test_skipped_steps_are_counted_between_two_records(made):
 
 def test_validation_time_is_not_counted_as_training(made, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("core.training.loop.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("core.training.run.loop.time.perf_counter", lambda: now[0])
 
     def tick(seconds, value):
         now[0] += seconds

@@ -12,7 +12,7 @@ from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule.schedules import placement
 from core.training import ModelConfig, next_token_loss
-from core.training.memory import MemoryReport
+from core.training.log.memory import MemoryReport
 from tests.states import state
 
 S, VOCAB, ROWS = 16, 101, 4

@@ -9,9 +9,9 @@ import torch
 
 from core.pipeline import Action, Timeline
 from core.pipeline.schedule.timeline import Event
-from core.training.console import Console
-from core.training.metrics import MetricsLog, StepRecord, memory_mib, read_metrics
-from core.training.summary import write_report
+from core.training.log.console import Console
+from core.training.log.metrics import MetricsLog, StepRecord, memory_mib, read_metrics
+from core.training.run.summary import write_report
 
 OLD = {  # a record of a run from before `mfu`
     "grad_norm": 0.75,

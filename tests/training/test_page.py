@@ -13,10 +13,10 @@ import torch
 
 from core.pipeline import Action, Timeline
 from core.pipeline.schedule.timeline import Event
-from core.training import charts
-from core.training.charts import Axis, Curve, draw, short, step_axis, value_axis
-from core.training.metrics import StepRecord
-from core.training.page import embedded, write_page
+from core.training.log import charts
+from core.training.log.charts import Axis, Curve, draw, short, step_axis, value_axis
+from core.training.log.metrics import StepRecord
+from core.training.log.page import embedded, write_page
 from core.training.report.environment import environment
 
 EVIL = "</script><script>document.title='pwned'</script><!-- <b>bold</b> ]]> \u2028 & &lt; \x00 \ud800 é"
@@ -193,7 +193,7 @@ def test_an_old_page_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("core.training.page.os.replace", full)
+    monkeypatch.setattr("core.training.log.page.os.replace", full)
     with pytest.raises(OSError, match="No space"):
         write_page(path, [record(2)], run={})
     assert path.read_text() == before

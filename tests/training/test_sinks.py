@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from core.training.metrics import MetricsLog, StepRecord
-from core.training.sinks import NAMES, TensorBoardSink, WandbSink, open_sinks, scalars
+from core.training.log.metrics import MetricsLog, StepRecord
+from core.training.log.sinks import NAMES, TensorBoardSink, WandbSink, open_sinks, scalars
 
 
 def record(step, **more):
@@ -49,7 +49,7 @@ def test_a_missing_extra_is_told_before_training_on_every_rank(blocked, tmp_path
 
 
 def test_other_ranks_open_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("core.training.sinks._installed", lambda name: True)
+    monkeypatch.setattr("core.training.log.sinks._installed", lambda name: True)
     assert open_sinks(tmp_path, tensorboard=True, wandb_project="p", rank=1) == ()
     assert list(tmp_path.iterdir()) == []
 
@@ -70,7 +70,7 @@ class FakeWandb(types.ModuleType):
 def test_wandb_is_offline_unless_the_environment_says_otherwise(monkeypatch, tmp_path):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("core.training.sinks._installed", lambda name: True)
+    monkeypatch.setattr("core.training.log.sinks._installed", lambda name: True)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with MetricsLog(tmp_path, sinks=open_sinks(tmp_path, wandb_project="gpt", config={"optimizer.lr": 0.1})) as log:
         log.add(record(1))
@@ -87,7 +87,7 @@ def test_wandb_is_offline_unless_the_environment_says_otherwise(monkeypatch, tmp
 TENSORBOARD = """
 import math, sys
 from tests.training.test_sinks import record
-from core.training.sinks import open_sinks
+from core.training.log.sinks import open_sinks
 for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
     (sink,) = open_sinks(sys.argv[1], tensorboard=True, start=start)
     for step in steps:
@@ -115,7 +115,7 @@ def test_tensorboard_reads_what_was_written_and_a_resumed_run_goes_on(tmp_path):
 WANDB = """
 import sys
 from tests.training.test_sinks import record
-from core.training.sinks import open_sinks
+from core.training.log.sinks import open_sinks
 (sink,) = open_sinks(sys.argv[1], wandb_project="gpt", config={"optimizer.lr": 0.25})
 print("a line of ours")
 for step in (1, 2):

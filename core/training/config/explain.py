@@ -5,10 +5,10 @@ import textwrap
 from collections.abc import Iterator
 
 from core.training.config.fields import NONE, Field, brief
+from core.training.config.rules import batch_solved, in_world
 from core.training.config.run import PARTS, Problem, between, known_fields
 from core.training.config.sources import Merged
 from core.training.config.toml_files import literal
-from core.training.rules import batch_solved, in_world
 
 _WIDTH = 110  # of the template's lines
 

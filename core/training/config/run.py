@@ -17,8 +17,8 @@ from core.training.config.fields import Field, fields_of, flatten
 from core.training.config.model import ModelConfig
 from core.training.config.names import unknown
 from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
+from core.training.config.rules import check_run, run_rules
 from core.training.config.toml_files import read_toml, write_toml
-from core.training.rules import check_run, run_rules
 
 _STEPS, _DECAY = "training.train_steps", "optimizer.lr_decay_steps"
 # where a run begins otherwise than an optimizer by itself

@@ -14,13 +14,13 @@ from core.parallel_state import ParallelState, current_state, model_parallel_is_
 from core.parallel_state.collectives.groups import destroy_world, is_initialized, world
 from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
-from core.training.build import build_executor, build_sharded, build_stages
-from core.training.checkpoint import Checkpoints
 from core.training.config import RunConfig, same_on_all_ranks
-from core.training.data import BatchSource, Corpus, open_corpus
-from core.training.engine import TrainingModel
-from core.training.evaluate import next_token_loss
-from core.training.loader import Loader, Scheduler
+from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.run.checkpoint import Checkpoints
+from core.training.run.data import BatchSource, Corpus, open_corpus
+from core.training.run.engine import TrainingModel
+from core.training.run.evaluate import next_token_loss
+from core.training.run.loader import Loader, Scheduler
 
 
 class Initialized(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
-from core.training.sinks import Sink
+from core.training.log.sinks import Sink
 from core.transformer import TransformerConfig
 
 # FLOP/s of one device at 16 bits without sparsity, as its maker states it; the first name found in a device's counts

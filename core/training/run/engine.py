@@ -12,12 +12,12 @@ from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
 from core.pipeline.run.step import call_stage, told_by
-from core.training.checkpoint import Checkpoints
 from core.training.config import TrainingConfig
-from core.training.data import moved_to
-from core.training.engine_face import EngineFace
 from core.training.generate import generate
-from core.training.loader import Loader, Scheduler
+from core.training.run.checkpoint import Checkpoints
+from core.training.run.data import moved_to
+from core.training.run.engine_face import EngineFace
+from core.training.run.loader import Loader, Scheduler
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,9 @@ from core.dist_checkpointing.address import parse_address
 from core.dist_checkpointing.place import open_store
 from core.dist_checkpointing.ranks import agree, from_first, problem_of
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
-from core.training.checkpoint import Checkpoints
 from core.training.config import TrainingConfig
-from core.training.loader import Loader
+from core.training.run.checkpoint import Checkpoints
+from core.training.run.loader import Loader
 
 # what an engine has there and this has elsewhere
 ELSEWHERE = {

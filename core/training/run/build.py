@@ -13,7 +13,7 @@ from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage
 from core.training.config import DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig
-from core.training.memory import MemoryReport
+from core.training.log.memory import MemoryReport
 
 
 def build_stages(

@@ -14,10 +14,10 @@ from typing import Any
 
 from core.pipeline.draw.draw import draw_svg
 from core.pipeline.schedule.timeline import Event, Timeline
-from core.training import charts
-from core.training.charts import Curve, draw, finite, short
-from core.training.metrics import StepRecord, json_number
-from core.training.page_style import SCRIPT, STYLE
+from core.training.log import charts
+from core.training.log.charts import Curve, draw, finite, short
+from core.training.log.metrics import StepRecord, json_number
+from core.training.log.page_style import SCRIPT, STYLE
 
 # nothing is loaded, whatever a text in the page says
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -9,7 +9,7 @@ from torch import Tensor
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline.run.step import split_microbatches
-from core.training.data import BatchSource, moved_to
+from core.training.run.data import BatchSource, moved_to
 
 
 class Scheduler:

@@ -9,10 +9,10 @@ from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from core.training.data import BatchSource, Corpus
-from core.training.evaluate import next_token_loss
-from core.training.loop import FirstStep
-from core.training.metrics import StepRecord, read_metrics
+from core.training.log.metrics import StepRecord, read_metrics
+from core.training.run.data import BatchSource, Corpus
+from core.training.run.evaluate import next_token_loss
+from core.training.run.loop import FirstStep
 
 
 def first_step_alone(

@@ -10,8 +10,8 @@ from torch import Tensor
 from core.optimizer import StepStats
 from core.pipeline import StepResult
 from core.training.config import TrainingConfig
-from core.training.evaluate import Executor, next_token_loss
-from core.training.metrics import MetricsLog, StepRecord, memory_mib
+from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
+from core.training.run.evaluate import Executor, next_token_loss
 
 
 class Optimizer(Protocol):

@@ -1,0 +1,1 @@
+"""A training run: what it is built of, its loop, evaluation, checkpoints and data."""
