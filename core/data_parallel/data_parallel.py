@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.data_parallel.buffer_copies import BufferCopies
-from core.data_parallel.buffers import Buffer, partial_views, sum_views
+from core.data_parallel.buffers.buffer_copies import BufferCopies
+from core.data_parallel.buffers.buffers import Buffer, partial_views, sum_views
+from core.data_parallel.buffers.gradient import Place
+from core.data_parallel.buffers.life import Phase
+from core.data_parallel.buffers.meta import Init, fill_all, stand_up
+from core.data_parallel.buffers.units import StageUnits, Unit
 from core.data_parallel.grad_sync import GradientSums
-from core.data_parallel.gradient import Place
-from core.data_parallel.life import Phase
-from core.data_parallel.meta import Init, fill_all, stand_up
 from core.data_parallel.replicas import check_replicas, check_shards
-from core.data_parallel.start import same_on_all
-from core.data_parallel.table import Members, Units, entries_of, stages_of
-from core.data_parallel.units import StageUnits, Unit
+from core.data_parallel.weights.start import same_on_all
+from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.flat import Bucket, bucket_table
 from core.parallel_state.modules import Modules, named_parameters

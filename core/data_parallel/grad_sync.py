@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.data_parallel.buffers import Buffer
-from core.data_parallel.gradient import BucketGradient, Place, part_of, put_back
-from core.data_parallel.life import Phase
+from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.buffers.gradient import BucketGradient, Place, part_of, put_back
+from core.data_parallel.buffers.life import Phase
 
 IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stages 2 and 3 whole gradients
 

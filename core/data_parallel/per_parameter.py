@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.data_parallel.buffers import wide
+from core.data_parallel.buffers.buffers import wide
 from core.parallel_state.collectives import Group, all_reduce
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, named_parameters

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.data_parallel.buffers import Buffer
+from core.data_parallel.buffers.buffers import Buffer
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of, true_part
 from core.parallel_state.modules import Modules, named_parameters

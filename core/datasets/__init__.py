@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "corpus": ("SourceFiles", "read_texts", "split_by_hash", "standard_library"),
-    "tokenizer": ("END_OF_TEXT", "Tokenizer", "train_tokenizer"),
-    "byte_tokenizer": ("ByteTokenizer",),
-    "any_tokenizer": ("AnyTokenizer", "check_tokenizer", "load_tokenizer", "tokenizer_of"),
+    "corpus.standard_library": ("SourceFiles", "read_texts", "split_by_hash", "standard_library"),
+    "tokenizers.trained": ("END_OF_TEXT", "Tokenizer", "train_tokenizer"),
+    "tokenizers.byte_tokenizer": ("ByteTokenizer",),
+    "tokenizers.any_tokenizer": ("AnyTokenizer", "check_tokenizer", "load_tokenizer", "tokenizer_of"),
     "card": ("TokenCard",),
     "token_file": ("TokenFile",),
     "token_file_writer": ("TokenFileWriter",),
@@ -20,8 +20,8 @@ _HOMES = {
     "packing": ("IGNORED_LABEL", "Packing"),
     "batches": ("GPTBatches",),
     "blend": ("BlendedBatches", "open_blend"),
-    "preparing": ("Prepared", "TextFiles", "prepare_files"),
-    "default_corpus": ("PreparedCorpus", "prepare_default_corpus"),
+    "corpus.build": ("Prepared", "TextFiles", "prepare_files"),
+    "corpus.default": ("PreparedCorpus", "prepare_default_corpus"),
     "baselines": ("bits_per_byte", "gzip_bits_per_byte", "unigram_bits_per_byte"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

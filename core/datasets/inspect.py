@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from core.datasets.any_tokenizer import tokenizer_of
 from core.datasets.card import card_path
 from core.datasets.token_file import TokenFile, file_paths
+from core.datasets.tokenizers.any_tokenizer import tokenizer_of
 
 _LOOKED_AT = 100_000  # documents whose length is read: evenly spread over a file of more
 

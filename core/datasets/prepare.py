@@ -18,12 +18,20 @@ from typing import NoReturn
 
 import numpy as np
 
-from core.datasets.any_tokenizer import AnyTokenizer, load_tokenizer
-from core.datasets.byte_tokenizer import ByteTokenizer
-from core.datasets.documents import Encoder
-from core.datasets.parallel import available_cores
-from core.datasets.preparing import DOCUMENTS, LEARNED_BYTES, Prepared, TextFiles, checked_prefix, prepare_files, told
-from core.datasets.progress import progress
+from core.datasets.corpus.build import (
+    DOCUMENTS,
+    LEARNED_BYTES,
+    Prepared,
+    TextFiles,
+    checked_prefix,
+    prepare_files,
+    told,
+)
+from core.datasets.corpus.documents import Encoder
+from core.datasets.corpus.progress import progress
+from core.datasets.corpus.workers import available_cores
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -71,7 +79,7 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
         raise ValueError(
             f"--end-of-text {options.end_of_text}: a tokenizer that is learned has one of its own; leave it out"
         )
-    from core.datasets.tokenizer import train_tokenizer  # needs an extra
+    from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
 
     print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
     as_it_is = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)

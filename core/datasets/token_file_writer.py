@@ -14,11 +14,11 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from core.datasets.any_tokenizer import AnyTokenizer
-from core.datasets.byte_tokenizer import ByteTokenizer
 from core.datasets.card import TokenCard, card_path, has_card, sampled_hash, tokenizer_path
 from core.datasets.prefix_lock import release_lock, take_lock
 from core.datasets.token_file import DTYPES, HEADER, MAGIC, VERSION, Array, file_paths
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _AT_ONCE = 1 << 20  # entries of a table that are written at a time

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from core.optimizer.clip_grads import clip_grad_norm_ as clip_grad_norm_
     from core.optimizer.clip_grads import get_grad_norm as get_grad_norm
     from core.optimizer.config import OptimizerConfig as OptimizerConfig
-    from core.optimizer.grad_norm import squared_grad_norm as squared_grad_norm
     from core.optimizer.muon import ShardedMuon as ShardedMuon
-    from core.optimizer.offload import Offload as Offload
-    from core.optimizer.schedule import LearningRate as LearningRate
+    from core.optimizer.schedules.schedule import LearningRate as LearningRate
     from core.optimizer.sgd import ShardedSGD as ShardedSGD
     from core.optimizer.sharded import ShardedAdamW as ShardedAdamW
     from core.optimizer.sharded import ShardedOptimizer as ShardedOptimizer
-    from core.optimizer.sharded_states import sharded_state_dict as sharded_state_dict
+    from core.optimizer.state.offload import Offload as Offload
+    from core.optimizer.state.sharded_states import sharded_state_dict as sharded_state_dict
+    from core.optimizer.step.grad_norm import squared_grad_norm as squared_grad_norm
 
 _HOME = {
     "AdamW": "adamw",
@@ -34,14 +34,14 @@ _HOME = {
     "clip_grad_norm_": "clip_grads",
     "get_grad_norm": "clip_grads",
     "OptimizerConfig": "config",
-    "squared_grad_norm": "grad_norm",
+    "squared_grad_norm": "step.grad_norm",
     "ShardedMuon": "muon",
-    "Offload": "offload",
-    "LearningRate": "schedule",
+    "Offload": "state.offload",
+    "LearningRate": "schedules.schedule",
     "ShardedSGD": "sgd",
     "ShardedAdamW": "sharded",
     "ShardedOptimizer": "sharded",
-    "sharded_state_dict": "sharded_states",
+    "sharded_state_dict": "state.sharded_states",
 }
 
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from core.dist_checkpointing.mapping import ShardedObject, sharded_states
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.grad_norm import squared_grad_norm
+from core.optimizer.step.grad_norm import squared_grad_norm
 from core.parallel_state.layout import Box, Layout, layout_of, true_part
 from core.parallel_state.modules import Modules, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState

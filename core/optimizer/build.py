@@ -2,11 +2,11 @@
 
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.flat_shard import Decays
 from core.optimizer.muon import ShardedMuon
-from core.optimizer.offload import Offload
 from core.optimizer.sgd import ShardedSGD
 from core.optimizer.sharded import ShardedAdamW, ShardedOptimizer
+from core.optimizer.state.flat_shard import Decays
+from core.optimizer.state.offload import Offload
 from core.parallel_state.layout import Layout
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.optimizer.grad_norm import shard_squares, sum_in_rank_order
+from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state import ParallelState, current_state
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.layout import layout_of, true_part

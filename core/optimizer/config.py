@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from core.optimizer.deepspeed_schedules import SCHEDULES, Schedule, schedule
-from core.optimizer.schedule import KINDS, LearningRate
+from core.optimizer.schedules.deepspeed import SCHEDULES, Schedule, schedule
+from core.optimizer.schedules.schedule import KINDS, LearningRate
 from core.parallel_state.config import raise_all
 
 OPTIMIZERS = ("adamw", "sgd", "muon")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.flat_shard import default_decays
+from core.optimizer.state.flat_shard import default_decays
 from core.parallel_state.layout import layout_of
 
 _TORCHS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")  # options of torch's, not of all of ours

@@ -10,11 +10,11 @@ from torch.nn import Parameter
 
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.flat_shard import Decays, Piece, default_decays
 from core.optimizer.groups import Given, adamw_options
-from core.optimizer.kernels import Factor, adamw
-from core.optimizer.parts import Part
 from core.optimizer.sharded import ShardedOptimizer
+from core.optimizer.state.flat_shard import Decays, Piece, default_decays
+from core.optimizer.state.kernels import Factor, adamw
+from core.optimizer.state.parts import Part
 from core.parallel_state.layout import Layout, layout_of
 from core.parallel_state.modules import modules_of, named_parameters, named_stacks
 

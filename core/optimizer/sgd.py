@@ -3,8 +3,8 @@
 from typing import Any
 
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.kernels import sgd
 from core.optimizer.sharded import ShardedOptimizer
+from core.optimizer.state.kernels import sgd
 from core.parallel_state.layout import Layout
 
 

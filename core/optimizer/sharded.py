@@ -10,18 +10,18 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.optimizer.adamw import CLIP_EPS, StatePart, StepStats
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.flat_shard import Decays, Key, Span, default_decays
 from core.optimizer.groups import Given, Groups, adamw_options
-from core.optimizer.kernels import Batch, Factor, Kernel, adamw
-from core.optimizer.loss_scale import LossScale
-from core.optimizer.offload import Offload
-from core.optimizer.parts import Part, allocate, make_parts
-from core.optimizer.reached import Reached
-from core.optimizer.rounding import Rounding
-from core.optimizer.sharded_states import States, load_states, sharded_parts, state_parts
-from core.optimizer.streamed import Streamer
+from core.optimizer.state.flat_shard import Decays, Key, Span, default_decays
+from core.optimizer.state.kernels import Batch, Factor, Kernel, adamw
+from core.optimizer.state.offload import Offload
+from core.optimizer.state.parts import Part, allocate, make_parts
+from core.optimizer.state.rounding import Rounding
+from core.optimizer.state.sharded_states import States, load_states, sharded_parts, state_parts
+from core.optimizer.state.streamed import Streamer
+from core.optimizer.step.loss_scale import LossScale
+from core.optimizer.step.reached import Reached
+from core.optimizer.step.watch import GradientWatch, OptionsWatch
 from core.optimizer.torch_face import TorchFace
-from core.optimizer.watch import GradientWatch, OptionsWatch
 from core.parallel_state.layout import Layout
 
 NONE_GOOD = 100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.data_parallel.freed import Freed
+from core.data_parallel.weights.freed import Freed
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.pipeline import SingleStage
 from tests.states import state

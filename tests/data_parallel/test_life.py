@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.data_parallel.freed import Freed
-from core.data_parallel.table import stages_of
+from core.data_parallel.weights.freed import Freed
+from core.data_parallel.weights.table import stages_of
 from core.optimizer import OptimizerConfig, ShardedAdamW, ShardedSGD
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives.groups import world_timeout_s

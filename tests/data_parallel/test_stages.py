@@ -9,7 +9,7 @@ from torch import nn
 
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW
-from core.optimizer.offload import Offload
+from core.optimizer.state.offload import Offload
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from tests.parity.shards import whole_weights

@@ -10,8 +10,9 @@ from core.data_parallel import DataParallel
 from core.models.gpt import gpt_stages
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelConfig, ParallelState
-from core.pipeline import Pipeline, SingleStage, schedules
-from core.pipeline.passes import add_gathers
+from core.pipeline import Pipeline, SingleStage
+from core.pipeline.schedule import schedules
+from core.pipeline.schedule.passes import add_gathers
 from core.training import next_token_loss
 from core.training.generate import generate
 from tests.parity.pipelines import SEED, VOCAB, S, batch, config, differences, spec

@@ -9,12 +9,12 @@ import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.datasets import any_tokenizer
-from core.datasets.any_tokenizer import check_tokenizer, load_tokenizer, tokenizer_of
-from core.datasets.byte_tokenizer import ByteTokenizer
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
-from core.datasets.tokenizer import Tokenizer, train_tokenizer
+from core.datasets.tokenizers import any_tokenizer
+from core.datasets.tokenizers.any_tokenizer import check_tokenizer, load_tokenizer, tokenizer_of
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
+from core.datasets.tokenizers.trained import Tokenizer, train_tokenizer
 
 
 def words(special, vocabulary=("a", "b", "<unk>")):

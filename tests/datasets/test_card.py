@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from core.datasets import token_file
-from core.datasets.byte_tokenizer import ByteTokenizer
 from core.datasets.card import BLOCK_BYTES, SAMPLED_BLOCKS, has_card, sampled_hash
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 TEXTS = [b"one two", b"three"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from core.datasets.corpus import SourceFiles, read_texts, split_by_hash, standard_library
+from core.datasets.corpus.standard_library import SourceFiles, read_texts, split_by_hash, standard_library
 
 NAMES = [f"package/module_{i}.py" for i in range(400)]
 

@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from core.datasets import default_corpus as module
 from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from core.datasets.corpus import SourceFiles, split_by_hash
-from core.datasets.default_corpus import prepare_default_corpus
+from core.datasets.corpus import default as module
+from core.datasets.corpus.default import prepare_default_corpus
+from core.datasets.corpus.standard_library import SourceFiles, split_by_hash
 from core.datasets.token_file import TokenFile
-from core.datasets.tokenizer import Tokenizer
+from core.datasets.tokenizers.trained import Tokenizer
 
 NAMES = tuple(f"m{i}.py" for i in range(12))
 FRACTION = 0.3

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from core.datasets import documents, inspect, prepare, preparing, readers
-from core.datasets.any_tokenizer import tokenizer_of
-from core.datasets.byte_tokenizer import ByteTokenizer
-from core.datasets.preparing import TextFiles, prepare_files
+from core.datasets import inspect, prepare
+from core.datasets.corpus import build as preparing
+from core.datasets.corpus import documents, readers
+from core.datasets.corpus.build import TextFiles, prepare_files
 from core.datasets.splits import split_documents
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
-from core.datasets.tokenizer import train_tokenizer
+from core.datasets.tokenizers.any_tokenizer import tokenizer_of
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
+from core.datasets.tokenizers.trained import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

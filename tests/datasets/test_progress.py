@@ -1,7 +1,7 @@
 """Progress where there is no terminal: a line now and then, with rate and time left."""
 
-from core.datasets import progress as module
-from core.datasets.progress import progress
+from core.datasets.corpus import progress as module
+from core.datasets.corpus.progress import progress
 
 
 def test_a_line_every_few_seconds(monkeypatch, capsys):

@@ -12,13 +12,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.datasets import documents as documents_module
-from core.datasets import readers
-from core.datasets.byte_tokenizer import ByteTokenizer
-from core.datasets.documents import Encoder, Piece, cuts
-from core.datasets.readers import read_pieces
-from core.datasets.sources import find_sources
-from core.datasets.tokenizer import END_OF_TEXT, train_tokenizer
+from core.datasets.corpus import documents as documents_module
+from core.datasets.corpus import readers
+from core.datasets.corpus.documents import Encoder, Piece, cuts
+from core.datasets.corpus.readers import read_pieces
+from core.datasets.corpus.sources import find_sources
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
+from core.datasets.tokenizers.trained import END_OF_TEXT, train_tokenizer
 
 ENCODER = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=256, text_key="text")
 

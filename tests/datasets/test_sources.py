@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from core.datasets.sources import find_sources
+from core.datasets.corpus.sources import find_sources
 
 
 def names(*inputs):

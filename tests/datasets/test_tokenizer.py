@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.datasets.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from core.datasets.tokenizers.trained import END_OF_TEXT, Tokenizer, train_tokenizer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

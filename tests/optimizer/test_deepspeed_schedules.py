@@ -6,7 +6,7 @@ import pytest
 import tyro
 
 from core.optimizer import OptimizerConfig
-from core.optimizer.deepspeed_schedules import SCHEDULES, schedule
+from core.optimizer.schedules.deepspeed import SCHEDULES, schedule
 
 LR = 2.0
 WARM = {"warmup_max_lr": 1.0, "warmup_num_steps": 4}

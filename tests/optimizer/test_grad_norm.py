@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.optimizer.grad_norm import _sum_of_squares, squared_grad_norm
+from core.optimizer.step.grad_norm import _sum_of_squares, squared_grad_norm
 from core.parallel_state import Layout, ParallelState
 from core.parallel_state.layout import set_layout, true_part
 from tests.states import state

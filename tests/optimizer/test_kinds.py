@@ -15,7 +15,7 @@ from core.optimizer import (
     build_optimizer,
     sharded_state_dict,
 )
-from core.optimizer.loss_scale import LossScale
+from core.optimizer.step.loss_scale import LossScale
 from core.pipeline.run.step import scale_like
 from tests.optimizer.fake_shard import FakeShard
 from tests.optimizer.test_sharded import ALONE, CONFIG, Net, equal, flat, give, plain

@@ -27,7 +27,7 @@ def trained(kind, dtype, offload, steps=3, config=CONFIG, **shard):
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_step_is_the_same_bit_for_bit(dtype, where, fraction, tmp_path, monkeypatch):
-    monkeypatch.setattr("core.optimizer.streamed.CHUNK", 640)
+    monkeypatch.setattr("core.optimizer.state.streamed.CHUNK", 640)
     offload = Offload(kind=where, fraction=fraction, directory=tmp_path / "states")
     (model, ours), (other, resident) = trained(ShardedAdamW, dtype, offload), trained(ShardedAdamW, dtype, None)
     equal(ours, resident)
@@ -87,7 +87,7 @@ class LateStream:
 @pytest.mark.parametrize("main_params", [True, False], ids=["main", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_copies_beside_the_update_are_waited_for(dtype, main_params, fraction, monkeypatch):
-    monkeypatch.setattr("core.optimizer.streamed.FAR_CHUNK", 640)
+    monkeypatch.setattr("core.optimizer.state.streamed.FAR_CHUNK", 640)
     model, other = Net(dtype, ragged=True), Net(dtype, ragged=True)
     config = OptimizerConfig(lr=0.1, weight_decay=0.3, main_params=main_params)
     ours = ShardedAdamW(FakeShard(model), config, offload=Offload(fraction=fraction))
@@ -111,7 +111,7 @@ def test_copies_beside_the_update_are_waited_for(dtype, main_params, fraction, m
 @pytest.mark.parametrize("main_params", [True, False], ids=["main", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_an_accelerator_offload_is_the_same_step(dtype, main_params, monkeypatch):
-    monkeypatch.setattr("core.optimizer.streamed.FAR_CHUNK", 640)
+    monkeypatch.setattr("core.optimizer.state.streamed.FAR_CHUNK", 640)
     config = OptimizerConfig(lr=0.01, weight_decay=0.3, main_params=main_params, clip_grad=0.5)
     ps = ParallelState.single(torch.accelerator.current_accelerator())
     found = []

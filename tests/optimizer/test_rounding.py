@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.optimizer import OptimizerConfig, ShardedAdamW
-from core.optimizer.rounding import (
+from core.optimizer.state.rounding import (
     Rounding,
     global_index,
     random_bits,
@@ -105,7 +105,7 @@ def test_weights_without_mains_move_alike_on_every_stage(monkeypatch):
     assert set(ours.states()["weight"]) == {"exp_avg", "exp_avg_sq"}
     assert set(ours.sharded_state_dict()["states"]["weight"]) == {"exp_avg", "exp_avg_sq"}
     assert not torch.equal(model.weight, Net().weight)
-    monkeypatch.setattr("core.optimizer.streamed.CHUNK", 192)
+    monkeypatch.setattr("core.optimizer.state.streamed.CHUNK", 192)
     for rank in range(3):
         part = trained(zero_stage=1, ranks=3, rank=rank)[1].shard.buffers[0]
         for s in part.segments:

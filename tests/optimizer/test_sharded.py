@@ -113,7 +113,7 @@ def test_every_cut_gives_the_same_bits(dtype, ranks, buckets):
 
 
 def test_a_run_before_a_multiple_of_64_is_a_run_by_itself():
-    from core.optimizer.flat_shard import Run, clip_runs, make_runs
+    from core.optimizer.state.flat_shard import Run, clip_runs, make_runs
 
     runs = make_runs([(0, 70, True), (70, 100, True), (100, 110, False), (110, 300, True), (300, 310, True)])
     assert runs == [Run(0, 100, True), Run(100, 110, False), Run(110, 128, True), Run(128, 310, True)]
@@ -124,7 +124,7 @@ def test_a_run_before_a_multiple_of_64_is_a_run_by_itself():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_narrow_gradients_are_widened_chunk_by_chunk(dtype, monkeypatch):
-    monkeypatch.setattr("core.optimizer.streamed.CHUNK", 640)
+    monkeypatch.setattr("core.optimizer.state.streamed.CHUNK", 640)
     (model, ours) = flat(dtype, NO_CLIP, grad_dtype=torch.bfloat16, ragged=True)
     (other, direct) = flat(dtype, NO_CLIP, ragged=True)
     for step in range(3):

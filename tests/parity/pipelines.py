@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt2_spec, gpt_stages, llama_spec
-from core.optimizer.grad_norm import squared_grad_norm
+from core.optimizer.step.grad_norm import squared_grad_norm
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules as named

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from core.optimizer.config import MOST_STEPS
-from core.optimizer.offload import Offload
+from core.optimizer.state.offload import Offload
 from core.parallel_state.config import raise_all
 from core.pipeline.schedule import schedules
 from core.training.config.model import DTYPES

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.optimizer.config import MOST_STEPS, OptimizerConfig
-from core.optimizer.schedule import ENDLESS, KINDS
+from core.optimizer.schedules.schedule import ENDLESS, KINDS
 from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten

@@ -5,7 +5,7 @@ from math import inf, prod
 from typing import Any
 
 from core.optimizer import OptimizerConfig
-from core.optimizer.deepspeed_schedules import MOMENTUM, SCHEDULES, schedule
+from core.optimizer.schedules.deepspeed import MOMENTUM, SCHEDULES, schedule
 from core.training.deepspeed.reader import Reader
 
 DTYPES = {"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"}

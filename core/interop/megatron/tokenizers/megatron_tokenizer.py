@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from core.datasets.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 
 
 class NullTokenizer:

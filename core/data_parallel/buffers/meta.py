@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.data_parallel.buffers import Buffer
+from core.data_parallel.buffers.buffers import Buffer
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.initial import fill
 from core.parallel_state.modules import Modules, modules_of, named_parameters

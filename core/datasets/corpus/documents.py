@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from core.datasets.any_tokenizer import AnyTokenizer
-from core.datasets.byte_tokenizer import ByteTokenizer
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 PIECE_BYTES = 1 << 20
 _TOGETHER = 1 << 16  # bytes that are tokenised at a time: more is slower, and takes 100 bytes of memory for a token

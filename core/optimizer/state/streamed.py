@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.optimizer.flat_shard import Key, Span, clip_runs
-from core.optimizer.kernels import Batch, Factor
-from core.optimizer.parts import Part
+from core.optimizer.state.flat_shard import Key, Span, clip_runs
+from core.optimizer.state.kernels import Batch, Factor
+from core.optimizer.state.parts import Part
 
 CHUNK = 1 << 18  # elements: what a core's cache holds of gradients, mains and moments
 FAR_CHUNK = 1 << 22  # over a bus to an accelerator: few messages

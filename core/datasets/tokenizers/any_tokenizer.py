@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from core.datasets.byte_tokenizer import CONTENT, ByteTokenizer
 from core.datasets.card import tokenizer_path
 from core.datasets.token_file import TokenFile
+from core.datasets.tokenizers.byte_tokenizer import CONTENT, ByteTokenizer
 
 _LOOKED_AT = 1 << 22  # tokens of a file without card that are held against the tokenizer: all would be slow
 _BLOCKS, _BLOCK = 64, 4096  # and so many blocks of so many tokens, spread over the whole of it
@@ -60,7 +60,7 @@ def load_tokenizer(path: str | Path | None, end_of_text: str | int | None = None
     """
     if path is None or _is_bytes(Path(path)):
         return ByteTokenizer()
-    from core.datasets.tokenizer import Tokenizer  # needs an extra
+    from core.datasets.tokenizers.trained import Tokenizer  # needs an extra
 
     return Tokenizer.load(path, end_of_text)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from core.autograd.regions import outermost
-from core.data_parallel.weights import without_memory
+from core.data_parallel.weights.weights import without_memory
 from core.parallel_state.flat import Entry, is_vector
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of, named_parameters

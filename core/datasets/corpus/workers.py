@@ -10,7 +10,7 @@ from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 
-from core.datasets.documents import Encoded, Encoder, Piece
+from core.datasets.corpus.documents import Encoded, Encoder, Piece
 
 _AHEAD = 4  # jobs per worker that may wait for a slower one before them: bounds memory
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.data_parallel.weights import Interval, Storage, Weights, gone
+from core.data_parallel.weights.weights import Interval, Storage, Weights, gone
 from core.parallel_state.collectives import Group, all_reduce, start_gather_parts, start_sum_into_own
 from core.parallel_state.collectives.ops import Pending
 from core.parallel_state.flat import Bucket, flat_intervals

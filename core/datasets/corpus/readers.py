@@ -11,8 +11,8 @@ from importlib import import_module
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple
 
-from core.datasets.documents import PARAGRAPH_ENDS, PIECE_BYTES, Piece, cut_place, cuts, last_end
-from core.datasets.sources import Source
+from core.datasets.corpus.documents import PARAGRAPH_ENDS, PIECE_BYTES, Piece, cut_place, cuts, last_end
+from core.datasets.corpus.sources import Source
 
 PORTION_BYTES = 64 << 20  # a larger text file becomes several documents
 _ROWS = 512

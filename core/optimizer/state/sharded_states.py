@@ -10,8 +10,8 @@ from core.data_parallel import DataParallel
 from core.dist_checkpointing.mapping import Mapper, ShardedObject, ShardedTensor
 from core.dist_checkpointing.mapping import sharded_state_dict as module_state_dict
 from core.optimizer.adamw import StatePart
-from core.optimizer.flat_shard import Piece, pieces_of
-from core.optimizer.parts import Part
+from core.optimizer.state.flat_shard import Piece, pieces_of
+from core.optimizer.state.parts import Part
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.modules import named_buffers, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState

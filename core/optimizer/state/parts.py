@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import Buffer, DataParallel
-from core.optimizer.flat_shard import Key, Piece, Run, clip_runs, make_runs, pieces_of
-from core.optimizer.kernels import Batch
-from core.optimizer.offload import Offload
+from core.optimizer.state.flat_shard import Key, Piece, Run, clip_runs, make_runs, pieces_of
+from core.optimizer.state.kernels import Batch
+from core.optimizer.state.offload import Offload
 from core.parallel_state.layout import Layout, layout_of
 
 CHUNK = 1 << 18  # elements: what a core's cache holds of both

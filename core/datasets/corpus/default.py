@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from core.datasets.corpus import SourceFiles, read_texts, split_by_hash, standard_library
+from core.datasets.corpus.standard_library import SourceFiles, read_texts, split_by_hash, standard_library
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
-from core.datasets.tokenizer import LIBRARY_VERSION, Tokenizer, train_tokenizer
+from core.datasets.tokenizers.trained import LIBRARY_VERSION, Tokenizer, train_tokenizer
 
 _FORMAT = 3
 _TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch

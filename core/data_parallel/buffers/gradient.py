@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from core.data_parallel.buffers import Buffer
-from core.data_parallel.life import Phase
-from core.data_parallel.units import Unit
+from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.buffers.life import Phase
+from core.data_parallel.buffers.units import Unit
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.parallel_state.layout import layout_of
 

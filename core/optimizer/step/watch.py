@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import Buffer
-from core.optimizer.grad_norm import shard_squares, sum_in_rank_order
+from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.state import ParallelState
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.data_parallel.freed import Freed, Whole, set_data
+from core.data_parallel.weights.freed import Freed, Whole, set_data
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
 from core.parallel_state.collectives.ops import Pending
 from core.parallel_state.flat import Bucket
@@ -69,7 +69,7 @@ class Weights:
     _gathering: Pending | None
 
     def _build_weights(self, device: torch.device) -> None:
-        unfilled = all(map(without_memory, self.parameters))  # see core/data_parallel/meta.py
+        unfilled = all(map(without_memory, self.parameters))  # see core/data_parallel/buffers/meta.py
         flat = (torch.empty if unfilled and self.stage == 3 else torch.zeros)(
             self.bucket.size, dtype=self.dtype, device=device
         )

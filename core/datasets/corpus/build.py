@@ -7,14 +7,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.datasets.any_tokenizer import AnyTokenizer
 from core.datasets.card import TokenCard, card_path, read_card, tokenizer_path
-from core.datasets.documents import PIECE_BYTES, Encoder, Piece
-from core.datasets.parallel import available_cores, encode_all
-from core.datasets.readers import read_pieces
-from core.datasets.sources import Source, find_sources
+from core.datasets.corpus.documents import PIECE_BYTES, Encoder, Piece
+from core.datasets.corpus.readers import read_pieces
+from core.datasets.corpus.sources import Source, find_sources
+from core.datasets.corpus.workers import available_cores, encode_all
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 
 DOCUMENTS = ("file", "paragraph", "line")
 LEARNED_BYTES = 256 << 20  # of text a tokenizer is trained on: the first files in the order of the corpus

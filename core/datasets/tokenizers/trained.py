@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from core.datasets.byte_tokenizer import refuse_surrogates
+from core.datasets.tokenizers.byte_tokenizer import refuse_surrogates
 
 try:
     import tokenizers as hf

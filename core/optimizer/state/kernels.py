@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.optimizer.flat_shard import Run
+from core.optimizer.state.flat_shard import Run
 
 
 @dataclass(frozen=True, eq=False)

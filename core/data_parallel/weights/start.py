@@ -6,7 +6,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from core.data_parallel.weights import without_memory
+from core.data_parallel.weights.weights import without_memory
 from core.parallel_state.collectives import all_gather_objects, broadcast
 from core.parallel_state.flat import Bucket
 from core.parallel_state.layout import layout_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from core.data_parallel.buffers import Buffer
+from core.data_parallel.buffers.buffers import Buffer
 
 
 class Unit:

@@ -1,0 +1,1 @@
+"""From text files, or the standard library's sources, to a token file."""
