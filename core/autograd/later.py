@@ -63,7 +63,7 @@ class Calls:
 
     @property
     def postponed(self) -> bool:
-        """Whether anything was."""
+        """Whether any weight gradient was deferred."""
         return bool(self._made)
 
     def make_all(self) -> None:
@@ -105,7 +105,6 @@ class Later(Tensor):
         return made
 
     def value(self) -> Tensor:
-        """Computed once."""
         if self._make is not None:
             self._calls.looked = True
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -135,11 +134,9 @@ class Later(Tensor):
 
     # ways to a value that pass dispatch by
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever."""
         return self.value().numpy(*args, **kwargs)
 
     def data_ptr(self) -> int:
-        """As ever."""
         return self.value().data_ptr()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Put it back."""
+    """Set the CPU's and the device's generator to what `random_state` gave."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.get_device_module(device).set_rng_state(state[1], device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.autograd.protocols import GradSync
 from core.data_parallel.buffers.buffer_copies import BufferCopies
 from core.data_parallel.buffers.buffers import Buffer, partial_views, sum_views
 from core.data_parallel.buffers.gradient import Place
@@ -24,7 +25,7 @@ from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
 
-class DataParallel:
+class DataParallel(GradSync):
     """Flat buckets of weights and gradients, summed over the data axes and divided among its ranks.
 
     Implements `core.autograd.GradSync`, so that executors drive it; `ShardedAdamW(shard, ...)` updates what it holds.

@@ -41,7 +41,7 @@ class Round:
         self._next = 0
 
     def begin(self, *, split: bool) -> None:
-        """Nothing has arrived."""
+        """A new round: nothing has arrived, no sum has started."""
         self.open, self._next, self.buffers = True, 0, self._orders[split]
         self._left = {buffer: len(buffer.parameters) for buffer in self.buffers}
         self._started.clear()
@@ -65,7 +65,7 @@ class Round:
         return True
 
     def end(self) -> None:
-        """Start the rest."""
+        """The round is over: start the sums that wait for parameters which will not arrive."""
         if self.open:
             for buffer in self.buffers[self._next :]:
                 self._start(buffer)

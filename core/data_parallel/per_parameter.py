@@ -1,11 +1,12 @@
 """Gradients collected in `main_grad` and summed over the replicas parameter by parameter: the plain twin."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
+from core.autograd.protocols import GradSync
 from core.data_parallel.buffers.buffers import wide
 from core.parallel_state.collectives import Group, all_reduce
 from core.parallel_state.layout import layout_of
@@ -13,7 +14,7 @@ from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
 
-class PerParameterGradSync:
+class PerParameterGradSync(GradSync):
     """Implements `core.autograd.GradSync`: nothing is overlapped, `finish` sums every gradient in turn.
 
     Every trainable parameter of `module` (or of a pipeline's stages on this rank) gets `main_grad`, of its own
@@ -61,33 +62,9 @@ class PerParameterGradSync:
         self._refuse_summed()
         self._delivered.clear()
 
-    def before_forward(self, stage: nn.Module) -> None:
-        """Nothing: parameters are always whole."""
-
-    def before_input_grad(self, stage: nn.Module) -> None:
-        """Nothing."""
-
-    def after_input_grad(self, stage: nn.Module, waiting: Collection[Parameter] = ()) -> None:
-        """Nothing."""
-
-    def before_weight_grad(self, stage: nn.Module) -> None:
-        """Nothing."""
-
     def ready(self, param: Parameter) -> None:
         """`param` has had a contribution that no hook saw."""
         self._delivered.add(param)
-
-    def after_weight_grad(self, stage: nn.Module) -> None:
-        """Nothing."""
-
-    def hold(self, stage: nn.Module) -> None:
-        """Nothing: parameters are always whole."""
-
-    def let_go(self, stage: nn.Module) -> None:
-        """Nothing."""
-
-    def stage_done(self, stage: nn.Module) -> None:
-        """Nothing: `finish` sums."""
 
     def finish(self) -> None:
         """Sum every `main_grad` over the groups of its layout; nothing divides, that is the optimizer's.

@@ -70,7 +70,7 @@ def _sample(file: TokenFile, count: int) -> str | None:
 
 
 def text(found: dict[str, Any]) -> str:
-    """`facts` for people."""
+    """`facts` as lines for people."""
     documents = found["document_tokens"]
     lines = {
         "documents": f"{found['documents']:,} in {found['sequences']:,} sequences",

@@ -18,9 +18,7 @@ class TokenSource(Protocol):
         ...
 
     @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        ...
+    def num_documents(self) -> int: ...
 
     def tokens(self, start: int, stop: int) -> Array:
         """Tokens start .. stop of the documents laid end to end: a read-only view; `ValueError` outside."""
@@ -60,7 +58,6 @@ class TokenRange:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return self.last_document - self.first_document
 
     @property

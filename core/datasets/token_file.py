@@ -27,7 +27,7 @@ Array = npt.NDArray[np.integer]
 
 
 def file_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """`prefix.bin` and `prefix.idx`."""
+    """The two files of a prefix: `prefix.bin` (tokens) and `prefix.idx` (documents)."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
@@ -114,7 +114,6 @@ class TokenFile:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return self._indices.size - 1
 
     @property

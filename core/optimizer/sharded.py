@@ -365,7 +365,7 @@ class ShardedAdamW(ShardedOptimizer):
         return adamw_options(config)
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
-        """Both moments."""
+        """Adam's two moments, exp_avg and exp_avg_sq."""
         return "exp_avg", "exp_avg_sq"
 
 

@@ -45,11 +45,9 @@ class TorchFace(torch.optim.Optimizer):
         )
 
     def states(self, *, own_mains: bool = True) -> dict[str, dict[str, Any]]:
-        """See `ShardedOptimizer`."""
         raise NotImplementedError
 
     def load_states(self, states: Any, step_count: int, skipped_steps: int = 0, *, weights: bool = True) -> None:
-        """See `ShardedOptimizer`."""
         raise NotImplementedError
 
     @property

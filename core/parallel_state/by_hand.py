@@ -117,7 +117,7 @@ class ByHand:
         self._parameters, self.is_open = [], False
 
     def end(self) -> None:
-        """Close for good."""
+        """Close, and take torch's hooks out: nothing is listened to again."""
         self.close()
         for remove in self._hooks:
             remove()

@@ -27,7 +27,7 @@ def get_tensor_model_parallel_group() -> Any:
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """Pipeline stages' ranks."""
+    """Number of ranks that hold pipeline stages of one replica."""
     return current_state().size("pp")
 
 

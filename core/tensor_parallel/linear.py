@@ -56,7 +56,6 @@ class ColumnParallelLinear(SpreadModule):
         return gather_from_tensor_region(parts, self.gather).movedim(-1, 2 + self.split_dim).flatten(2)
 
     def extra_repr(self) -> str:
-        """Local sizes."""
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"
 
 
@@ -89,5 +88,4 @@ class RowParallelLinear(SpreadModule):
         return deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
 
     def extra_repr(self) -> str:
-        """Local sizes."""
         return f"in={self.weight.shape[-1]} here, out={self.weight.shape[0]}, bias={self.bias is not None}"

@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        """Bytes of now."""
+        """Bytes of tensors that are alive now."""
         for key, ref in list(self._refs.items()):
             storage = ref()
             if storage is not None:

@@ -12,7 +12,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2, elementwise."""
+    """relu(x)^2, elementwise (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
 
 

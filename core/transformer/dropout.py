@@ -32,14 +32,12 @@ class Dropout(nn.Module):
         return mix32(stage.seed, stage.step, stage.microbatch, *self.key)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[...] -> [...]."""
         if not self.training or self.p == 0:
             return x
         with seeded(x.device, self.seed()):
             return F.dropout(x, self.p)
 
     def extra_repr(self) -> str:
-        """Probability."""
         return f"p={self.p}"
 
 

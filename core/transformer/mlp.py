@@ -36,6 +36,5 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
         y = self.linear_fc1(x)
         return self.linear_fc2(gated(y, self.activation) if self.gated else self.activation(y))

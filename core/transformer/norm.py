@@ -59,7 +59,6 @@ class _Norm(SpreadModule):
         self.partial, self.place = partial, place
 
     def extra_repr(self) -> str:
-        """Size and epsilon."""
         return f"{self.shape[0]}, eps={self.eps}"
 
 

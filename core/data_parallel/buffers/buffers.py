@@ -174,7 +174,7 @@ class Buffer(Weights):
 
     @property
     def own_gradients(self) -> Tensor:
-        """[own] of `gradients`."""
+        """This rank's part of `gradients`, [own]."""
         return self.gradients[self.own[0] - self.held[0] : self.own[1] - self.held[0]]
 
     def complete(self) -> None:
@@ -236,7 +236,6 @@ class Buffer(Weights):
 
     @cached_property
     def counted(self) -> list[Interval]:
-        """See the class."""
         if self.copies is not None and self.copies.rank:
             return []
         at = self.ps.coordinate | {"dp": 0, "cp": 0, "edp": 0}  # along which it is cut, not repeated

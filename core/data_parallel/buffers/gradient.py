@@ -73,7 +73,6 @@ class Place:
         return self.whole is None and self.buffer.stage >= 1 and self.buffer.ranks is not None
 
     def contribute(self, gradient: Tensor) -> None:
-        """See `GradientSums.contribute`."""
         self.sums.contribute(self, gradient)
 
     def summed(self) -> None:

@@ -26,7 +26,7 @@ class Unit:
         self.backward = -1  # number of the last backward that came here
 
     def take_in(self, buffer: Buffer) -> None:
-        """One bucket more."""
+        """Add a bucket, whose parameters belong to this unit."""
         self.buffers.append(buffer)
         self.parameters += buffer.parameters
 

@@ -38,7 +38,6 @@ class Whole(Parameter):
 
     @property
     def data(self) -> Tensor:
-        """As ever."""
         self.bucket.untraced = True  # type: ignore[attr-defined]
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 

@@ -52,7 +52,7 @@ class Storage:
         self.flat.untyped_storage().resize_(self._bytes)
 
     def give_back(self) -> None:
-        """No memory."""
+        """Free the memory of whole parameters; shapes stay."""
         self.flat.untyped_storage().resize_(0)
 
 

@@ -60,7 +60,7 @@ class TextFiles:
 
     @property
     def num_bytes(self) -> int:
-        """On disk."""
+        """Size of the token files on disk, in bytes."""
         return sum(source.size for source in self.sources)
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:

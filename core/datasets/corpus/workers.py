@@ -68,7 +68,6 @@ class _Pool:
         self._busy: dict[Connection, int] = {}  # the number of the job
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
-        """As `encode_all`."""
         for _ in range(self._workers):  # all before the first job, which waits until its process can read
             self._start()
         sent: dict[int, Job] = {}
@@ -131,7 +130,7 @@ class _Pool:
         )
 
     def close(self) -> None:
-        """End all processes."""
+        """End all worker processes."""
         for process in self._processes.values():
             process.kill()
         for connection, process in self._processes.items():

@@ -6,15 +6,15 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv 2109.08668)."""
+    """relu(x)^2, elementwise (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x)."""
+    """x sigmoid(1.702 x), elementwise: the approximation of GPT-2 and CLIP."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """GELU by tanh."""
+    """GELU by its tanh approximation, elementwise (arXiv 1606.08415, section 2)."""
     return F.gelu(x, approximate="tanh")

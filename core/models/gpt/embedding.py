@@ -40,7 +40,6 @@ class GPTEmbedding(nn.Module):
         self.dropout = residual_dropout(build, "embedding") if spec else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """See the class."""
         x = self.word_embeddings(tokens.t().contiguous())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
@@ -62,7 +61,6 @@ class OutputLayer(SpreadModule):
         self.stage, self.comm = place.stage, place.column_comm()
 
     def forward(self, x: Tensor, weight: Parameter | None = None) -> Tensor:
-        """See the class."""
         own = self.weight if weight is None else weight
         assert own is not None
         return deferred_linear(x, own, stage=self.stage, comm=self.comm)

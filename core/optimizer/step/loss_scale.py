@@ -89,6 +89,6 @@ class LossScale:
         return {"value": float(self.value.item()), "good_steps": int(self._good.item())}
 
     def load(self, state: dict[str, float]) -> None:
-        """What `state` gave."""
+        """Continue with a scale and its count of good steps, as `state` gave them."""
         self.value = torch.full_like(self.value, state["value"])
         self._good = torch.full_like(self._good, int(state["good_steps"]))

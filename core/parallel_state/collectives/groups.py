@@ -23,7 +23,7 @@ class Traffic:
     seconds: float = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """Count one call."""
+        """Count one collective call and its bytes."""
         self.calls += 1
         self.bytes += size
         self.seconds += seconds

@@ -48,7 +48,7 @@ class Form:
         return cls(spec, constants, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)), tensors
 
     def fill(self, tensors: Iterable[Tensor]) -> Any:
-        """The value again."""
+        """The value again: its nesting and constants, with `tensors` in their places."""
         rest = iter(tensors)
         if self.spec is _LEAF:
             return next(rest)

@@ -57,7 +57,7 @@ class Schedule:
 
     @classmethod
     def make(cls, placement: Iterable[int], orders: Iterable[Iterable[Action]], name: str = "custom") -> "Schedule":
-        """From any iterables."""
+        """A schedule from any iterables: stages' ranks, and one order of actions per rank."""
         return cls(tuple(placement), tuple(tuple(order) for order in orders), name)
 
     @property

@@ -149,7 +149,7 @@ class _Memory:
         return sum(self.flat.takes[first + k] for k in kinds)
 
     def do(self, rank: int, stage: int, microbatch: int, kind: int) -> None:
-        """Book an action."""
+        """Schedule an action: its time, its rank's clock and memory."""
         self.held[rank] += self.change(rank, stage, microbatch, kind)
         self.done[rank][microbatch] = self.after(microbatch, rank, stage, kind)
         self.newest[rank] = max(self.newest[rank], microbatch + 1)

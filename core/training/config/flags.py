@@ -33,7 +33,7 @@ class Flags:
 
 
 def flag_of(name: str) -> str:
-    """ "optimizer.lr_schedule" as "--optimizer.lr-schedule"."""
+    """The flag of a field: "optimizer.lr_schedule" is "--optimizer.lr-schedule"."""
     return "--" + name.replace("_", "-")
 
 

@@ -75,7 +75,7 @@ class ModelConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of weights and activations."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     def transformer(self) -> TransformerConfig:

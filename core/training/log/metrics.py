@@ -140,7 +140,7 @@ class StepRecord:
     skipped: int = 0
 
     def line(self, total: int) -> str:
-        """The greppable line."""
+        """One line of the console for a step, made to be grepped."""
         return (
             f"step {self.step:5d}/{total} | loss {self.loss:.4f} | grad norm {self.grad_norm:.4f} | "
             f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s | {self.tflops_per_s:.4f} TFLOP/s | "

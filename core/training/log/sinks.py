@@ -32,7 +32,7 @@ class Sink(Protocol):
     """Is told of each record once, in order, on rank 0."""
 
     def add(self, record: Record) -> None:
-        """One more record."""
+        """Write one more record."""
         ...
 
     def close(self) -> None:

@@ -166,7 +166,7 @@ class EngineFace(nn.Module):
         return self.accumulation
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3, under DeepSpeed's name."""
         return self.optimizer.shard.zero_stage
 
     def gradient_clipping(self) -> float:
@@ -175,7 +175,7 @@ class EngineFace(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """The device of this rank."""
         return self.optimizer.ps.device
 
     @property
@@ -196,7 +196,7 @@ class EngineFace(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Data parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.optimizer.ps.size("dp")
 
     @property

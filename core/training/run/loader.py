@@ -44,7 +44,7 @@ class Scheduler:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
+        """Takes nothing: an order that depends on the step alone has no state."""
 
 
 class Loader:

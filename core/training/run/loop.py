@@ -32,7 +32,7 @@ class Optimizer(Protocol):
         ...
 
     def zero_grad(self) -> None:
-        """Start over."""
+        """Forget the gradients of the last step."""
         ...
 
     def non_finite(self) -> list[str]:
@@ -44,7 +44,7 @@ class Keeper(Protocol):
     """What the loop needs of `Checkpoints`."""
 
     def before_update(self) -> None:
-        """Before parameters change."""
+        """Called when gradients are complete, before parameters change."""
         ...
 
     def after_step(self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
@@ -78,7 +78,7 @@ class _Meter:
         self._skipped: Tensor | int = 0
 
     def add(self, num_tokens: Tensor, skipped: Tensor) -> None:
-        """One more step."""
+        """Take one step's numbers into the running sums."""
         self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
 
     def read(self, step: int) -> tuple[float, float, int]:

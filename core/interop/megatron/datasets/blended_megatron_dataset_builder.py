@@ -55,7 +55,6 @@ class BlendedDataset(torch.utils.data.Dataset):
                 )
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.dataset_index)
 
     def __getitem__(self, idx: int) -> dict[str, Tensor | int]:

@@ -38,7 +38,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         return type(self), (self.path_prefix,)  # a loader's worker maps the files itself
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return self._file.num_sequences
 
     def __getitem__(self, idx: int | slice) -> Any:
@@ -70,7 +69,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         return self._file.document_indices
 
     def get_document_indices(self) -> np.ndarray:
-        """See `document_indices`."""
         return self.document_indices
 
     @staticmethod
@@ -108,7 +106,6 @@ class IndexedDatasetBuilder:
         self._open = 0
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Any = None) -> None:
-        """A whole document."""
         self.add_item(tensor)
         self.end_document()
 

@@ -59,7 +59,6 @@ class DistributedDataParallel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self.module(*args, **kwargs)
 
     def _trained(self) -> dict[str, list[Tensor]]:
@@ -97,13 +96,13 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient by `scaling_factor`."""
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad *= scaling_factor
 
     def zero_grad_buffer(self) -> None:
-        """Forget every gradient."""
+        """Set every gradient to zero, as before a step."""
         self.module.zero_grad()
 
     @torch.no_grad()
@@ -114,10 +113,8 @@ class DistributedDataParallel(nn.Module):
                 broadcast(parameter.data, self.parallel.group(name))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's."""
         found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return found
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self.module.load_state_dict(*args, **kwargs)

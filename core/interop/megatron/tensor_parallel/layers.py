@@ -84,7 +84,6 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
         self.skip_bias_add = skip_bias_add
 
     def forward(self, x: Tensor, *unused: Any) -> Any:
-        """See the class."""
         return _output_and_bias(self, super().forward, x)
 
 
@@ -111,7 +110,6 @@ class RowParallelLinear(ours.RowParallelLinear):
         self.skip_bias_add, self.input_is_parallel, self.group = skip_bias_add, input_is_parallel, place.group
 
     def forward(self, x: Tensor) -> Any:
-        """See the class."""
         if not self.input_is_parallel:
             x = ours.scatter_to_tensor_region(x, self.group)
         return _output_and_bias(self, super().forward, x)

@@ -24,7 +24,7 @@ class AttnType(Enum):
 
 
 class AttnMaskType(Enum):
-    """What attention sees."""
+    """Which positions attention may see."""
 
     padding = 1
     causal = 2

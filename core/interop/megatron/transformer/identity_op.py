@@ -12,5 +12,4 @@ class IdentityOp(nn.Module):
         super().__init__()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Its first argument."""
         return x

@@ -16,7 +16,6 @@ class MegatronModule(nn.Module):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """`state_dict`."""
         found: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
         return found
 

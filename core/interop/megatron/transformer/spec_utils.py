@@ -15,7 +15,6 @@ class ModuleSpec:
     metainfo: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`build_module` of it."""
         return build_module(self, *args, **kwargs)
 
 
