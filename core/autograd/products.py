@@ -13,7 +13,7 @@ from core.autograd.bag import accumulate
 from core.autograd.main_grad import main_grad_of
 
 
-class Pending(Protocol):
+class PendingProducts(Protocol):
     """A tensor under way."""
 
     def wait(self) -> Tensor:
@@ -37,8 +37,8 @@ class Comm:
     before_forward: Callable[[Tensor], Tensor] | None = None
     after_forward: Callable[[Tensor], Tensor] | None = None
     before_backward: Callable[[Tensor], Tensor] | None = None
-    after_backward: Callable[[Tensor], Pending] | None = None
-    start_again: Callable[[Tensor], Pending] | None = None
+    after_backward: Callable[[Tensor], PendingProducts] | None = None
+    start_again: Callable[[Tensor], PendingProducts] | None = None
 
 
 NO_COMM = Comm()

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from core.autograd.protocols import GradSync
 from core.data_parallel.buffers.buffer_copies import BufferCopies
 from core.data_parallel.buffers.buffers import Buffer, partial_views, sum_views
-from core.data_parallel.buffers.gradient import Place
+from core.data_parallel.buffers.gradient import ParameterSlot
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.meta import Init, fill_all, stand_up
 from core.data_parallel.buffers.units import StageUnits, Unit
@@ -129,9 +129,9 @@ class DataParallel(GradSync):
             buffer.told = told
         return made
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[ParameterSlot]:
         found = ((buffer, i, p) for buffer in self.buffers for i, p in enumerate(buffer.parameters))
-        return [Place(p, self._names[p], buffer, i) for buffer, i, p in found]
+        return [ParameterSlot(p, self._names[p], buffer, i) for buffer, i, p in found]
 
     def _refuse_owned(self) -> None:
         if taken := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:

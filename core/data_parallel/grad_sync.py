@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffers.buffers import Buffer
-from core.data_parallel.buffers.gradient import BucketGradient, Place, part_of, put_back
+from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, part_of, put_back
 from core.data_parallel.buffers.life import Phase
 
 IN_FLIGHT = 2  # sums under way at once: each holds a bucket's scratch, at stages 2 and 3 whole gradients
@@ -91,7 +91,7 @@ class GradientSums:
     def __init__(
         self,
         holders: dict[nn.Module, list[Buffer]],
-        places: Sequence[Place],
+        places: Sequence[ParameterSlot],
         *,
         divided: bool,
         overlap: bool,
@@ -115,7 +115,7 @@ class GradientSums:
         for place in places:
             place.sums = self
             place.round = None if divided else round_of[place.buffer]
-        self._hooked: list[Place] = []
+        self._hooked: list[ParameterSlot] = []
         self.phase = Phase.OPEN
         self._begin_plain()
 
@@ -160,7 +160,7 @@ class GradientSums:
         """The ids of those that are summed here."""
         return self._place.keys()
 
-    def hooked(self, place: Place, parameter: Tensor) -> None:
+    def hooked(self, place: ParameterSlot, parameter: Tensor) -> None:
         """Autograd is done with `parameter` in this backward: `.grad`, or None where operations added themselves.
 
         Raises RuntimeError: its bucket has been summed already.
@@ -187,7 +187,7 @@ class GradientSums:
         else:
             self._arrive(place)
 
-    def contribute(self, place: Place, gradient: Tensor) -> None:
+    def contribute(self, place: ParameterSlot, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, inside of a backward."""
         if self.phase:  # `hooked`, which follows, knows what becomes of it
             return
@@ -236,7 +236,7 @@ class GradientSums:
                     changed, place.delivered, place.zeros = True, False, False
         return changed
 
-    def _arrive(self, place: Place, *, now: bool = True) -> None:
+    def _arrive(self, place: ParameterSlot, *, now: bool = True) -> None:
         """One pair has delivered all to a parameter; `now`: buckets may start."""
         which, buffer = place.round or self._running, place.buffer
         try:

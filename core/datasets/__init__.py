@@ -20,7 +20,7 @@ _HOMES = {
     "packing": ("IGNORED_LABEL", "Packing"),
     "batches": ("GPTBatches",),
     "blend": ("BlendedBatches", "open_blend"),
-    "corpus.build": ("Prepared", "TextFiles", "prepare_files"),
+    "corpus.build": ("CorpusFiles", "TextFiles", "prepare_files"),
     "corpus.default": ("PreparedCorpus", "prepare_default_corpus"),
     "baselines": ("bits_per_byte", "gzip_bits_per_byte", "unigram_bits_per_byte"),
 }

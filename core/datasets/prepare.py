@@ -21,7 +21,7 @@ import numpy as np
 from core.datasets.corpus.build import (
     DOCUMENTS,
     LEARNED_BYTES,
-    Prepared,
+    CorpusFiles,
     TextFiles,
     checked_prefix,
     prepare_files,
@@ -89,7 +89,7 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     return learned
 
 
-def report(made: Prepared) -> str:
+def report(made: CorpusFiles) -> str:
     """What was written, in a few lines, and the command to type next."""
     card = made.card
     rate = card.text_bytes / 1e6 / made.seconds

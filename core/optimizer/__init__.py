@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from core.optimizer.adamw import AdamW as AdamW
-    from core.optimizer.adamw import StatePart as StatePart
+    from core.optimizer.adamw import OptimizerShard as OptimizerShard
     from core.optimizer.adamw import StepStats as StepStats
     from core.optimizer.build import build_optimizer as build_optimizer
     from core.optimizer.clip_grads import GradScaler as GradScaler
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AdamW": "adamw",
-    "StatePart": "adamw",
+    "OptimizerShard": "adamw",
     "StepStats": "adamw",
     "build_optimizer": "build",
     "GradScaler": "clip_grads",

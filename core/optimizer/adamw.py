@@ -41,7 +41,7 @@ class StepStats:
 
 
 @dataclass(frozen=True, eq=False)
-class StatePart:
+class OptimizerShard:
     """This rank's true part (no padded rows) of one whole state tensor: a live view, and where it lies.
 
     layout: of the whole tensor, the parameter's. box: the slices of the whole that `tensor` is. interval: of a
@@ -186,7 +186,7 @@ class AdamW:
             if self._main[name] is not parameter:
                 self._main[name].copy_(parameter)
 
-    def states(self) -> dict[str, dict[str, StatePart]]:
+    def states(self) -> dict[str, dict[str, OptimizerShard]]:
         """name -> {"main", "exp_avg", "exp_avg_sq"}: this rank's part of each, as live views.
 
         With `step_count` and `skipped_steps` this is everything that a step depends on.
@@ -197,7 +197,7 @@ class AdamW:
             layout = layout_of(parameter)
             box = layout.box(at, sizes)
             found[name] = {
-                kind: StatePart(true_part(tensor, layout, at, sizes), layout, box)
+                kind: OptimizerShard(true_part(tensor, layout, at, sizes), layout, box)
                 for kind, tensor in self._tensors(name).items()
             }
         return found
@@ -238,7 +238,7 @@ class AdamW:
 
     @torch.no_grad()
     def load_states(
-        self, states: Mapping[str, Mapping[str, Tensor | StatePart]], step_count: int, *, skipped_steps: int = 0
+        self, states: Mapping[str, Mapping[str, Tensor | OptimizerShard]], step_count: int, *, skipped_steps: int = 0
     ) -> None:
         """Restore what `states` gave (true local parts), bit for bit; 16-bit parameters are copied from "main".
 
@@ -274,8 +274,8 @@ def _main(parameter: Parameter) -> Tensor:
     return parameter.detach().float() if parameter.dtype.itemsize < 4 else parameter
 
 
-def _tensor(kinds: Mapping[str, Tensor | StatePart], name: str, kind: str) -> Tensor:
+def _tensor(kinds: Mapping[str, Tensor | OptimizerShard], name: str, kind: str) -> Tensor:
     if kind not in kinds:
         raise ValueError(f"load_states: {name} has {sorted(kinds)} but not {kind}; all of {KINDS} are needed")
     found = kinds[kind]
-    return found.tensor if isinstance(found, StatePart) else found
+    return found.tensor if isinstance(found, OptimizerShard) else found

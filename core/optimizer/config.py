@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from core.optimizer.schedules.deepspeed import SCHEDULES, Schedule, schedule
+from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, schedule
 from core.optimizer.schedules.schedule import KINDS, LearningRate
 from core.parallel_state.config import raise_all
 
@@ -141,7 +141,7 @@ class OptimizerConfig:
         return 0.95 if self.optimizer == "muon" else 0.9
 
     @property
-    def learning_rate(self) -> LearningRate | Schedule:
+    def learning_rate(self) -> LearningRate | DeepSpeedSchedule:
         """The schedule that these fields describe: `.at(step)` is the rate after that many updates."""
         if self.lr_schedule in SCHEDULES:
             return schedule(self.lr_schedule, self.lr_schedule_options, self.lr)

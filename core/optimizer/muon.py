@@ -12,9 +12,9 @@ from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import Given, adamw_options
 from core.optimizer.sharded import ShardedOptimizer
-from core.optimizer.state.flat_shard import Decays, Piece, default_decays
+from core.optimizer.state.flat_shard import Decays, ParameterPiece, default_decays
 from core.optimizer.state.kernels import Factor, adamw
-from core.optimizer.state.parts import Part
+from core.optimizer.state.parts import StateBuffer
 from core.parallel_state.layout import Layout, layout_of
 from core.parallel_state.modules import modules_of, named_parameters, named_stacks
 
@@ -77,14 +77,14 @@ class ShardedMuon(ShardedOptimizer):
         """All but hidden matrices."""
         return not self.hidden(name, layout)
 
-    def _as_matrices(self, flat: Tensor, piece: Piece) -> list[Tensor]:
+    def _as_matrices(self, flat: Tensor, piece: ParameterPiece) -> list[Tensor]:
         """A parameter's elements as the matrices that are orthogonalised."""
         shape = tuple(piece.parameter.shape)
         if piece.name in self._convolutions:
             return [flat.view(shape[0], -1)]
         return list(flat.view(-1, *shape[-2:]).unbind())
 
-    def _build(self) -> list[tuple[list[Tensor], Part, Piece]]:
+    def _build(self) -> list[tuple[list[Tensor], StateBuffer, ParameterPiece]]:
         found = []
         for part in self._parts:
             for piece in part.pieces:

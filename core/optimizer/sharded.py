@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
-from core.optimizer.adamw import CLIP_EPS, StatePart, StepStats
+from core.optimizer.adamw import CLIP_EPS, OptimizerShard, StepStats
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import Given, Groups, adamw_options
 from core.optimizer.state.flat_shard import Decays, Key, Span, default_decays
 from core.optimizer.state.kernels import Batch, Factor, Kernel, adamw
 from core.optimizer.state.offload import Offload
-from core.optimizer.state.parts import Part, allocate, make_parts
+from core.optimizer.state.parts import StateBuffer, allocate, make_parts
 from core.optimizer.state.rounding import Rounding
 from core.optimizer.state.sharded_states import States, load_states, sharded_parts, state_parts
 from core.optimizer.state.streamed import Streamer
@@ -224,7 +224,7 @@ class ShardedOptimizer(TorchFace):
             factor = replace(factor, step=factor.step - key.behind)
         self.kernel(batch, factor, options, options["weight_decay"] if key.decays else 0.0)
 
-    def _round(self, mains: Tensor, part: Part, span: Span) -> Tensor:
+    def _round(self, mains: Tensor, part: StateBuffer, span: Span) -> Tensor:
         rounded, rounding = mains.to(torch.bfloat16), self._rounding
         for piece in part.pieces:
             first, last = max(piece.at[0], span[0]), min(piece.at[1], span[1])
@@ -280,7 +280,7 @@ class ShardedOptimizer(TorchFace):
             if part.main is not None:
                 part.main.copy_(part.weights)
 
-    def states(self, *, own_mains: bool = True) -> dict[str, dict[str, StatePart]]:
+    def states(self, *, own_mains: bool = True) -> dict[str, dict[str, OptimizerShard]]:
         """name -> kind ("main" and the update's) -> this rank's part; live views, at stage 0 of whole local tensors,
         else of intervals. A parameter that an offload's fraction cuts is a joined copy in host memory.
 

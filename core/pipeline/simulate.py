@@ -23,7 +23,7 @@ DEFAULT_COSTS = "F=1,I=1,W=1,R=1,comm=0,saved=0,graph=1,waiting=1"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Simulation:
     """A schedule, played. ideal: the work of the busiest rank; no step is shorter."""
 
     schedule: Schedule
@@ -46,11 +46,11 @@ class Outcome:
 
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, recompute: bool = False, fused_backward: bool = False
-) -> Outcome:
+) -> Simulation:
     """Play a schedule; `costs` are those of a rank's whole slice for one microbatch."""
     whole = add_recompute(schedule) if recompute else schedule
     each = (costs or Costs()).divided(max(1, schedule.stages // schedule.ranks))
-    return Outcome(whole, play(whole, each, fused_backward=fused_backward))
+    return Simulation(whole, play(whole, each, fused_backward=fused_backward))
 
 
 def parse_costs(text: str) -> Costs:
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def table(outcomes: Sequence[Outcome], memory_limit: float | None = None) -> str:
+def table(outcomes: Sequence[Simulation], memory_limit: float | None = None) -> str:
     """One line per outcome: step over ideal, bubble, memory of the rank that holds most."""
     lines = [f"{'schedule':18}{'step/ideal':>11}{'bubble':>9}{'peak memory':>13}"]
     for outcome in outcomes:
@@ -131,7 +131,7 @@ def table(outcomes: Sequence[Outcome], memory_limit: float | None = None) -> str
     return "\n".join(lines) + "\n"
 
 
-def _over_the_limit(outcome: Outcome, limit: float, named: Sequence[Outcome]) -> str:
+def _over_the_limit(outcome: Simulation, limit: float, named: Sequence[Simulation]) -> str:
     least = min(named, key=lambda other: other.played.peak)
     fitting = [other.schedule.name for other in sorted(named, key=lambda o: o.over_ideal) if other.fits(limit)]
     remedy = f"within it, the fastest first: {', '.join(fitting)}" if fitting else "no named schedule is within it"
@@ -142,7 +142,7 @@ def _over_the_limit(outcome: Outcome, limit: float, named: Sequence[Outcome]) ->
     )
 
 
-def _write(options: argparse.Namespace, plain: Schedule, outcome: Outcome, title: str) -> None:
+def _write(options: argparse.Namespace, plain: Schedule, outcome: Simulation, title: str) -> None:
     texts: dict[str, Callable[[], str]] = {
         "svg": lambda: draw_svg(outcome.played.timeline, title),
         "trace": lambda: draw_trace(outcome.played.timeline),
@@ -178,10 +178,10 @@ def _run(options: argparse.Namespace) -> None:
     costs, limit = parse_costs(options.costs), options.memory_limit
     ranks, microbatches = options.stages, options.microbatches
 
-    def outcome_of(schedule: Schedule) -> Outcome:
+    def outcome_of(schedule: Schedule) -> Simulation:
         return simulate(schedule, costs, recompute=options.recompute, fused_backward=options.fused_backward)
 
-    def all_named() -> list[Outcome]:
+    def all_named() -> list[Simulation]:
         chunks = {name: options.chunks if its.any_chunks else None for name, its in NAMED.items()}
         return [outcome_of(make(name, ranks, microbatches, chunks[name])) for name in NAMED]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from core.datasets.corpus import documents as documents_module
 from core.datasets.corpus import readers
-from core.datasets.corpus.documents import Encoder, Piece, cuts
+from core.datasets.corpus.documents import Encoder, TextPiece, cuts
 from core.datasets.corpus.readers import read_pieces
 from core.datasets.corpus.sources import find_sources
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
@@ -160,7 +160,7 @@ def test_cuts_lose_nothing_and_part_no_paragraph_line_or_character(text, limit):
 @given(text=st.text(alphabet="a \t\r\n", max_size=60), limit=st.integers(1, 30))
 def test_paragraphs_are_the_same_wherever_the_text_is_cut(text, limit):
     def paragraphs(parts):
-        return [text for part in parts for text in ENCODER.texts(Piece("paragraph", part))]
+        return [text for part in parts for text in ENCODER.texts(TextPiece("paragraph", part))]
 
     whole = paragraphs([text.encode()])
     assert paragraphs(cuts(text.encode(), limit, "paragraph")) == whole

@@ -113,12 +113,17 @@ def test_every_cut_gives_the_same_bits(dtype, ranks, buckets):
 
 
 def test_a_run_before_a_multiple_of_64_is_a_run_by_itself():
-    from core.optimizer.state.flat_shard import Run, clip_runs, make_runs
+    from core.optimizer.state.flat_shard import ElementRun, clip_runs, make_runs
 
     runs = make_runs([(0, 70, True), (70, 100, True), (100, 110, False), (110, 300, True), (300, 310, True)])
-    assert runs == [Run(0, 100, True), Run(100, 110, False), Run(110, 128, True), Run(128, 310, True)]
+    assert runs == [
+        ElementRun(0, 100, True),
+        ElementRun(100, 110, False),
+        ElementRun(110, 128, True),
+        ElementRun(128, 310, True),
+    ]
     assert clip_runs(runs, 64, 192) == [
-        Run(0, 36, True), Run(36, 46, False), Run(46, 64, True), Run(64, 128, True)
+        ElementRun(0, 36, True), ElementRun(36, 46, False), ElementRun(46, 64, True), ElementRun(64, 128, True)
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 
 from core.parallel_state.collectives.groups import world_group
 from core.training.report import selftest
-from core.training.report.selftest import COLLECTIVES, Outcome, as_checks, exercise
+from core.training.report.selftest import COLLECTIVES, SelftestOutcome, as_checks, exercise
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(COLLECTIVES)
@@ -70,17 +70,17 @@ def test_a_rank_that_fails_stops_and_says_why():
 
     with patch.dict(COLLECTIVES, {NAMES[0]: raises}):
         (told,) = exercise(SimpleNamespace(size=2, rank=0), CPU, 1 << 10)
-    assert told == Outcome(name=NAMES[0], error="no route to host")
+    assert told == SelftestOutcome(name=NAMES[0], error="no route to host")
 
 
 def rows(*errors, count=6):
     """Outcomes of a rank, 2 GB/s each, the last `errors` instead."""
-    good = [Outcome(name=name, gb_per_s=2.0) for name in NAMES[:count]]
-    return [*good, *(Outcome(name=NAMES[count + i], error=error) for i, error in enumerate(errors))]
+    good = [SelftestOutcome(name=name, gb_per_s=2.0) for name in NAMES[:count]]
+    return [*good, *(SelftestOutcome(name=NAMES[count + i], error=error) for i, error in enumerate(errors))]
 
 
 def test_a_check_per_collective_with_the_slowest_ranks_rate():
-    slow = [Outcome(name=name, gb_per_s=1.25) for name in NAMES]
+    slow = [SelftestOutcome(name=name, gb_per_s=1.25) for name in NAMES]
     checks = as_checks([rows(), slow], "gloo between 2 processes")
     assert [c.name for c in checks] == [f"self-test {name}" for name in NAMES]
     assert all((c.status, c.value) == ("ok", "1.25 GB/s, gloo between 2 processes") for c in checks)

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from core.data_parallel.weights.weights import Interval, Storage, Weights, gone
 from core.parallel_state.collectives import Group, all_reduce, start_gather_parts, start_sum_into_own
-from core.parallel_state.collectives.ops import Pending
+from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket, flat_intervals
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
@@ -68,8 +68,8 @@ class Buffer(Weights):
         self.grad_dtype = grad_dtype if grad_dtype is not None else wide(self.dtype)
         narrower = reduce_dtype is not None and reduce_dtype.itemsize < self.grad_dtype.itemsize
         self._wire = reduce_dtype if narrower else None
-        self._gathering: Pending | None = None
-        self._summing: Pending | None = None
+        self._gathering: PendingCollective | None = None
+        self._summing: PendingCollective | None = None
         self._build_weights(ps.device)
         self._build_gradients()
 
@@ -184,7 +184,7 @@ class Buffer(Weights):
         if self.copies is not None:
             all_reduce(self.own_gradients, self.copies)
 
-    def start_gather_gradients(self) -> Pending | None:
+    def start_gather_gradients(self) -> PendingCollective | None:
         """Stage 0: bring the sums to all ranks. All-gather over `ranks`."""
         if self.stage or self.ranks is None:
             return None

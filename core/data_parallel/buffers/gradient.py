@@ -45,12 +45,12 @@ class Sums(Protocol):
     phase: Phase
     wanted: Callable[[], None]
 
-    def contribute(self, place: "Place", gradient: Tensor) -> None:
+    def contribute(self, place: "ParameterSlot", gradient: Tensor) -> None:
         """Add to a gradient, inside of a backward."""
         ...
 
 
-class Place:
+class ParameterSlot:
     """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step.
 
     delivered: something came since the last `zero_grad`. zeros: `zero_grad(set_to_none=False)` left it zeros, which
@@ -113,10 +113,10 @@ class BucketGradient(Tensor):
     Raises RuntimeError: its values asked for inside of a backward, or after the optimizer has used them up.
     """
 
-    place: Place
+    place: ParameterSlot
     step: int  # of which it is the gradient
 
-    def __new__(cls, place: Place) -> "BucketGradient":
+    def __new__(cls, place: ParameterSlot) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""
         like = place.parameter
         made = Tensor._make_wrapper_subclass(cls, tuple(like.shape), dtype=like.dtype, device=like.device)
@@ -180,7 +180,7 @@ class BucketGradient(Tensor):
         return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), out)
 
 
-def _tell_of_stages(place: Place) -> None:
+def _tell_of_stages(place: ParameterSlot) -> None:
     """Warns, on a pipeline, where gradients are scaled by what `clip_grad_norm_` found."""
     if (stages := place.buffer.ps.size("pp")) > 1:
         warnings.warn(
@@ -202,7 +202,7 @@ def _numbers(leaves: Sequence[Any], cls: type) -> bool:
     return all(type(leaf) is cls or not isinstance(leaf, Tensor) or not leaf.dim() for leaf in leaves)
 
 
-def _norms(places: Sequence[Place], order: float) -> list[Tensor]:
+def _norms(places: Sequence[ParameterSlot], order: float) -> list[Tensor]:
     """Of whole gradients, from each rank's part: over data ranks, then tensor ranks. One all-reduce per group."""
     parts = [place.part() for place in places]
     zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)
@@ -232,7 +232,7 @@ def _norm_over(norms: Sequence[Tensor], order: float, group: Group) -> Tensor:
     return total.sqrt() if order == 2 else total ** (1 / order)
 
 
-def whole_of(place: Place) -> Tensor:
+def whole_of(place: ParameterSlot) -> Tensor:
     """The whole gradient, of the parameter's shape and dtype. All-gather of its bucket, where that is divided."""
     buffer, slot = place.buffer, place.buffer.bucket.slots[place.index]
     whole = all_gather(buffer.own_gradients, buffer.ranks) if place.divided_now else buffer.gradients
@@ -240,14 +240,14 @@ def whole_of(place: Place) -> Tensor:
     return whole[slot.start : slot.stop].view(shape).to(place.parameter.dtype, copy=True)
 
 
-def part_of(place: Place) -> Tensor:
+def part_of(place: ParameterSlot) -> Tensor:
     """The live elements of the gradient that this rank updates: 1-D."""
     held, slot = place.buffer.held, place.buffer.bucket.slots[place.index]
     first, last = max(held[0], slot.start), min(held[1], slot.stop)
     return place.buffer.gradients[first - held[0] : max(first, last) - held[0]]
 
 
-def put_back(place: Place, whole: Tensor, factor: float) -> None:
+def put_back(place: ParameterSlot, whole: Tensor, factor: float) -> None:
     """This rank's part of a whole gradient, times `factor`, is what the step takes."""
     held, slot = place.buffer.held, place.buffer.bucket.slots[place.index]
     first, last = max(held[0], slot.start), min(held[1], slot.stop)

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from core.data_parallel.weights.freed import Freed, Whole, set_data
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
-from core.parallel_state.collectives.ops import Pending
+from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket
 
 Interval = tuple[int, int]
@@ -66,7 +66,7 @@ class Weights:
     stage: int
     held: Interval
     dtype: torch.dtype
-    _gathering: Pending | None
+    _gathering: PendingCollective | None
 
     def _build_weights(self, device: torch.device) -> None:
         unfilled = all(map(without_memory, self.parameters))  # see core/data_parallel/buffers/meta.py

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.datasets.card import TokenCard, card_path, read_card, tokenizer_path
-from core.datasets.corpus.documents import PIECE_BYTES, Encoder, Piece
+from core.datasets.corpus.documents import PIECE_BYTES, Encoder, TextPiece
 from core.datasets.corpus.readers import read_pieces
-from core.datasets.corpus.sources import Source, find_sources
+from core.datasets.corpus.sources import TextSource, find_sources
 from core.datasets.corpus.workers import available_cores, encode_all
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
@@ -21,7 +21,7 @@ LEARNED_BYTES = 256 << 20  # of text a tokenizer is trained on: the first files 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class CorpusFiles:
     """What `prepare_files` wrote. prefix: for `TokenFile`. seconds: of reading, tokenising and writing."""
 
     prefix: Path
@@ -48,7 +48,7 @@ class TextFiles:
     globs: tuple[str, ...] = ()
     documents: str = "file"
     text_key: str = "text"
-    sources: tuple[Source, ...] = field(init=False, repr=False)
+    sources: tuple[TextSource, ...] = field(init=False, repr=False)
     passed_over: Counter[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class TextFiles:
         """Size of the token files on disk, in bytes."""
         return sum(source.size for source in self.sources)
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+    def pieces(self, skipped: Counter[str]) -> Iterator[TextPiece]:
         """The content; what is not read is counted in `skipped`."""
         skipped.update(self.passed_over)
         return read_pieces(self.sources, skipped, documents=self.documents, text_key=self.text_key)
@@ -87,7 +87,7 @@ def prepare_files(
     workers: int | None = None,
     append_end_of_text: bool = True,
     advance: Callable[[int], None] = _silent,
-) -> Prepared:
+) -> CorpusFiles:
     """Write `output.bin`, `.idx`, `.json` (the card) and `.tokenizer.json`; the same bytes for any number of workers.
 
     `workers`: processes, default one per core. `append_end_of_text`: close each document with the tokenizer's end of
@@ -119,7 +119,7 @@ def prepare_files(
     card = read_card(prefix)
     assert card is not None
     files = [path for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix)) if path.exists()]
-    return Prepared(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
+    return CorpusFiles(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
 
 
 def checked_prefix(output: str | Path) -> Path:
@@ -138,9 +138,9 @@ def _processes(workers: int | None, num_bytes: int) -> int:
     return min(asked, 1 + 8 * num_bytes // PIECE_BYTES)
 
 
-def _jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _jobs(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     """Pieces together until there are enough for one message."""
-    job: list[Piece] = []
+    job: list[TextPiece] = []
     size = 0
     for piece in pieces:
         job.append(piece)

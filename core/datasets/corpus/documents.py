@@ -26,7 +26,7 @@ _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 Ids = npt.NDArray[np.integer]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Some of the input. kind: `file` (a document or a part of one: `first` and `last` say which end is there),
     `paragraph`, `line` (documents to be told apart), `jsonl` (whole lines), `texts` (a list of them).
     size: bytes on disk that it stands for, for the progress."""
@@ -58,7 +58,7 @@ class Encoder:
     end_of_text: int | None
     text_key: str
 
-    def encode(self, job: Sequence[Piece]) -> Encoded:
+    def encode(self, job: Sequence[TextPiece]) -> Encoded:
         """The tokens of a job."""
         skipped: Counter[str] = Counter()
         texts: list[bytes] = []  # what is tokenised together: documents, or parts of them
@@ -76,7 +76,7 @@ class Encoder:
         lengths = np.diff(total[bounds]) if texts else np.zeros(0, np.int64)
         return Encoded(tokens, lengths, continued, sum(map(len, texts)), dict(skipped))
 
-    def texts(self, piece: Piece) -> Iterator[bytes]:
+    def texts(self, piece: TextPiece) -> Iterator[bytes]:
         """The texts of a piece, UTF-8, without tokenising them."""
         return (text for text, _ in self._texts(piece, Counter()))
 
@@ -95,7 +95,7 @@ class Encoder:
         counts = [len(ids) + (len(closing) if end else 0) for ids, end in zip(arrays, ends, strict=True)]
         return np.concatenate([nothing, *pairs]), np.array(counts, np.int64)
 
-    def _texts(self, piece: Piece, skipped: Counter[str]) -> Iterator[tuple[bytes, bool]]:
+    def _texts(self, piece: TextPiece, skipped: Counter[str]) -> Iterator[tuple[bytes, bool]]:
         """(UTF-8 text, whether it ends its document) of a piece."""
         if piece.kind == "file":
             assert isinstance(piece.content, bytes)
@@ -110,7 +110,7 @@ class Encoder:
             except UnicodeEncodeError:  # a JSON string may hold half of a surrogate pair
                 skipped["undecodable documents"] += 1
 
-    def _documents(self, piece: Piece, skipped: Counter[str]) -> Iterator[str]:
+    def _documents(self, piece: TextPiece, skipped: Counter[str]) -> Iterator[str]:
         if isinstance(piece.content, list):
             for value in piece.content:
                 if isinstance(value, str):

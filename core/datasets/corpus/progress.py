@@ -14,7 +14,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function to be told of bytes that are done; it shows rate and time left on standard error."""
     bar = _bar(what, total) if sys.stderr.isatty() else None
     if bar is None:
-        yield _Lines(what, total).advance
+        yield _ProgressLines(what, total).advance
         return
     with bar:
         task = bar.add_task(what, total=total)
@@ -38,7 +38,7 @@ def _bar(what: str, total: int) -> Any:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-class _Lines:
+class _ProgressLines:
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
         self._begin = self._said = time.monotonic()

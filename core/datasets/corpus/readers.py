@@ -11,16 +11,16 @@ from importlib import import_module
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple
 
-from core.datasets.corpus.documents import PARAGRAPH_ENDS, PIECE_BYTES, Piece, cut_place, cuts, last_end
-from core.datasets.corpus.sources import Source
+from core.datasets.corpus.documents import PARAGRAPH_ENDS, PIECE_BYTES, TextPiece, cut_place, cuts, last_end
+from core.datasets.corpus.sources import TextSource
 
 PORTION_BYTES = 64 << 20  # a larger text file becomes several documents
 _ROWS = 512
 
 
 def read_pieces(
-    sources: Sequence[Source], skipped: Counter[str], *, documents: str = "file", text_key: str = "text"
-) -> Iterator[Piece]:
+    sources: Sequence[TextSource], skipped: Counter[str], *, documents: str = "file", text_key: str = "text"
+) -> Iterator[TextPiece]:
     """The content of the sources, in their order, in pieces of about 1 MB.
 
     documents: what a document is in a text file: `file`, `paragraph` (between blank lines) or `line`; a `file` of
@@ -47,7 +47,7 @@ def read_pieces(
             skipped["files that cannot be read"] += 1
 
 
-def _extra(name: str, source: Source) -> Any:
+def _extra(name: str, source: TextSource) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
@@ -58,7 +58,7 @@ class _Damaged(Exception):
     """Of a library that has exceptions of its own."""
 
 
-class _Opened(NamedTuple):
+class _OpenedText(NamedTuple):
     """content: what is in the file. raw: the file as it is on disk. damage: what ended the content early, or None."""
 
     content: BinaryIO
@@ -70,7 +70,7 @@ class _Opened(NamedTuple):
         return not isinstance(self.damage(), (NoneType, gzip.BadGzipFile))
 
 
-def _open(source: Source, files: ExitStack) -> _Opened:
+def _open(source: TextSource, files: ExitStack) -> _OpenedText:
     raw = files.enter_context(source.path.open("rb"))
     suffix = source.path.suffix.lower()
     if suffix == ".gz":
@@ -81,8 +81,8 @@ def _open(source: Source, files: ExitStack) -> _Opened:
         packed = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         unpacked = _Unpacked(packed, zstandard.ZstdError)
     else:
-        return _Opened(raw, raw, lambda: None)
-    return _Opened(io.BufferedReader(unpacked, PIECE_BYTES), raw, lambda: unpacked.damage)
+        return _OpenedText(raw, raw, lambda: None)
+    return _OpenedText(io.BufferedReader(unpacked, PIECE_BYTES), raw, lambda: unpacked.damage)
 
 
 class _Unpacked(io.RawIOBase):
@@ -105,18 +105,18 @@ class _Unpacked(io.RawIOBase):
             return 0
 
 
-def _lines(opened: _Opened) -> Iterator[Piece]:
+def _lines(opened: _OpenedText) -> Iterator[TextPiece]:
     at = 0
     while content := opened.content.read(PIECE_BYTES):
         if not content.endswith(b"\n"):
             content += opened.content.readline()
         if opened.is_torn():
             content = content[: content.rfind(b"\n") + 1]
-        yield Piece("jsonl", content, opened.raw.tell() - at)
+        yield TextPiece("jsonl", content, opened.raw.tell() - at)
         at = opened.raw.tell()
 
 
-def _text(opened: _Opened, documents: str, skipped: Counter[str]) -> Iterator[Piece]:
+def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextPiece]:
     file, raw = opened.content, opened.raw
     at, rest = 0, b""
     if not file.peek(1) and opened.damage() is None:  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def _text(opened: _Opened, documents: str, skipped: Counter[str]) -> Iterator[Pi
         parts = list(cuts(content, PIECE_BYTES, documents))
         for i, part in enumerate(parts):
             share = size * (i + 1) // len(parts) - size * i // len(parts)
-            yield Piece(documents, part, share, i == 0 or documents != "file", i == len(parts) - 1)
+            yield TextPiece(documents, part, share, i == 0 or documents != "file", i == len(parts) - 1)
 
 
 def _whole(content: bytes, documents: str) -> bytes:
@@ -160,24 +160,24 @@ def _unreadable(content: bytes) -> str | None:
     return None if text.strip() else "empty documents"
 
 
-def _parquet(source: Source, text_key: str) -> Iterator[Piece]:
+def _parquet(source: TextSource, text_key: str) -> Iterator[TextPiece]:
     parquet = _extra("pyarrow.parquet", source)
     try:
         with parquet.ParquetFile(source.path) as file:
             rows = file.metadata.num_rows
             if text_key not in file.schema_arrow.names:
-                yield Piece("texts", [None] * rows, source.size)
+                yield TextPiece("texts", [None] * rows, source.size)
                 return
             for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
-                yield Piece("texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows))
+                yield TextPiece("texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows))
     except _extra("pyarrow", source).ArrowInvalid as error:
         raise _Damaged(str(error)) from error
 
 
-def _dataset(source: Source, text_key: str) -> Iterator[Piece]:
+def _dataset(source: TextSource, text_key: str) -> Iterator[TextPiece]:
     found = _extra("datasets", source).load_from_disk(str(source.path))
     if text_key not in found.column_names:
-        yield Piece("texts", [None] * len(found), source.size)
+        yield TextPiece("texts", [None] * len(found), source.size)
         return
     for batch in found.select_columns([text_key]).iter(batch_size=_ROWS):
-        yield Piece("texts", list(batch[text_key]), source.size * len(batch[text_key]) // max(1, len(found)))
+        yield TextPiece("texts", list(batch[text_key]), source.size * len(batch[text_key]) // max(1, len(found)))

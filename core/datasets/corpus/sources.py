@@ -19,7 +19,7 @@ _OTHER_SUFFIX = "files of another suffix"
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """One file, or one directory of a Hugging Face dataset.
 
     name: relative to the input that it was found under, with `/`. kind: `text`, `jsonl`, `parquet` or `dataset`.
@@ -32,7 +32,7 @@ class Source:
     size: int
 
 
-def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tuple[list[Source], Counter[str]]:
+def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tuple[list[TextSource], Counter[str]]:
     """The sources below the inputs, and why files there were skipped.
 
     A file that is named is read whatever its suffix (as text, if it is none of those known). In a directory, all
@@ -49,8 +49,8 @@ def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tup
         raise ValueError(
             f"{len(missing)} of {len(inputs)} inputs do not exist: {', '.join(missing)}; name files or directories"
         )
-    search = _Search(globs)
-    found: list[tuple[bytes, int, Source]] = []
+    search = _SourceSearch(globs)
+    found: list[tuple[bytes, int, TextSource]] = []
     for number, given in enumerate(map(Path, inputs)):
         sources = search.below(given) if given.is_dir() else search.file(given, given.name, named=True)
         found += [(hashlib.sha256(os.fsencode(source.name)).digest(), number, source) for source in sources]
@@ -64,7 +64,7 @@ def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tup
     return [source for *_, source in sorted(found, key=lambda entry: entry[:2])], search.skipped
 
 
-class _Search:
+class _SourceSearch:
     """A look through all inputs that finds no file twice. skipped: reason -> how many."""
 
     def __init__(self, globs: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class _Search:
         self._globs = globs
         self._seen: set[str] = set()  # resolved paths of files, and of datasets
 
-    def below(self, root: Path) -> Iterator[Source]:
+    def below(self, root: Path) -> Iterator[TextSource]:
         """The sources in a directory. Its links to directories come last: a link renames nothing that is there."""
         waiting, entered = [root], set[str]()
         for start in waiting:
@@ -92,7 +92,7 @@ class _Search:
 
     def _directory(
         self, root: Path, here: Path, resolved: str, subdirectories: list[str], files: list[str]
-    ) -> Iterator[Source]:
+    ) -> Iterator[TextSource]:
         """What is in one directory; leaves those of `subdirectories` that are to be looked into, in order."""
         name = here.relative_to(root).as_posix()
         if _SPLITS in files:
@@ -101,14 +101,14 @@ class _Search:
         if _DATASET in files and "state.json" in files:
             subdirectories.clear()
             if self._is_new(resolved):
-                yield Source(here, name, "dataset", sum((here / file).stat().st_size for file in files))
+                yield TextSource(here, name, "dataset", sum((here / file).stat().st_size for file in files))
             return
         subdirectories[:] = sorted(entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS")
         for file in sorted(files):
             if not file.startswith("."):
                 yield from self.file(here / file, (here / file).relative_to(root).as_posix(), named=False)
 
-    def file(self, path: Path, name: str, *, named: bool) -> Iterator[Source]:
+    def file(self, path: Path, name: str, *, named: bool) -> Iterator[TextSource]:
         """The source that the file is, if it is one."""
         try:
             stat = path.stat()
@@ -131,13 +131,13 @@ class _Search:
         return True
 
 
-def _source(path: Path, name: str, size: int, globs: Sequence[str], *, named: bool) -> Source | None:
+def _source(path: Path, name: str, size: int, globs: Sequence[str], *, named: bool) -> TextSource | None:
     """None: not to be read."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = (suffixes[:-1] or [""])[-1] if suffixes and suffixes[-1] in PACKED else (suffixes or [""])[-1]
     if suffix in LINES:
-        return Source(path, name, "jsonl", size)
+        return TextSource(path, name, "jsonl", size)
     if suffix == ".parquet":
-        return Source(path, name, "parquet", size)
+        return TextSource(path, name, "parquet", size)
     matches = any(fnmatch.fnmatch(path.name, glob) or fnmatch.fnmatch(name, glob) for glob in globs)
-    return Source(path, name, "text", size) if named or matches or suffix in TEXT else None
+    return TextSource(path, name, "text", size) if named or matches or suffix in TEXT else None

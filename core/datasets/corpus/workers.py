@@ -10,11 +10,11 @@ from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 
-from core.datasets.corpus.documents import Encoded, Encoder, Piece
+from core.datasets.corpus.documents import Encoded, Encoder, TextPiece
 
 _AHEAD = 4  # jobs per worker that may wait for a slower one before them: bounds memory
 
-Job = Sequence[Piece]
+Job = Sequence[TextPiece]
 
 
 def encode_all(jobs: Iterable[Job], encoder: Encoder, workers: int) -> Generator[tuple[Job, Encoded], None, None]:

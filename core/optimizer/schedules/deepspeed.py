@@ -16,7 +16,7 @@ Rules = Iterator[tuple[bool, str]]
 MOMENTUM = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
 
-class Schedule(Protocol):
+class DeepSpeedSchedule(Protocol):
     """A learning rate that depends on nothing but the number of updates.
 
     leaves_out_skipped: updates of float16 that overflowed do not count (DeepSpeed does not move its schedulers then).
@@ -227,7 +227,7 @@ def _longer(total: int, warmup: int) -> tuple[bool, str]:
     return total > warmup, f"total_num_steps={total} must be more than warmup_num_steps={warmup} (2 at least)"
 
 
-def schedule(name: str, options: Mapping[str, Any], lr: float) -> Schedule:
+def schedule(name: str, options: Mapping[str, Any], lr: float) -> DeepSpeedSchedule:
     """The schedule `name` with DeepSpeed's parameters; `lr` stands in for a rate that is not given (but see
     `WarmupDecayLR`), and for a warmup_max_lr of "auto".
 

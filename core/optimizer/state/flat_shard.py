@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """Contiguous elements [start, stop) that one fused call takes as one tensor; those of one key go together."""
 
     start: int
@@ -37,35 +37,37 @@ def default_decays(name: str, layout: Layout) -> bool:
     return not is_vector(name, layout.shape)
 
 
-def make_runs(spans: Iterable[tuple[int, int, Key]]) -> list[Run]:
+def make_runs(spans: Iterable[tuple[int, int, Key]]) -> list[ElementRun]:
     """Ascending (start, stop, key) -> as few runs as possible.
 
     What lies before a run's first multiple of `ALIGN` is a run by itself: kernels treat the elements after the last
     whole vector otherwise, so bits must not depend on where a bucket is cut, and cuts lie at such multiples.
     """
-    merged: list[Run] = []
+    merged: list[ElementRun] = []
     for start, stop, key in spans:
         if merged and merged[-1].stop == start and merged[-1].key == key:
             start = merged.pop().start
-        merged.append(Run(start, stop, key))
-    cut: list[Run] = []
+        merged.append(ElementRun(start, stop, key))
+    cut: list[ElementRun] = []
     for run in merged:
         head = min(-(-run.start // ALIGN) * ALIGN, run.stop)
-        cut += [r for r in (Run(run.start, head, run.key), Run(head, run.stop, run.key)) if r.start < r.stop]
+        cut += [
+            r for r in (ElementRun(run.start, head, run.key), ElementRun(head, run.stop, run.key)) if r.start < r.stop
+        ]
     return cut
 
 
-def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+def clip_runs(runs: Iterable[ElementRun], start: int, stop: int) -> list[ElementRun]:
     """The runs inside [start, stop), as seen from `start`."""
     return [
-        Run(max(r.start, start) - start, min(r.stop, stop) - start, r.key)
+        ElementRun(max(r.start, start) - start, min(r.stop, stop) - start, r.key)
         for r in runs
         if r.start < stop and start < r.stop
     ]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ParameterPiece:
     """The elements of one segment inside one part: `at` of the part, `interval` of the parameter's flat form."""
 
     name: str
@@ -79,12 +81,14 @@ class Piece:
         return layout_of(self.parameter)
 
 
-def pieces_of(segments: Iterable[Segment], start: int, stop: int) -> list[Piece]:
+def pieces_of(segments: Iterable[Segment], start: int, stop: int) -> list[ParameterPiece]:
     """The parts of segments that lie inside [start, stop) of `held`, as seen from `start`."""
     found = []
     for s in segments:
         first, last = max(s.at[0], start), min(s.at[1], stop)
         if first < last:
             offset = s.interval[0] - s.at[0]
-            found.append(Piece(s.name, s.parameter, (first + offset, last + offset), (first - start, last - start)))
+            found.append(
+                ParameterPiece(s.name, s.parameter, (first + offset, last + offset), (first - start, last - start))
+            )
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.optimizer.state.flat_shard import Run
+from core.optimizer.state.flat_shard import ElementRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Batch:
     states: dict[str, list[Tensor]]
 
     @classmethod
-    def cut(cls, runs: Sequence[Run], main: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> "Batch":
+    def cut(cls, runs: Sequence[ElementRun], main: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> "Batch":
         """Cut the runs out of flat tensors."""
 
         def of(flat: Tensor) -> list[Tensor]:

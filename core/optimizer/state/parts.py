@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import Buffer, DataParallel
-from core.optimizer.state.flat_shard import Key, Piece, Run, clip_runs, make_runs, pieces_of
+from core.optimizer.state.flat_shard import ElementRun, Key, ParameterPiece, clip_runs, make_runs, pieces_of
 from core.optimizer.state.kernels import Batch
 from core.optimizer.state.offload import Offload
 from core.parallel_state.layout import Layout, layout_of
@@ -18,7 +18,7 @@ Keys = Callable[[str, Layout], Key | None]  # None: no fused call updates it
 
 
 @dataclass(eq=False)
-class Part:
+class StateBuffer:
     """Elements [start, stop) of one buffer's `held` whose states live in one place.
 
     runs: what a fused call updates; pieces: whose it is; both as seen from `start`. kinds: name -> its states.
@@ -29,8 +29,8 @@ class Part:
     buffer: Buffer
     start: int
     stop: int
-    runs: list[Run]
-    pieces: list[Piece]
+    runs: list[ElementRun]
+    pieces: list[ParameterPiece]
     kinds: dict[str, tuple[str, ...]]
     resident: bool = True
     main: Tensor | None = None
@@ -100,7 +100,7 @@ class Part:
         return list(dict.fromkeys(kind for piece in self.pieces for kind in self.kinds[piece.name]))
 
 
-def _runs(buffer: Buffer, key_of: Keys) -> list[Run]:
+def _runs(buffer: Buffer, key_of: Keys) -> list[ElementRun]:
     keyed = ((s.at, key_of(s.name, layout_of(s.parameter))) for s in buffer.segments)
     return make_runs((*at, key) for at, key in keyed if key is not None)
 
@@ -111,7 +111,7 @@ def make_parts(
     kinds_of: Kinds,
     key_of: Keys,
     offload: Offload | None,
-) -> list[Part]:
+) -> list[StateBuffer]:
     """One part per buffer, or two where an offload's fraction cuts it; without states."""
     parts = []
     for buffer in shard.buffers:
@@ -123,11 +123,13 @@ def make_parts(
             if first < last:
                 pieces = pieces_of(buffer.segments, first, last)
                 inside = clip_runs(runs, first, last)
-                parts.append(Part(buffer, first, last, inside, pieces, kinds, resident=first >= cut))
+                parts.append(StateBuffer(buffer, first, last, inside, pieces, kinds, resident=first >= cut))
     return parts
 
 
-def allocate(parts: list[Part], dtype: torch.dtype, offload: Offload | None, rank: int, *, main_params: bool) -> None:
+def allocate(
+    parts: list[StateBuffer], dtype: torch.dtype, offload: Offload | None, rank: int, *, main_params: bool
+) -> None:
     """States of zeros, mains that are copies of 16-bit weights; one tensor or file per kind for all that is far."""
     needs = {id(part): ["main"] * (main_params and not part.wide) + part.needs() for part in parts}
     far: dict[str, int] = {}

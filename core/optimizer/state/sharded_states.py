@@ -9,18 +9,18 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.dist_checkpointing.mapping import Mapper, ShardedObject, ShardedTensor
 from core.dist_checkpointing.mapping import sharded_state_dict as module_state_dict
-from core.optimizer.adamw import StatePart
-from core.optimizer.state.flat_shard import Piece, pieces_of
-from core.optimizer.state.parts import Part
+from core.optimizer.adamw import OptimizerShard
+from core.optimizer.state.flat_shard import ParameterPiece, pieces_of
+from core.optimizer.state.parts import StateBuffer
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.modules import named_buffers, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState
 
-Pieces = list[tuple[Tensor, Piece]]  # live elements of one state of one parameter, ascending
-States = Mapping[str, Mapping[str, Tensor | StatePart]]
+Pieces = list[tuple[Tensor, ParameterPiece]]  # live elements of one state of one parameter, ascending
+States = Mapping[str, Mapping[str, Tensor | OptimizerShard]]
 
 
-def _by_name(parts: list[Part], *, own_mains: bool = True) -> dict[str, dict[str, Pieces]]:
+def _by_name(parts: list[StateBuffer], *, own_mains: bool = True) -> dict[str, dict[str, Pieces]]:
     """name -> kind -> what this rank holds; own_mains: also of weights that are their own main."""
     found: dict[str, dict[str, Pieces]] = {}
     for part in parts:
@@ -38,18 +38,18 @@ def _joined(pieces: Pieces) -> Tensor:
     return pieces[0][0] if len(pieces) == 1 else torch.cat([tensor.cpu() for tensor, _ in pieces])
 
 
-def _part(flat: Tensor, pieces: Pieces, ps: ParallelState, *, whole: bool) -> StatePart:
+def _part(flat: Tensor, pieces: Pieces, ps: ParallelState, *, whole: bool) -> OptimizerShard:
     layout = pieces[0][1].layout
     box = layout.box(ps.coordinate, ps.sizes)
     if not whole:
-        return StatePart(flat, layout, box, (pieces[0][1].interval[0], pieces[-1][1].interval[1]))
+        return OptimizerShard(flat, layout, box, (pieces[0][1].interval[0], pieces[-1][1].interval[1]))
     local = flat.view(layout.local_shape(ps.sizes))
-    return StatePart(true_part(local, layout, ps.coordinate, ps.sizes), layout, box)
+    return OptimizerShard(true_part(local, layout, ps.coordinate, ps.sizes), layout, box)
 
 
 def state_parts(
-    parts: list[Part], ps: ParallelState, *, whole: bool, own_mains: bool = True
-) -> dict[str, dict[str, StatePart]]:
+    parts: list[StateBuffer], ps: ParallelState, *, whole: bool, own_mains: bool = True
+) -> dict[str, dict[str, OptimizerShard]]:
     """name -> kind -> this rank's part; `whole`: of the local shape, without padded rows; own_mains: also "main" of
     weights that are their own."""
     return {
@@ -58,7 +58,9 @@ def state_parts(
     }
 
 
-def load_states(parts: list[Part], ps: ParallelState, given: States, *, whole: bool, own_mains: bool = True) -> None:
+def load_states(
+    parts: list[StateBuffer], ps: ParallelState, given: States, *, whole: bool, own_mains: bool = True
+) -> None:
     """Copy given states into the parts. Raises ValueError, before anything is written: what is not this rank's."""
     mine = _by_name(parts, own_mains=own_mains)
     if names := sorted(mine.keys() ^ given.keys()):
@@ -79,11 +81,11 @@ def load_states(parts: list[Part], ps: ParallelState, given: States, *, whole: b
             tensor.copy_(flat[piece.interval[0] - start : piece.interval[1] - start])
 
 
-def _fitting(kinds: Mapping[str, Tensor | StatePart], name: str, kind: str, mine: StatePart) -> Tensor:
+def _fitting(kinds: Mapping[str, Tensor | OptimizerShard], name: str, kind: str, mine: OptimizerShard) -> Tensor:
     if kind not in kinds:
         raise ValueError(f"load_states: {name} has {sorted(kinds)} but not {kind}; give all that states() gives")
     found = kinds[kind]
-    tensor, interval = (found.tensor, found.interval) if isinstance(found, StatePart) else (found, mine.interval)
+    tensor, interval = (found.tensor, found.interval) if isinstance(found, OptimizerShard) else (found, mine.interval)
     if tensor.shape != mine.tensor.shape or interval != mine.interval:
         raise ValueError(
             f"load_states: {kind} of {name} is {tuple(tensor.shape)}, elements {interval}; this rank holds "
@@ -92,7 +94,7 @@ def _fitting(kinds: Mapping[str, Tensor | StatePart], name: str, kind: str, mine
     return tensor
 
 
-def sharded_parts(parts: list[Part], shard: DataParallel, counts: Mapping[str, Any]) -> dict[str, Any]:
+def sharded_parts(parts: list[StateBuffer], shard: DataParallel, counts: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint takes: counts as objects under `optimizer/`, states as lists of boxes in live memory."""
     mapper = Mapper(shard.ps, named_stacks(shard.module))
     states: dict[str, dict[str, list[ShardedTensor]]] = {}

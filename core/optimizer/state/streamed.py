@@ -13,19 +13,19 @@ from torch import Tensor
 
 from core.optimizer.state.flat_shard import Key, Span, clip_runs
 from core.optimizer.state.kernels import Batch, Factor
-from core.optimizer.state.parts import Part
+from core.optimizer.state.parts import StateBuffer
 
 CHUNK = 1 << 18  # elements: what a core's cache holds of gradients, mains and moments
 FAR_CHUNK = 1 << 22  # over a bus to an accelerator: few messages
 Update = Callable[[Batch, Factor, Key], None]
-Round = Callable[[Tensor, Part, Span], Tensor]
+Round = Callable[[Tensor, StateBuffer, Span], Tensor]
 
 
 @dataclass(eq=False)
-class _Chunk:
+class _StreamedChunk:
     """Elements `span` of a part, on their way: gradients as the main parameters are, and mains that are not there."""
 
-    part: Part
+    part: StateBuffer
     span: Span
     slot: int
     gradients: Tensor
@@ -45,7 +45,7 @@ class Streamer:
         self._scratch: dict[tuple, Tensor] = {}
         self._side: Any = None
 
-    def run(self, parts: Sequence[Part], dtype: torch.dtype, factor: Factor) -> None:
+    def run(self, parts: Sequence[StateBuffer], dtype: torch.dtype, factor: Factor) -> None:
         """Update the parts; `dtype` of the main parameters. Waits for an accelerator if states are in host memory."""
         far = any(self._far(part) for part in parts)
         if far:
@@ -76,14 +76,14 @@ class Streamer:
         """On the side stream; the host goes on."""
         into.copy_(source, non_blocking=True)
 
-    def _far(self, part: Part) -> bool:
+    def _far(self, part: StateBuffer) -> bool:
         return self._remote and not part.resident
 
-    def _spans(self, part: Part) -> list[Span]:
+    def _spans(self, part: StateBuffer) -> list[Span]:
         total, size = part.stop - part.start, FAR_CHUNK if self._far(part) else CHUNK
         return [(first, min(first + size, total)) for first in range(0, total, size)]
 
-    def _step(self, chunk: _Chunk, factor: Factor) -> None:
+    def _step(self, chunk: _StreamedChunk, factor: Factor) -> None:
         first, last = chunk.span
         states = {kind: state[first:last] for kind, state in chunk.part.states.items()}
         inside = clip_runs(chunk.part.runs, first, last)
@@ -91,7 +91,7 @@ class Streamer:
             runs = [run for run in inside if run.key == key]
             self._update(Batch.cut(runs, chunk.mains, chunk.gradients, states), factor, key)
 
-    def _fetch(self, part: Part, span: Span, slot: int, dtype: torch.dtype) -> _Chunk:
+    def _fetch(self, part: StateBuffer, span: Span, slot: int, dtype: torch.dtype) -> _StreamedChunk:
         """Gradients, and mains that are not there, into scratch."""
         size, here = span[1] - span[0], slice(*span)
         wanted = [(self._room("gradient", slot, part, dtype, size), part.gradients[here])]
@@ -105,13 +105,13 @@ class Streamer:
         if not self._far(part):
             for into, source in wanted:
                 into.copy_(source)
-            return _Chunk(part, span, slot, wanted[0][0], mains)
+            return _StreamedChunk(part, span, slot, wanted[0][0], mains)
         with self._side:
             for into, source in wanted:
                 self._send(into, source)
-            return _Chunk(part, span, slot, wanted[0][0], mains, self._side.record_event())
+            return _StreamedChunk(part, span, slot, wanted[0][0], mains, self._side.record_event())
 
-    def _put(self, chunk: _Chunk) -> None:
+    def _put(self, chunk: _StreamedChunk) -> None:
         """Updated mains to the weights."""
         part, mains = chunk.part, chunk.mains
         if part.wide and part.resident:
@@ -127,7 +127,7 @@ class Streamer:
         with self._side:
             self._send(weights, mains)
 
-    def _room(self, use: str, slot: int, part: Part, dtype: torch.dtype, size: int) -> Tensor:
+    def _room(self, use: str, slot: int, part: StateBuffer, dtype: torch.dtype, size: int) -> Tensor:
         far = self._far(part)
         key = (use, slot, dtype, far)
         found = self._scratch.get(key)

@@ -35,7 +35,7 @@ class Unanswered(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """What one rank tells when a call ends with an exception.
 
     call: what it was in, such as "step 3". text: for people. late: its own patience had an end, in contrast to a
@@ -110,7 +110,7 @@ class Board:
         self._store: Any = c10d._get_default_store() if is_initialized() else None
         self._key, self.rank, self.world, self.moment_s = f"paracore/failure/{key}", rank, world, moment_s
 
-    def tell(self, mine: Report) -> None:
+    def tell(self, mine: FailureReport) -> None:
         """Before leaving the groups: whoever fails because of that finds it here. An exception of one's own is the
         job's first failure, unless there is one."""
 
@@ -121,17 +121,17 @@ class Board:
 
         self._asked(write, GONE_S + self.moment_s)
 
-    def first_failure(self, mine: Report) -> Report:
+    def first_failure(self, mine: FailureReport) -> FailureReport:
         """After `tell`: what everybody is to name, found within a moment."""
 
-        def ask() -> Report:
+        def ask() -> FailureReport:
             verdict = self._settle(self._judge(mine))
             self._store.add(f"{self._key}/known", 1)
             return verdict
 
         return self._asked(ask, GONE_S + 2 * self.moment_s) or self._without_store(mine)
 
-    def linger(self, verdict: Report) -> None:
+    def linger(self, verdict: FailureReport) -> None:
         """Until everybody who will come knows, or for a while: the store may live in this process, and a launcher
         may end all others when one has ended."""
         seconds = LINGER_S if self.rank or _launcher_keeps_it() else HOST_LINGER_S
@@ -162,15 +162,15 @@ class Board:
                 self._store = None
         return found[0] if found else None
 
-    def _settle(self, verdict: Report) -> Report:
+    def _settle(self, verdict: FailureReport) -> FailureReport:
         """The first verdict stands."""
         return _read(self._store.compare_set(f"{self._key}/first", "", json.dumps(asdict(verdict))))
 
-    def _told(self, name: Any) -> Report | None:
+    def _told(self, name: Any) -> FailureReport | None:
         name = f"{self._key}/{name}"
         return _read(self._store.get(name)) if self._store.check([name]) else None
 
-    def _judge(self, mine: Report) -> Report:
+    def _judge(self, mine: FailureReport) -> FailureReport:
         """What this rank takes for the first failure."""
         if not mine.waits_for:
             return mine
@@ -185,7 +185,7 @@ class Board:
                 return _verdict(mine, told, silent)
             time.sleep(POLL_S)
 
-    def _without_store(self, mine: Report) -> Report:
+    def _without_store(self, mine: FailureReport) -> FailureReport:
         """The store went with its process: rank 0's, if no launcher keeps it."""
         if not mine.waits_for or self.rank == 0 or _launcher_keeps_it():
             return mine
@@ -200,12 +200,12 @@ def _launcher_keeps_it() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _read(text: bytes) -> Report:
+def _read(text: bytes) -> FailureReport:
     found = json.loads(text)
-    return Report(**found | {name: tuple(found[name]) for name in ("waits_for", "guilty")})
+    return FailureReport(**found | {name: tuple(found[name]) for name in ("waits_for", "guilty")})
 
 
-def _silent(mine: Report, told: dict[int, Report], ask: Any) -> set[int]:
+def _silent(mine: FailureReport, told: dict[int, FailureReport], ask: Any) -> set[int]:
     """Who is waited for, by way of those who told (they are added to `told`), and has told nothing."""
     silent, todo = set(), list(mine.waits_for)
     while todo:
@@ -221,7 +221,7 @@ def _silent(mine: Report, told: dict[int, Report], ask: Any) -> set[int]:
     return silent
 
 
-def _verdict(mine: Report, told: Mapping[int, Report], silent: Collection[int]) -> Report:
+def _verdict(mine: FailureReport, told: Mapping[int, FailureReport], silent: Collection[int]) -> FailureReport:
     """Whoever was waited for and told nothing; else those in another call than most; else those who only saw that
     others had given up: they came too late. If all waited for each other, all of them."""
     lines = [told[rank].text for rank in sorted(told)]

@@ -18,7 +18,7 @@ from core.parallel_state.collectives.groups import Group
 TAG = 0x7A11  # of the messages inside a composed collective, so that they never meet a user's
 
 
-class Pending(Protocol):
+class PendingCollective(Protocol):
     """A collective under way; `wait()` returns its result, to be called exactly once."""
 
     def wait(self) -> Tensor:
@@ -79,7 +79,7 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
     return x
 
 
-def start_all_reduce(x: Tensor, group: Group | None) -> Pending:
+def start_all_reduce(x: Tensor, group: Group | None) -> PendingCollective:
     """Sum `x` in place over `group` beside other work; `wait()` returns it."""
     if group is None or _composes(x, group):  # gloo's copies need the cores that compute: nothing to overlap
         return _Done(all_reduce(x, group))
@@ -94,7 +94,7 @@ def all_gather(x: Tensor, group: Group | None) -> Tensor:
     return start_all_gather(x, group).wait() if group is not None else x
 
 
-def start_all_gather(x: Tensor, group: Group | None) -> Pending:
+def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
     """`all_gather` beside other work; `wait()` returns the whole."""
     if group is None:
         return _Done(x)
@@ -120,7 +120,7 @@ def reduce_scatter(x: Tensor, group: Group | None) -> Tensor:
     return start_reduce_scatter(x, group).wait() if group is not None else x
 
 
-def start_reduce_scatter(x: Tensor, group: Group | None) -> Pending:
+def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
     """`reduce_scatter` beside other work; `wait()` returns this rank's part.
 
     Raises ValueError: dim 0 does not divide over the group.

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.groups import Group
-from core.parallel_state.collectives.ops import TAG, Pending, _composes, _Done
+from core.parallel_state.collectives.ops import TAG, PendingCollective, _composes, _Done
 
 
 class _Messages:
@@ -76,7 +76,7 @@ def own_part(x: Tensor, group: Group) -> Tensor:
 
 def start_sum_into_own(
     x: Tensor, group: Group | None, *, wire: torch.dtype | None = None, tag: int = 0, what: str = "a reduction"
-) -> Pending:
+) -> PendingCollective:
     """x [n * size] on every rank; `wait()` returns its own part [n], which then holds the sum over the ranks.
 
     The other parts keep this rank's own values. wire: what is sent is rounded to this dtype; the sum is in x's.
@@ -90,7 +90,7 @@ def start_sum_into_own(
     if group.checked:
         compare_across_ranks(what, x, group)
     own, n = own_part(x, group), x.shape[0] // group.size
-    pending: Pending
+    pending: PendingCollective
     if _composes(x, group):
         sent = x if wire is None else x.to(wire)
         scratch = sent.new_empty(((group.size - 1) * n,))
@@ -110,7 +110,7 @@ def start_sum_into_own(
     return pending
 
 
-def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, what: str = "a gather") -> Pending:
+def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, what: str = "a gather") -> PendingCollective:
     """x [n * size] of which each rank has filled its own part; after `wait()` all parts are there, on every rank."""
     if group is None:
         return _Done(x)
@@ -118,7 +118,7 @@ def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, what: st
     if group.checked:
         compare_across_ranks(what, x, group)
     own = own_part(x, group)
-    pending: Pending
+    pending: PendingCollective
     if _composes(x, group):
         pending = _Gathered(x, _Messages([own] * group.size, list(x.split(own.shape[0])), group, tag, what))
     else:

@@ -19,7 +19,7 @@ from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.p2p import DTYPES, MAX_DIMS, Sent
 from core.pipeline.run.boundary import flatten
 from core.pipeline.schedule.actions import Action
-from core.pipeline.schedule.lower import Plan
+from core.pipeline.schedule.lower import RankPlan
 
 HEADER = 4 + MAX_DIMS  # int64: form, bytes of a description, dtype, dims, sizes ... and the batch's rows after it
 OTHER, CONSTANT, WANTS = 0, 1, 2  # form: any nesting; a tensor that wants no gradient; one that does
@@ -153,7 +153,7 @@ class Channel:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         groups: Mapping[tuple[int, int], Group],
         names: Callable[[int], int],
         device: torch.device,

@@ -11,7 +11,7 @@ from torch import Tensor
 from core.pipeline.run.channel import Channel
 from core.pipeline.run.stage import Stage, StepFacts
 from core.pipeline.schedule.actions import Action
-from core.pipeline.schedule.lower import Plan
+from core.pipeline.schedule.lower import RankPlan
 from core.pipeline.schedule.memory import MemoryWatch
 from core.pipeline.schedule.timeline import Event, Measured
 
@@ -65,7 +65,7 @@ class Executor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         stages: Mapping[int, Stage],
         channel: Channel,
         facts: StepFacts,

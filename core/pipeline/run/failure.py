@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.parallel_state.collectives.failure import LONGEST, Board, Report, said, waited
+from core.parallel_state.collectives.failure import LONGEST, Board, FailureReport, said, waited
 from core.parallel_state.state import ParallelState
 
 
@@ -51,7 +51,7 @@ class ToldToAll:
         timeout = ps.world.timeout.total_seconds()
         board = Board(self.key, ps.rank, ps.world.size, min(timeout, 1 + timeout / 10))
         _let_go(error)
-        report = Report(ps.rank, self.call, mine, late, ranks, isinstance(error, ValueError))
+        report = FailureReport(ps.rank, self.call, mine, late, ranks, isinstance(error, ValueError))
         board.tell(report)
         ps.abandon()
         first = board.first_failure(report)

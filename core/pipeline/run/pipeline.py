@@ -21,7 +21,7 @@ from core.pipeline.run.stage import Stage, StepFacts
 from core.pipeline.run.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
 from core.pipeline.run.tied import check_tables, set_apart, sum_apart
 from core.pipeline.schedule.actions import Schedule, check_placement
-from core.pipeline.schedule.lower import Plan, plan
+from core.pipeline.schedule.lower import RankPlan, plan
 from core.pipeline.schedule.memory import StageMemory
 from core.pipeline.schedule.passes import add_recompute, forward_only
 from core.pipeline.schedule.player import Played, check, check_gathers, play
@@ -78,7 +78,7 @@ class Pipeline:
         self._ranks = ps.grid.members(ps.rank, "pp")
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.stages: dict[int, Stage] = {}
-        self._plans: dict[Schedule, Plan] = {}
+        self._plans: dict[Schedule, RankPlan] = {}
         self._clock: Clock | None = None  # of the last step
         self._scales = ScaleWatch(ps) if ps.size("pp") > 1 and grad_sync is None else None
         self._batches = BatchWatch(ps)
@@ -250,7 +250,7 @@ class Pipeline:
         self._where = "before its first action"
         return ToldToAll(self.ps, self._key, f"{call} (call {self._calls})", lambda: self._where)
 
-    def _connect(self, schedule: Schedule) -> Plan:
+    def _connect(self, schedule: Schedule) -> RankPlan:
         """This rank's plan; connected to all whom it talks to. Collective over pp where the schedule is new."""
         if schedule not in self._plans:
             self._plans[schedule] = plan(schedule, self.ps.index("pp"))

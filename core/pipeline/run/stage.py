@@ -32,7 +32,7 @@ from core.pipeline.run.step import (
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldForward:
     """What a microbatch leaves behind between its F and its W.
 
     received: the output of the stage before; its tensors that want a gradient are leaves of this stage's graph
@@ -101,7 +101,7 @@ class Stage:
                 self.close()
                 raise
         self._arguments = forward_arguments(module)
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldForward] = {}
         self._compiled, self._state = False, ModuleState(module)
         self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
         self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
@@ -157,7 +157,7 @@ class Stage:
 
         if facts.training:  # one tensor is the common case, and quicker
             received = leaf(received) if isinstance(received, Tensor) else tree_map(leaf, received)
-        held = _Held(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled, open=False))
+        held = _HeldForward(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled, open=False))
         again = facts.training and not keep
         if again:
             held.versions, held.before = _versions(received, facts.parts[m]), self._state.before()
@@ -233,7 +233,7 @@ class Stage:
         self._keep(held, tensors)
         return None
 
-    def _call(self, m: int, held: _Held, facts: StepFacts, *, again: bool = False) -> Any:
+    def _call(self, m: int, held: _HeldForward, facts: StepFacts, *, again: bool = False) -> Any:
         """The module's output; on the last stage (loss_sum, num_tokens), which is R's where it will run `again`."""
         self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
         part = facts.parts[m]
@@ -250,7 +250,7 @@ class Stage:
         self.context.release()  # a module of two stages defers into the one that has a bag
         return output
 
-    def _given(self, held: _Held, part: Any, again: bool) -> tuple[Any, Any]:
+    def _given(self, held: _HeldForward, part: Any, again: bool) -> tuple[Any, Any]:
         """What the module is called with: it may write into it, as in one process; R starts from what is held."""
         received = held.received
         if not again or self._writes is False:
@@ -258,13 +258,13 @@ class Stage:
         held.given = tree_map(copied, (received, part))
         return held.given
 
-    def _see_writes(self, held: _Held) -> None:
+    def _see_writes(self, held: _HeldForward) -> None:
         """After a first F that R will repeat: whether the module wrote into the copy that it was given."""
         if held.given is not None:
             self._writes = bool(self._writes) or any(_versions(held.given))
             held.given = None
 
-    def _hand_over(self, held: _Held, output: Any, *, keep: bool, told: bool) -> Any:
+    def _hand_over(self, held: _HeldForward, output: Any, *, keep: bool, told: bool) -> Any:
         """The output for the next stage; `told`: its tensors say whether they want a gradient."""
         leaves, spec = ([output], None) if isinstance(output, Tensor) else flatten(output)
         for leaf in leaves:
@@ -288,12 +288,12 @@ class Stage:
         made = [leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return made[0] if spec is None else pytree.tree_unflatten(made, spec)
 
-    def _keep(self, held: _Held, tensors: list[Tensor]) -> None:
+    def _keep(self, held: _HeldForward, tensors: list[Tensor]) -> None:
         """Remember where gradients enter the graph of these outputs."""
         wanted = [y for y, want in zip(tensors, held.wants, strict=True) if want]
         held.ends = [get_gradient_edge(y) if y.requires_grad else None for y in wanted]
 
-    def _keep_loss(self, held: _Held, output: tuple[Tensor, Tensor | float], facts: StepFacts) -> None:
+    def _keep_loss(self, held: _HeldForward, output: tuple[Tensor, Tensor | float], facts: StepFacts) -> None:
         """The same for the loss, whose gradient is known."""
         if check_loss(*output):
             held.ends, held.seed = [get_gradient_edge(output[0])], [scale_like(output[0], facts.loss_scale)]

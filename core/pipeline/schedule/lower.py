@@ -49,7 +49,7 @@ def _other_end(message: Action) -> Action:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """What one rank does. inbox[sender]: the receives from that rank, in the order in which it sends.
 
     outbox[send]: to whom. receipts[receive]: sends of this rank that must have arrived once that message is
@@ -67,7 +67,7 @@ class Plan:
         return {(peer, -1) for peer in self.inbox} | {(-1, peer) for peer in self.outbox.values()}
 
 
-def plan(schedule: Schedule, rank: int) -> Plan:
+def plan(schedule: Schedule, rank: int) -> RankPlan:
     """The plan of `rank`."""
     orders = [_lower(schedule, order) for order in schedule.orders]
     outbox = {a: schedule.placement[_other_end(a).stage] for a in orders[rank] if a.kind.startswith("SEND")}
@@ -91,4 +91,4 @@ def plan(schedule: Schedule, rank: int) -> Plan:
                 receipts[other], read = tuple(read), []
         if sent:
             inbox[peer] = tuple(sent)
-    return Plan(orders[rank], inbox, outbox, receipts)
+    return RankPlan(orders[rank], inbox, outbox, receipts)

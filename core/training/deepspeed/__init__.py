@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig
 from core.training.config import DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig
-from core.training.deepspeed.reader import Reader, Told
+from core.training.deepspeed.reader import ConfigReader, Told
 from core.training.deepspeed.sections import batch, dtypes, optimizer, others, scheduler, zero
 
 __all__ = ["FromDeepSpeed", "Told", "from_deepspeed"]
@@ -119,7 +119,7 @@ def from_deepspeed(
         if not isinstance(config, dict):
             raise ValueError(f"{where} holds a {type(config).__name__}, not an object; give a ds_config")
     try:
-        reader = Reader(config, auto or {}, data_ranks)
+        reader = ConfigReader(config, auto or {}, data_ranks)
         for part in (batch, zero, dtypes, optimizer, scheduler, others):
             part(reader)
         reader.rest()

@@ -21,7 +21,7 @@ class Told:
     words: str
 
 
-class Reader:
+class ConfigReader:
     """Takes keys one by one, so that what nobody took can be told."""
 
     def __init__(self, config: Mapping[str, Any], auto: Mapping[str, Any], ranks: int | None) -> None:

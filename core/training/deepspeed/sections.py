@@ -6,7 +6,7 @@ from typing import Any
 
 from core.optimizer import OptimizerConfig
 from core.optimizer.schedules.deepspeed import MOMENTUM, SCHEDULES, schedule
-from core.training.deepspeed.reader import Reader
+from core.training.deepspeed.reader import ConfigReader
 
 DTYPES = {"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"}
 DTYPES |= {"bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -36,7 +36,7 @@ def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tu
     return train, train // step if micro is None and ranks is not None else micro
 
 
-def batch(r: Reader) -> None:
+def batch(r: ConfigReader) -> None:
     """The three sizes of a batch."""
     train, micro, accumulation = (r.value(key, int) for key in (TRAIN, MICRO, ACCUMULATION))
     for key, value in ((TRAIN, train), (MICRO, micro), (ACCUMULATION, accumulation)):
@@ -61,7 +61,7 @@ def batch(r: Reader) -> None:
         )
 
 
-def zero(r: Reader) -> None:
+def zero(r: ConfigReader) -> None:
     """ZeRO's stage, offload, buckets and copies."""
     z, o = "zero_optimization", "zero_optimization.offload_optimizer"
     if isinstance(r.left.get(z), bool):  # an old form
@@ -102,7 +102,7 @@ def zero(r: Reader) -> None:
         r.put(f"{z}.mics_shard_size", "parallel", replicate=r.ranks // shard)
 
 
-def dtypes(r: Reader) -> None:
+def dtypes(r: ConfigReader) -> None:
     """Types of weights and sums, and the loss scale."""
     bf16 = "bfloat16" if "bfloat16.enabled" in r.left else "bf16"
     on = {name: bool(r.value(f"{name}.enabled", bool)) for name in ("fp16", bf16)}
@@ -142,7 +142,7 @@ def dtypes(r: Reader) -> None:
             r.put(key, "data_parallel", **{field: DTYPES[name]})
 
 
-def optimizer(r: Reader) -> None:
+def optimizer(r: ConfigReader) -> None:
     """Which update, and its numbers, where nothing is said DeepSpeed's own."""
     name = r.value("optimizer.type", str)
     kinds = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon"}
@@ -179,7 +179,7 @@ def optimizer(r: Reader) -> None:
             r.tell(f"{P}.{key}", "mapped" if value == plain else "unsupported", why)
 
 
-def _decay(r: Reader, default: float, plain_adam: bool) -> None:
+def _decay(r: ConfigReader, default: float, plain_adam: bool) -> None:
     """Of every parameter, as in DeepSpeed; `default`: where the file does not say how much."""
     key = f"{P}.weight_decay"
     if r.unfilled(key):
@@ -194,7 +194,7 @@ def _decay(r: Reader, default: float, plain_adam: bool) -> None:
         r.tell(f"{P}.adam_w_mode", "mapped", "decay is AdamW's" if not plain_adam else "nothing decays")
 
 
-def _muon(r: Reader) -> None:
+def _muon(r: ConfigReader) -> None:
     """Keller Jordan's form, as in DeepSpeed: its scale of the rate, and what it and the Adam beside it begin with."""
     r.fields["optimizer"] |= {"muon_lr": "original", "muon_except": "embed,lm_head", "momentum": 0.95}
     r.fields["optimizer"] |= {"adam_beta2": 0.95, "adam_eps": 1e-10}
@@ -219,7 +219,7 @@ def _muon(r: Reader) -> None:
         r.tell("zero_optimization.stage", "unsupported", words, value=stage)
 
 
-def scheduler(r: Reader) -> None:
+def scheduler(r: ConfigReader) -> None:
     """One of the five schedules, if all its numbers are known."""
     name, prefix = r.value("scheduler.type", str), "scheduler.params."
     keys = [key for key in r.left if key.startswith(prefix)]
@@ -262,7 +262,7 @@ def scheduler(r: Reader) -> None:
     r.put("scheduler.type", "optimizer", lr_schedule=name)
 
 
-def others(r: Reader) -> None:
+def others(r: ConfigReader) -> None:
     """What stands by itself."""
     clip, inner = r.value("gradient_clipping", float), r.value("optimizer.params.max_grad_norm", float)
     if inner is not None:
@@ -287,7 +287,7 @@ def others(r: Reader) -> None:
         r.tell("pipeline.activation_checkpoint_interval", "ignored", "it is off")
 
 
-def _monitors(r: Reader) -> None:
+def _monitors(r: ConfigReader) -> None:
     """TensorBoard and Weights & Biases, and where their curves go."""
     for section, fields, words in (
         ("tensorboard", {"tensorboard": True}, "curves go into training.output"),

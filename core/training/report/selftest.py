@@ -44,7 +44,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SelftestOutcome:
     """What one rank saw of one collective: GB/s of the whole buffer, or what went wrong."""
 
     name: str
@@ -108,7 +108,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Group], tuple[Tensor, Tensor]]] = {
 }
 
 
-def exercise(group: Group, device: torch.device, size: int = BYTES) -> Iterator[Outcome]:
+def exercise(group: Group, device: torch.device, size: int = BYTES) -> Iterator[SelftestOutcome]:
     """Each collective of `COLLECTIVES`, in order; ends at the first that fails, as the ranks are apart then.
 
     Collective: every rank of the group takes every outcome. A wrong result keeps no rank from the next call.
@@ -126,9 +126,9 @@ def exercise(group: Group, device: torch.device, size: int = BYTES) -> Iterator[
                 best = min(best, time.perf_counter() - begin)
             error = error or _difference(got, want)
         except (RuntimeError, ValueError) as problem:
-            yield Outcome(name=name, error=_one_line(problem))
+            yield SelftestOutcome(name=name, error=_one_line(problem))
             return
-        yield Outcome(name=name, error=error, gb_per_s=0.0 if error else x.nbytes / best / 1e9)
+        yield SelftestOutcome(name=name, error=error, gb_per_s=0.0 if error else x.nbytes / best / 1e9)
 
 
 def _difference(got: Tensor, want: Tensor) -> str:
@@ -170,7 +170,7 @@ class LocalWorld:
             world.pipes.append(ours)
         return world
 
-    def outcomes(self) -> list[list[Outcome]]:
+    def outcomes(self) -> list[list[SelftestOutcome]]:
         """By rank; a rank that died or did not answer has a last outcome that says so. The processes are gone."""
         texts = [bytearray() for _ in self.pipes]
         open_pipes = {pipe: text for pipe, text in zip(self.pipes, texts, strict=True)}
@@ -197,15 +197,15 @@ class LocalWorld:
         return "" if code == 0 else f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _parse(text: bytes | bytearray) -> list[Outcome]:
-    return [Outcome(**json.loads(line)) for line in text.decode().splitlines() if line.endswith("}")]
+def _parse(text: bytes | bytearray) -> list[SelftestOutcome]:
+    return [SelftestOutcome(**json.loads(line)) for line in text.decode().splitlines() if line.endswith("}")]
 
 
-def _with_end(outcomes: list[Outcome], end: str) -> list[Outcome]:
+def _with_end(outcomes: list[SelftestOutcome], end: str) -> list[SelftestOutcome]:
     names = [name for name in COLLECTIVES if name not in {outcome.name for outcome in outcomes}]
     if not end or not names:
         return outcomes
-    return [*outcomes, Outcome(name=names[0], error=f"the process {end}")]
+    return [*outcomes, SelftestOutcome(name=names[0], error=f"the process {end}")]
 
 
 def _be(rank: int, ranks: int, directory: str, pipe: int) -> None:
@@ -221,7 +221,7 @@ def _be(rank: int, ranks: int, directory: str, pipe: int) -> None:
             group = world_group(WAIT_S)
             assert group is not None
         except (RuntimeError, ValueError) as error:
-            _tell(pipe, Outcome(name=next(iter(COLLECTIVES)), error=_one_line(error)))
+            _tell(pipe, SelftestOutcome(name=next(iter(COLLECTIVES)), error=_one_line(error)))
         else:
             for outcome in exercise(group, torch.device("cpu")):
                 _tell(pipe, outcome)
@@ -232,7 +232,7 @@ def _be(rank: int, ranks: int, directory: str, pipe: int) -> None:
         os._exit(code)
 
 
-def _tell(pipe: int, outcome: Outcome) -> None:
+def _tell(pipe: int, outcome: SelftestOutcome) -> None:
     os.write(pipe, json.dumps(asdict(outcome)).encode() + b"\n")
 
 
@@ -246,12 +246,12 @@ def local_checks() -> list[Check]:
     return as_checks(told, f"gloo between {RANKS} processes")
 
 
-def joined(device: torch.device, group: Group | None) -> list[Outcome]:
+def joined(device: torch.device, group: Group | None) -> list[SelftestOutcome]:
     """This rank's outcomes in a world that exists. Collective over it; none for a single process."""
     return list(exercise(group, device)) if group is not None else []
 
 
-def as_checks(by_rank: Sequence[Sequence[Outcome]], where: str) -> list[Check]:
+def as_checks(by_rank: Sequence[Sequence[SelftestOutcome]], where: str) -> list[Check]:
     """One check per collective: the slowest rank's rate, or the first thing that went wrong and on which rank."""
     found = []
     for name in COLLECTIVES:

@@ -9,7 +9,7 @@ from core.datasets import IGNORED_LABEL, bits_per_byte
 from core.pipeline import LossFn, StepResult
 
 
-class Executor(Protocol):
+class StepExecutor(Protocol):
     """What the loop needs of an executor (`SingleStage`, `Pipeline`). step_index: of the next step, for its seeds."""
 
     step_index: int
@@ -33,7 +33,7 @@ def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[T
     return output.sum(), (microbatch["labels"] != IGNORED_LABEL).sum()
 
 
-def evaluate_bits_per_byte(executor: Executor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> float:
+def evaluate_bits_per_byte(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> float:
     """Summed loss over all batches, per byte of the text they came from. Collective: every rank calls it."""
     total = 0.0
     for batch in batches:

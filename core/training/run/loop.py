@@ -11,7 +11,7 @@ from core.optimizer import StepStats
 from core.pipeline import StepResult
 from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
-from core.training.run.evaluate import Executor, next_token_loss
+from core.training.run.evaluate import StepExecutor, next_token_loss
 
 
 class Optimizer(Protocol):
@@ -102,7 +102,7 @@ def _not_finite(optimizer: Optimizer) -> str:
 
 
 def train(
-    executor: Executor,
+    executor: StepExecutor,
     optimizer: Optimizer,
     batch_of: Callable[[int], Mapping[str, Tensor]],
     config: TrainingConfig,
