@@ -26,10 +26,12 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "schedules":  # the module, where a user's `from core.pipeline import schedules` finds it
+        return import_module(f"{__name__}.schedule.schedules")
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_HOME, "schedules"])
