@@ -152,14 +152,16 @@ def _tag(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     root, names = Root(options.root), [f.name for f in fields(Retention)]
     rules = {name: getattr(options, name) for name in names}
-    if not root.steps() and not root.leftovers():
+    root.watch()
+    if not root.steps() and not root.leftovers(thorough=True):
         raise FileNotFoundError(f"{options.root} holds no steps, nor what killed jobs left; give the directory above")
     if options.dry_run:
-        removed, said, swept = root.surplus(**rules), "would remove", root.leftovers()
+        removed, said, swept = root.surplus(**rules), "would remove", root.leftovers(thorough=True)
     else:
         lock = root.lock()
         try:
-            removed, said, swept = root.retain(**rules), "removed", root.sweep()
+            swept = root.sweep(thorough=True)  # an object store's index is whole then
+            removed, said = root.retain(**rules), "removed"
         finally:
             lock.release()
     for name in [*map(step_name, removed), *swept]:

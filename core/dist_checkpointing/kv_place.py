@@ -5,7 +5,7 @@ import errno
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -53,6 +53,11 @@ class KvPlace:
         """See Place."""
         start = prefix.rstrip("/") + "/" if prefix else ""
         return sorted(name.decode() for name in self._store.list(_below(start)).result())
+
+    def present(self, names: Iterable[str]) -> list[str]:
+        """Those that are there, asked for many at a time."""
+        asked = {name: self._store.read(name) for name in names}
+        return [name for name, found in asked.items() if found.result().state == "value"]
 
     def sizes(self) -> dict[str, int]:
         """Reads everything."""

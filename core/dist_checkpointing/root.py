@@ -245,14 +245,18 @@ class Root:
 
     # after a crash
 
-    def sweep(self, name: int | str | None = None) -> list[str]:
+    def sweep(self, name: int | str | None = None, *, thorough: bool = False) -> list[str]:
         """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished. With a
-        `name`: in an object store only what belongs to it, for a listing of all is dear there."""
-        return self._at.sweep(self.stale_s, "" if name is None else self._named(name))
+        `name`: in an object store only what belongs to it. `thorough`: there also what its index does not tell."""
+        return self._at.sweep(self.stale_s, "" if name is None else self._named(name), thorough=thorough)
 
-    def leftovers(self) -> list[str]:
+    def leftovers(self, *, thorough: bool = False) -> list[str]:
         """What `sweep` would remove."""
-        return self._at.leftovers(self.stale_s)
+        return self._at.leftovers(self.stale_s, thorough=thorough)
+
+    def watch(self) -> None:
+        """Returns when a sweep knows what is still being written: in an object store after `stale_s` at most."""
+        self._at.watch(self.stale_s)
 
     def wait_for_writers(self, timeout_s: float, poll_s: float = 0.1) -> None:
         """Returns when every temporary is committed or stale: a job that was killed may have left a writer that still
@@ -266,3 +270,4 @@ class Root:
                 log.warning(text, self.url, live[0], self.stale_s)
                 told = True
             time.sleep(poll_s)
+            poll_s = max(poll_s, min(2 * poll_s, 1.0))  # of an object store each look is paid for
