@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 
+from core.dist_checkpointing.address import below
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.console import progress, say, size_text
 from core.dist_checkpointing.cuts import check_layout
@@ -41,9 +42,9 @@ def find(path: str) -> str:
         )
     say(f"{path}: the newest of {len(steps)} steps, {step_name(steps[-1])}", error=True)
     try:
-        return root.open(steps[-1]).url
+        return root.open(steps[-1]).address
     except OSError:  # what reads it says why it cannot
-        return root.url + step_name(steps[-1])
+        return below(root.files.address, step_name(steps[-1]))
 
 
 def _holds_manifest(path: str) -> bool:
