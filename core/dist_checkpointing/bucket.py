@@ -83,6 +83,10 @@ class Bucket:
         """Says that the attempt is being written."""
         self.files.touch(heartbeat(name, uuid))
 
+    def last_beat(self, name: str, uuid: str) -> str:
+        """What each beat changes."""
+        return self.files.last_touch(heartbeat(name, uuid))
+
     def ages(self, name: str = "", *, thorough: bool = False) -> dict[tuple[str, str], float]:
         """By name and uuid, of each attempt (at `name`) that no pointer names: for how many seconds this process has
         seen no beat; infinite: it is being removed. `thorough`: also of those that are not in the index."""

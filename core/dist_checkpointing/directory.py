@@ -124,6 +124,10 @@ class Directory:
         """Says that the temporary is being written."""
         self.temporary(name, uuid).touch(_heartbeat(uuid))
 
+    def last_beat(self, name: str, uuid: str) -> str:
+        """What each beat changes."""
+        return self.temporary(name, uuid).last_touch(_heartbeat(uuid))
+
     def ages(self) -> dict[tuple[str, str], float]:
         """The age of each temporary, by name and uuid."""
         found = [(name, uuid) for name, uuid, entry in self._marked("tmp") if is_remains(self.files.below(entry))]

@@ -2,7 +2,6 @@
 
 import datetime
 import ipaddress
-import os
 import re
 import socket
 import ssl
@@ -18,6 +17,7 @@ from core.dist_checkpointing import CheckpointManager, load, save
 from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.root import Root
 from core.parallel_state import ParallelState
+from tests.dist_checkpointing.remote import RUN, run
 
 pytest.importorskip("moto.server")
 pytestmark = pytest.mark.full
@@ -119,37 +119,6 @@ def test_a_run(server, capsys):
     assert main(["verify", "s3://bucket/run"]) == 0 and "every byte is right" in capsys.readouterr().out
 
 
-RUN = """
-import sys, torch
-from core.dist_checkpointing import CheckpointManager, load, save
-from core.parallel_state import ParallelState
-url, single = sys.argv[1], ParallelState.single("cpu")
-state = lambda value: {"w": torch.full((5, 3), float(value)), "step": value}
-manager = CheckpointManager(url, ps=single, keep_last=1)
-for step in (1, 2):
-    manager.save_async(step, state(step)).wait()
-step, found = manager.load_latest(state(0))
-assert step == 2 == found["step"] and torch.equal(found["w"], state(2)["w"]) and manager.steps() == [2]
-found = load(state(0), manager.url(2), ps=single)
-assert torch.equal(found["w"], state(2)["w"])
-manager.close()
-plain = url.replace("run?", "run/plain?")
-save(state(3), plain, ps=single)
-assert load(state(0), plain, ps=single)["step"] == 3
-print("whole")
-"""
-
-
-def run(url, environment, *command):
-    """In a process of its own, which has no settings of this machine's."""
-    mine = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "TENSORSTORE_"))}
-    command = command or ("-c", RUN, url)
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=mine | environment, timeout=500
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 def test_a_server_behind_tls_by_its_url(tls_server, tmp_path):
     """Endpoint, region and profile stand in the URL: in this process, the writer program and the command line."""
     keys = tmp_path / "credentials"
@@ -157,12 +126,12 @@ def test_a_server_behind_tls_by_its_url(tls_server, tmp_path):
     url = f"s3://bucket/run?endpoint={tls_server.url}&region=eu-west-1&profile=me&conditional_write=true"
     known = {"AWS_SHARED_CREDENTIALS_FILE": str(keys), "AWS_EC2_METADATA_DISABLED": "true"}
     trusting = known | {"TENSORSTORE_CA_BUNDLE": str(tmp_path / "server.pem")}
-    status, told = run(url, trusting)
+    status, told = run(trusting, "-c", RUN, url)
     assert status == 0 and "whole\n" in told, told
     tool = ("-m", "core.dist_checkpointing", "verify")
-    status, told = run(url, trusting, *tool, url)
+    status, told = run(trusting, *tool, url)
     assert status == 0 and "the newest of 1 steps" in told and "every byte is right" in told, told
-    status, told = run(url, trusting, *tool, url.replace("=me", "=nobody"))
+    status, told = run(trusting, *tool, url.replace("=me", "=nobody"))
     assert status == 2 and "profile 'nobody' is not found, or not whole, in " in told, told
 
 
