@@ -129,6 +129,7 @@ class Bucket:
             old = self.files.read(name + _POINTER)
         except FileNotFoundError:
             old = None
+        self._index.take(name, uuid)  # again: S3 deletes without a condition, so it may be gone
         pointer = seal({"format": 1, "uuid": uuid})
         if replaces:  # while the pointer names it nobody minds the mark
             self._mark(name, replaces)

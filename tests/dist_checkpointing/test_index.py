@@ -127,30 +127,45 @@ def test_objects_of_a_user(place):
     }
 
 
-@pytest.mark.parametrize("remove", [lambda root: root.retain(keep_last=1), Root.sweep], ids=["retain", "sweep"])
-def test_a_step_that_is_saved_while_it_is_removed_is_not_hidden(remove, tmp_path):
-    """Another job begins, and commits, step 1 between any two writes of the job that removes it."""
-    for at in range(30):
+def retain(root):
+    root.retain(keep_last=1)
+
+
+def give_up(root):
+    root.abandon(3, B)
+
+
+@pytest.mark.parametrize("remove, saved", [(retain, 1), (Root.sweep, 1), (Root.sweep, 3), (give_up, 3)])
+@pytest.mark.parametrize("first", ["the save", "the removal"])
+def test_a_step_that_is_saved_while_its_name_is_freed_is_not_hidden(remove, saved, first, tmp_path):
+    """One job saves a step, another removes it or an attempt at it; the one acts between two writes of the other."""
+    for at in range(60):
         place, did = store("memory", tmp_path), count()
         root = Root(place)
         save(root, 1, 1)
         save(root, 2, 2)
         root.sweep()
-        root.stale_s = 0
-        if remove is Root.sweep:
-            root.begin(1, B)
+        root.begin(3, B)
 
-        def step(at=at, did=did, place=place):
+        def saves(place):
+            with suppress(RuntimeError, FileNotFoundError):
+                save(Root(place), saved, 7, uuid=A)
+
+        def removes(place):
+            remove(Root(place, stale_s=0 if first == "the removal" else 60))
+
+        slow, quick = (removes, saves) if first == "the removal" else (saves, removes)
+
+        def step(at=at, did=did, place=place, quick=quick):
             if next(did) == at:
-                with suppress(RuntimeError):
-                    save(Root(place), 1, 7, uuid=A)
+                quick(place)
 
-        remove(Root(KvPlace(CrashStore(place._store, step)), stale_s=0))
+        slow(KvPlace(CrashStore(place._store, step)))
         found = Root(place)
         assert found.steps() == [int(name[5:]) for name in found._at._index.names(thorough=True)]
         if next(did) <= at:
             break
-    assert at > 3
+    assert 1 < at < 59
 
 
 @pytest.mark.parametrize("clock", [1.0, 1e10])
@@ -206,6 +221,18 @@ def test_a_run_in_an_object_store(single):
     manager.close()
     index = [name for name in open_store(url).names() if name.startswith(".index")]
     assert index == [".index.json", ".index/step-00000002/taken", ".index/step-00000003/taken"]
+
+
+def test_an_entry_that_goes_meanwhile_is_there_at_the_commit(place):
+    """S3 deletes without a condition, and perhaps late."""
+    root = Root(place)
+    root.sweep()
+    attempt = root.begin(1, A)
+    for rank in range(2):
+        write_rank(attempt, rank, 7)
+    place.remove(".index/step-00000001/taken")
+    committed(root, 1, A)
+    assert Root(place).steps() == [1]
 
 
 def test_an_attempt_that_waits_long_keeps_its_name(place):

@@ -54,7 +54,9 @@ class Server:
         raise AssertionError(self.log.read_text())
 
     def requests(self):
-        return len(re.findall(r'"(GET|HEAD|PUT|POST|DELETE) /', self.log.read_text()))
+        """But for those of the lock's heartbeat: how many there are depends on the machine."""
+        asked = re.findall(r'"(?:GET|HEAD|PUT|POST|DELETE) /[^"]*', self.log.read_text())
+        return [one for one in asked if "/.lock" not in one]
 
 
 @pytest.fixture
@@ -139,12 +141,12 @@ def test_steps_and_a_save_do_not_list_the_files_of_all_steps(server):
     manager = CheckpointManager("s3://bucket/many", ps=single, keep_last=30)
     for step in range(8):
         manager.save(step, state(step))
-    before = server.requests()
+    before = len(server.requests())
     assert manager.steps() == list(range(8))
-    assert server.requests() - before <= 8 + 3
-    log = server.log.read_text()
+    assert len(server.requests()) - before <= 8 + 3
+    before = len(server.requests())
     manager.save(8, state(8))
-    lists = re.findall(r'"GET /bucket/?\?[^"]*prefix=([^ &"]*)', server.log.read_text()[len(log) :])
+    lists = re.findall(r"GET /bucket/?\?\S*prefix=([^ &]*)", "\n".join(server.requests()[before:]))
     assert lists and all(re.match("many(/|%2F)([.]index|tags|step-00000008)", one) for one in lists), lists
     manager.close()
 
@@ -152,6 +154,6 @@ def test_steps_and_a_save_do_not_list_the_files_of_all_steps(server):
 def test_requests_of_a_load(server):
     save(state(1), "s3://bucket/one", ps=single)
     files = len(Root("s3://bucket").files.below("one").names())
-    before = server.requests()
+    before = len(server.requests())
     load(state(0), "s3://bucket/one", ps=single)
-    assert 40 < server.requests() - before <= 1.1 * files + 20
+    assert 40 < len(server.requests()) - before <= 1.1 * files + 20
