@@ -15,7 +15,7 @@ from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.lock import Heartbeat
 from core.dist_checkpointing.place import open_store
 from core.dist_checkpointing.root import Root
-from tests.dist_checkpointing.crash import CrashStore
+from tests.dist_checkpointing.crash import CrashStore, Killed, Steps
 from tests.dist_checkpointing.toy import committed, save, store, version_of, write_rank
 
 A, B = "a" * 32, "b" * 32
@@ -91,6 +91,26 @@ def test_a_store_of_before(place):
     assert not any(A in name for name in place.names())
     found, told = asked(place, Root.steps)
     assert found == [1, 2, 4] and told["keys"] == 3
+
+
+def test_killed_while_the_index_is_made(tmp_path):
+    """At each of its writes: no step is hidden, and the next job makes the rest."""
+    for at in range(30):
+        place, steps = store("memory", tmp_path), Steps(at)
+        for step in (1, 2, 3):
+            save(Root(place), step, step)
+        as_before_there_was_an_index(place)
+        try:
+            Root(KvPlace(CrashStore(place._store, steps))).sweep()
+        except Killed:
+            assert Root(place).steps() == [1, 2, 3]
+            save(Root(place), 4, 4)
+            assert Root(place).steps() == [1, 2, 3, 4]
+        else:
+            break
+        Root(place).sweep()
+        assert asked(place, Root.steps)[1]["keys"] == 4 and Root(place).steps() == [1, 2, 3, 4]
+    assert at == 4, "an entry for each step, and that these are all"
 
 
 def test_what_the_index_does_not_tell_is_found_by_prune(single, capsys):
