@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 
+from core.dist_checkpointing.address import below
 from core.dist_checkpointing.check import check
 from core.dist_checkpointing.console import progress, say, size_text
 from core.dist_checkpointing.cuts import check_layout
@@ -41,9 +42,9 @@ def find(path: str) -> str:
         )
     say(f"{path}: the newest of {len(steps)} steps, {step_name(steps[-1])}", error=True)
     try:
-        return root.open(steps[-1]).url
+        return root.open(steps[-1]).address
     except OSError:  # what reads it says why it cannot
-        return root.url + step_name(steps[-1])
+        return below(root.files.address, step_name(steps[-1]))
 
 
 def _holds_manifest(path: str) -> bool:
@@ -152,14 +153,16 @@ def _tag(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     root, names = Root(options.root), [f.name for f in fields(Retention)]
     rules = {name: getattr(options, name) for name in names}
-    if not root.steps() and not root.leftovers():
+    root.watch()
+    if not root.steps() and not root.leftovers(thorough=True):
         raise FileNotFoundError(f"{options.root} holds no steps, nor what killed jobs left; give the directory above")
     if options.dry_run:
-        removed, said, swept = root.surplus(**rules), "would remove", root.leftovers()
+        removed, said, swept = root.surplus(**rules), "would remove", root.leftovers(thorough=True)
     else:
         lock = root.lock()
         try:
-            removed, said, swept = root.retain(**rules), "removed", root.sweep()
+            swept = root.sweep(thorough=True)  # an object store's index is whole then
+            removed, said = root.retain(**rules), "removed"
         finally:
             lock.release()
     for name in [*map(step_name, removed), *swept]:

@@ -62,7 +62,7 @@ class WriterProgram:
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
-        with open(self._log or os.devnull, "ab") as log:
+        with open(self._log or os.devnull, "a+b") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "core.dist_checkpointing.writer", str(self._slab.fd)],
                 stdin=subprocess.PIPE,
@@ -83,7 +83,8 @@ class WriterProgram:
     def begin(self, job: Job) -> None:
         """Hand over what `take` copied; returns at once."""
         assert self._process is not None and self._process.stdin is not None
-        line = json.dumps({"job": asdict(job), "cells": self._placed, "bytes": self._slab.size})
+        told = {"job": asdict(job), "cells": self._placed, "bytes": self._slab.size, "trainer": os.getpid()}
+        line = json.dumps(told)
         self._job, self._since = job, time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # it is dead: `wait` tells
             self._process.stdin.write(line.encode() + b"\n")

@@ -4,7 +4,7 @@ Every rank: `write_receipt` behind its last file, or `write_failure`. One proces
 """
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from core.dist_checkpointing.digest import json_crc
@@ -39,14 +39,16 @@ def commit(
     world_size: int,
     run: Mapping[str, Any],
     timeout_s: float,
+    waiting: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Waits for every rank's receipt and publishes. Never publishes less than `planned`, every file by one rank.
+    `waiting` is called meanwhile.
 
     Raises RuntimeError: a rank failed, or the name was lost to another attempt. TimeoutError naming the silent ranks.
     ValueError: the receipts are not the plan.
     """
     place = root.temporary(name, uuid)
-    receipts = _wait(place, world_size, timeout_s)
+    receipts = _wait(place, world_size, timeout_s, waiting)
     parsed = {rank: parse_json(data, place.url + _receipt(rank)) for rank, data in receipts.items()}
     files = _union(parsed, planned)
     files |= {_receipt(rank): (len(data), json_crc(data)) for rank, data in receipts.items()}
@@ -55,7 +57,7 @@ def commit(
     return manifest
 
 
-def _wait(place: Place, world_size: int, timeout_s: float) -> dict[int, bytes]:
+def _wait(place: Place, world_size: int, timeout_s: float, waiting: Callable[[], None]) -> dict[int, bytes]:
     """Rank -> receipt, all of them."""
     end, pause = time.monotonic() + timeout_s, 0.002
     while True:
@@ -72,6 +74,7 @@ def _wait(place: Place, world_size: int, timeout_s: float) -> dict[int, bytes]:
                 f"{place.url} was not saved: after {timeout_s} s no receipt of {len(missing)} of {world_size} ranks, "
                 f"{', '.join(map(str, missing[:8]))}{', …' if len(missing) > 8 else ''}; look at their logs"
             )
+        waiting()
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
 

@@ -124,6 +124,10 @@ class Directory:
         """Says that the temporary is being written."""
         self.temporary(name, uuid).touch(_heartbeat(uuid))
 
+    def last_beat(self, name: str, uuid: str) -> str:
+        """What each beat changes."""
+        return self.temporary(name, uuid).last_touch(_heartbeat(uuid))
+
     def ages(self) -> dict[tuple[str, str], float]:
         """The age of each temporary, by name and uuid."""
         found = [(name, uuid) for name, uuid, entry in self._marked("tmp") if is_remains(self.files.below(entry))]
@@ -180,9 +184,9 @@ class Directory:
         """Removes a committed checkpoint, first from the listing, then its files."""
         self._discard(filter(self._is_checkpoint, [*self._replaced(name), name]))
 
-    def sweep(self, stale_s: float, name: str = "") -> list[str]:
+    def sweep(self, stale_s: float, name: str = "", *, thorough: bool = False) -> list[str]:
         """Removes what no one will finish and returns its names; a replaced checkpoint without successor is back.
-        `name` is for stores in which a listing is dear."""
+        `name` and `thorough` are for stores in which a listing is dear."""
         swept = self.leftovers(stale_s)
         for other, _, entry in self._ownerless(stale_s):
             if self._fs.stat(self.files.url + other) is None:
@@ -193,7 +197,10 @@ class Directory:
             self._remove(entry)
         return swept
 
-    def leftovers(self, stale_s: float) -> list[str]:
+    def watch(self, stale_s: float) -> None:
+        """Nothing: the file server's clock tells the age of each heartbeat."""
+
+    def leftovers(self, stale_s: float, *, thorough: bool = False) -> list[str]:
         """What `sweep` would remove."""
         found = [f".tmp-{name}-{uuid}" for (name, uuid), age in self.ages().items() if age >= stale_s]
         found += [e for name, _, e in self._ownerless(stale_s) if self._fs.stat(self.files.url + name) is not None]

@@ -1,7 +1,7 @@
 """One rank's share of one save, as plain values: the trainer does it at once, or hands it to the writer program."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,18 +112,20 @@ class Job:
         with ThreadPoolExecutor(4) as pool:
             return dict(pool.map(entry, names.keys() - known.keys()))
 
-    def conclude(self) -> None:
+    def conclude(self, orphaned: Callable[[], bool] = lambda: False) -> None:
         """Rank 0: commit, when every rank's receipt is there, then drop old checkpoints. Others: wait for it.
 
         What follows the commit does not fail it: it is warned of, and left to the next save.
-        Raises RuntimeError: a rank failed; TimeoutError: one is silent.
+        Raises RuntimeError: a rank failed; TimeoutError: one is silent. Orphaned: the job is gone, which `orphaned`
+        tells, and no other rank goes on.
         """
+        others = self._root.others(self.name, self.uuid, orphaned)
         if self.rank != 0:
-            self._root.wait_for(self.name, self.uuid, self.timeout_s)
+            self._root.wait_for(self.name, self.uuid, self.timeout_s, others)
             return
         groups = group_metadata(self.metadata, {})
         planned = planned_files({**self.metadata, **groups})
-        with self._root.beating(self.name, self.uuid):  # others may be slow
+        with self._root.beating(self.name, self.uuid, orphaned=orphaned):  # others may be slow
             commit(
                 self._root,
                 self.name,
@@ -132,6 +134,7 @@ class Job:
                 world_size=self.world_size,
                 run=self.run,
                 timeout_s=self.timeout_s,
+                waiting=others,
             )
         if self.retention is not None:
             try:

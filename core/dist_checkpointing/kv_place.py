@@ -5,7 +5,7 @@ import errno
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -13,20 +13,29 @@ import tensorstore as ts
 
 class KvPlace:
     """The objects below a prefix: a Place. `store` ends in "/"; `context` is what it was opened with; `url` is needed
-    where the store cannot tell it (an endpoint of its own)."""
+    where the store cannot tell it (an endpoint of its own); `options` are those of its address, from the `?` on;
+    `unsaid` is what its specification has beyond what the store tells."""
 
-    def __init__(self, store: ts.KvStore, context: ts.Context | None = None, url: str | None = None) -> None:
-        self._store, self.context = store, context
+    def __init__(
+        self,
+        store: ts.KvStore,
+        context: ts.Context | None = None,
+        url: str | None = None,
+        options: str = "",
+        unsaid: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._store, self.context, self._options, self._unsaid = store, context, options, dict(unsaid or {})
         self.url: str = store.url if url is None else url
+        self.address = f"{self.url.rstrip('/')}{options}" if options else self.url
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """The store's own driver."""
-        spec = self._store.spec().to_json()
+        spec = self._store.spec().to_json() | self._unsaid
         return spec | {"path": spec.get("path", "") + prefix}
 
     def below(self, name: str) -> "KvPlace":
         """The prefix `name/` in it."""
-        return KvPlace(self._store / f"{name}/", self.context, f"{self.url}{name}/")
+        return KvPlace(self._store / f"{name}/", self.context, f"{self.url}{name}/", self._options, self._unsaid)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """See Place."""
@@ -53,6 +62,11 @@ class KvPlace:
         """See Place."""
         start = prefix.rstrip("/") + "/" if prefix else ""
         return sorted(name.decode() for name in self._store.list(_below(start)).result())
+
+    def present(self, names: Iterable[str]) -> list[str]:
+        """Those that are there, asked for many at a time."""
+        asked = {name: self._store.read(name) for name in names}
+        return [name for name, found in asked.items() if found.result().state == "value"]
 
     def sizes(self) -> dict[str, int]:
         """Reads everything."""

@@ -20,6 +20,7 @@ _LOCK = ".lock"
 TRIES = 100  # while other jobs take it and give it back
 POLL_S = 0.1
 PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it says so
+SILENT_S = 5.0  # some beats, and what an NFS client may not see of them: then an orphan is the last one
 
 
 class Heartbeat:
@@ -51,6 +52,34 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+class Orphaned(RuntimeError):
+    """The job of this process is gone, and no other rank's process goes on with what is waited for."""
+
+
+class Others:
+    """Watches for the beats of other ranks: to be called again and again while one waits for them.
+
+    orphaned: whether the job of this process is gone: it must not beat itself then. last_beat: what a beat changes.
+    """
+
+    def __init__(
+        self, orphaned: Callable[[], bool], last_beat: Callable[[], str], silent_s: float = SILENT_S
+    ) -> None:
+        self._orphaned, self._last_beat, self._silent_s = orphaned, last_beat, silent_s
+        self._seen: str | None = None
+        self._since = 0.0
+
+    def __call__(self) -> None:
+        """Raises Orphaned: nobody beats, and the job is gone."""
+        if not self._orphaned():
+            return
+        beat = self._last_beat()
+        if beat != self._seen:
+            self._seen, self._since = beat, time.monotonic()
+        elif time.monotonic() - self._since > self._silent_s:
+            raise Orphaned(f"the job is gone, and no other rank was heard of for {self._silent_s:.0f} s")
 
 
 class Lock:

@@ -107,7 +107,7 @@ class CheckpointManager:
 
     def url(self, step: int) -> str:
         """Where a step lies. ValueError: there is none, with those that there are."""
-        return Root(self.root).open(step).url
+        return Root(self.root).open(step).address
 
     # saving
 

@@ -11,12 +11,13 @@ from uuid import uuid4
 
 import tensorstore as ts
 
-from core.dist_checkpointing.address import parse_address
+from core.dist_checkpointing.address import parse_address, place_and_options
 from core.dist_checkpointing.context import CONTEXT
 from core.dist_checkpointing.fs import Fs, check_regular
 from core.dist_checkpointing.json_files import parse_json
 from core.dist_checkpointing.kv_place import KvPlace
 
+_UNSAID = {"aws_credentials", "gcs_user_project"}  # of a specification; an open store does not tell it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -24,9 +25,14 @@ class Place(Protocol):
     """The files below one directory or prefix. A file that is not there: FileNotFoundError, or what is said.
 
     `context` is what a tensorstore of `kvstore()` must be opened with; None: the one of this process.
+    `url` is told, and ends in "/"; `address` is what opens the same place again, options and all.
     """
 
     url: str
+
+    @property
+    def address(self) -> str:
+        """See above."""
 
     @property
     def context(self) -> ts.Context | None:
@@ -119,24 +125,50 @@ def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace
     address = parse_address(url)
     if address.startswith("/"):
         return PosixPlace(address, fs or Fs())
-    address = address.rstrip("/") + "/"
+    where, options = place_and_options(address)
+    spec = _spec(f"{where}/", options)
     try:
-        store = ts.KvStore.open(_spec(address), context=CONTEXT).result()
+        store = ts.KvStore.open(spec, context=CONTEXT).result()
     except ValueError as error:
+        if "credentials provider" in str(error) and "profile" in options:
+            why = (
+                f"profile {options['profile']!r} is not found, or not whole, in {' or '.join(_aws_files().values())}"
+            )
+            raise ValueError(f"{url}: {why}") from None
         raise ValueError(f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
-    return KvPlace(store, CONTEXT, address)
+    unsaid = {} if isinstance(spec, str) else {name: spec[name] for name in _UNSAID & spec.keys()}
+    return KvPlace(store, CONTEXT, f"{where}/", address[len(where) :], unsaid)
 
 
-def _spec(url: str) -> str | dict[str, str]:
-    """What tensorstore opens. MinIO, R2 and Ceph are found as other S3 clients find them, by AWS_ENDPOINT_URL_S3 or
-    AWS_ENDPOINT_URL, with AWS_REGION or AWS_DEFAULT_REGION."""
+def _aws_files() -> dict[str, str]:
+    """Where profiles are; tensorstore finds those files by itself only for the default one."""
     told = os.environ
-    endpoint = told.get("AWS_ENDPOINT_URL_S3") or told.get("AWS_ENDPOINT_URL")
-    if not endpoint or not url.startswith("s3://"):
-        return url
-    bucket, _, path = url.removeprefix("s3://").partition("/")
-    region = told.get("AWS_REGION") or told.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint.rstrip("/"), "aws_region": region}
+    return {
+        "credentials_file": told.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
+        "config_file": told.get("AWS_CONFIG_FILE") or os.path.expanduser("~/.aws/config"),
+    }
+
+
+def _spec(url: str, options: Mapping[str, str]) -> str | dict[str, Any]:
+    """What tensorstore opens. MinIO, R2 and Ceph are found by their options or as other S3 clients find them, by
+    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, with AWS_REGION or AWS_DEFAULT_REGION."""
+    more: dict[str, Any] = {}
+    if url.startswith("s3://"):
+        told = os.environ
+        endpoint = options.get("endpoint") or told.get("AWS_ENDPOINT_URL_S3") or told.get("AWS_ENDPOINT_URL")
+        region = options.get("region")
+        if endpoint:
+            more["endpoint"] = endpoint.rstrip("/")
+            region = region or told.get("AWS_REGION") or told.get("AWS_DEFAULT_REGION") or "us-east-1"
+        if region:
+            more["aws_region"] = region
+        if profile := options.get("profile"):
+            more["aws_credentials"] = {"type": "profile", "profile": profile, **_aws_files()}
+        if "conditional_write" in options:
+            more["use_conditional_write"] = options["conditional_write"] == "true"
+    if project := options.get("user_project"):
+        more["gcs_user_project"] = {"project_id": project}
+    return ts.KvStore.Spec(url).to_json() | more if more else url
 
 
 class PosixPlace:
@@ -146,7 +178,7 @@ class PosixPlace:
 
     def __init__(self, path: str, fs: Fs) -> None:
         self.path, self.fs = path, fs
-        self.url = self.path.rstrip("/") + "/"
+        self.url = self.address = self.path.rstrip("/") + "/"
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """The file driver."""

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from core.dist_checkpointing.check import check
 from core.dist_checkpointing.directory import Directory
 from core.dist_checkpointing.fs import Fs
 from core.dist_checkpointing.json_files import canonical_json, parse_json, seal, unseal
-from core.dist_checkpointing.lock import PATIENCE_S, Heartbeat, Lock
+from core.dist_checkpointing.lock import PATIENCE_S, Heartbeat, Lock, Others
 from core.dist_checkpointing.manifest import read_manifest
 from core.dist_checkpointing.place import KvPlace, Place, PosixPlace, open_store
 from core.dist_checkpointing.retention import Facts, Retention
@@ -79,9 +79,16 @@ class Root:
             return False
         return True
 
-    def beating(self, name: int | str, uuid: str, every: float = 1.0) -> Heartbeat:
-        """Keeps the temporary from being swept while it is written. A context."""
-        return Heartbeat(partial(self._at.beat, self._named(name), uuid), every)
+    def beating(
+        self, name: int | str, uuid: str, every: float = 1.0, orphaned: Callable[[], bool] = lambda: False
+    ) -> Heartbeat:
+        """Keeps the temporary from being swept while it is written, unless it is orphaned. A context."""
+        name = self._named(name)
+        return Heartbeat(lambda: None if orphaned() else self._at.beat(name, uuid), every)
+
+    def others(self, name: int | str, uuid: str, orphaned: Callable[[], bool]) -> Others:
+        """To be called while one waits for other ranks: raises Orphaned when none of them writes any more."""
+        return Others(orphaned, partial(self._at.last_beat, self._named(name), uuid))
 
     def publish(self, name: int | str, uuid: str, manifest: bytes, files: Iterable[str]) -> None:
         """Gives the temporary its name, durably. Raises RuntimeError: it was swept, or another attempt was faster."""
@@ -112,10 +119,12 @@ class Root:
         if self._at.identity(self._named(name)) != uuid:
             self._at.abandon(self._named(name), uuid)
 
-    def wait_for(self, name: int | str, uuid: str, timeout_s: float) -> None:
+    def wait_for(
+        self, name: int | str, uuid: str, timeout_s: float, waiting: Callable[[], None] = lambda: None
+    ) -> None:
         """Returns when that attempt is committed, seen from a rank that does not commit.
 
-        Raises RuntimeError: it never will be. TimeoutError.
+        `waiting` is called meanwhile. Raises RuntimeError: it never will be. TimeoutError.
         """
         name, end, pause = self._named(name), time.monotonic() + timeout_s, 0.002
         while self._at.identity(name) != uuid:
@@ -123,6 +132,7 @@ class Root:
                 raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.url}{name}: not committed after {timeout_s} s; rank 0 tells why")
+            waiting()
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
 
@@ -245,14 +255,18 @@ class Root:
 
     # after a crash
 
-    def sweep(self, name: int | str | None = None) -> list[str]:
+    def sweep(self, name: int | str | None = None, *, thorough: bool = False) -> list[str]:
         """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished. With a
-        `name`: in an object store only what belongs to it, for a listing of all is dear there."""
-        return self._at.sweep(self.stale_s, "" if name is None else self._named(name))
+        `name`: in an object store only what belongs to it. `thorough`: there also what its index does not tell."""
+        return self._at.sweep(self.stale_s, "" if name is None else self._named(name), thorough=thorough)
 
-    def leftovers(self) -> list[str]:
+    def leftovers(self, *, thorough: bool = False) -> list[str]:
         """What `sweep` would remove."""
-        return self._at.leftovers(self.stale_s)
+        return self._at.leftovers(self.stale_s, thorough=thorough)
+
+    def watch(self) -> None:
+        """Returns when a sweep knows what is still being written: in an object store after `stale_s` at most."""
+        self._at.watch(self.stale_s)
 
     def wait_for_writers(self, timeout_s: float, poll_s: float = 0.1) -> None:
         """Returns when every temporary is committed or stale: a job that was killed may have left a writer that still
@@ -266,3 +280,4 @@ class Root:
                 log.warning(text, self.url, live[0], self.stale_s)
                 told = True
             time.sleep(poll_s)
+            poll_s = max(poll_s, min(2 * poll_s, 1.0))  # of an object store each look is paid for

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import load, save
-from core.dist_checkpointing.address import NAME_BYTES, check_name, parse_address, root_and_name
+from core.dist_checkpointing.address import NAME_BYTES, below, check_name, parse_address, root_and_name
 from core.dist_checkpointing.place import PosixPlace, open_store
 from core.dist_checkpointing.root import Root
 
@@ -40,6 +40,13 @@ PATHS = {
     "gs://bucket/run/": "gs://bucket/run",
     "s3://bucket/run/7": "s3://bucket/run/7",
     "memory://a%20b": "memory://a%20b",
+    "s3://bucket/run/?endpoint=https://host:9000": "s3://bucket/run?endpoint=https://host:9000",
+    "s3://bucket?region=eu-west-1&endpoint=http://h&profile=a%26b": (
+        "s3://bucket?endpoint=http://h&profile=a%26b&region=eu-west-1"
+    ),
+    "s3://bucket/run?conditional_write=true": "s3://bucket/run?conditional_write=true",
+    "gs://bucket/run?user_project=p": "gs://bucket/run?user_project=p",
+    "/a?b=c": "/a?b=c",
 }
 NONE = {
     "": "is no path; give a str or pathlib.Path",
@@ -62,6 +69,17 @@ NONE = {
     "gs:/bucket/x": "is no URL, .* give the URL as str, gs://bucket/x",
     "ftp://x/y": "not a path, file://, gs://, s3:// or memory://",
     "http://x/y": "not a path, file://, gs://, s3:// or memory://",
+    "s3://b/x?secret_key=hush&region=r": (
+        "^s3://b/x: 'secret_key' is no option; s3:// knows endpoint, region, profile, conditional_write$"
+    ),
+    "gs://b/x?endpoint=http://h": "'endpoint' is no option; gs:// knows user_project",
+    "memory://x?region=r": "'region' is no option; memory:// knows no options",
+    "s3://b/x?region=": "'region' has no value, or two",
+    "s3://b/x?region=a&region=b": "'region' has no value, or two",
+    "s3://b/x?endpoint=host:9000": "'endpoint' is no server; write endpoint=https://host:9000",
+    "s3://b/x?endpoint=https://key:secret@host": "^s3://b/x: 'endpoint' is no server; write endpoint=https://host:9000$",
+    "s3://b/x?endpoint=https://h?a": "'endpoint' is no server",
+    "s3://b/x?conditional_write=yes": "'conditional_write' must be true or false",
 }
 
 
@@ -102,14 +120,17 @@ def test_what_is_no_address(where, here):
         ("x", HERE, "x"),
         ("gs://bucket/x", "gs://bucket", "x"),
         ("memory://a/b/", "memory://a", "b"),
+        ("s3://bucket/a/x?endpoint=https://h:1/y", "s3://bucket/a?endpoint=https://h:1/y", "x"),
+        ("/a?b/c?d", "/a?b", "c?d"),
     ],
 )
 def test_root_and_name(where, root, name, here):
     assert root_and_name(where) == (root.replace(HERE, here), name)
+    assert below(*root_and_name(where)) == parse_address(where)
 
 
 @pytest.mark.parametrize(
-    "where", ["/", ".", "..", "a/..", "a/.", "file:///", "gs://bucket", "memory://", "memory://x"]
+    "where", ["/", ".", "..", "a/..", "a/.", "file:///", "gs://bucket", "memory://", "memory://x", "s3://b?region=r"]
 )
 def test_no_name(where, here):
     with pytest.raises(ValueError, match="names no checkpoint; give a directory that is to be made"):

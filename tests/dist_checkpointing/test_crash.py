@@ -10,10 +10,11 @@ from uuid import uuid4
 import pytest
 import tensorstore as ts
 
+from core.dist_checkpointing.index import heartbeat, trash
 from core.dist_checkpointing.kv_place import KvPlace
 from core.dist_checkpointing.root import Root, step_name
 from tests.dist_checkpointing.crash import CrashFs, CrashStore, Disk, Killed, Steps
-from tests.dist_checkpointing.toy import save, version_of, write_rank
+from tests.dist_checkpointing.toy import files_beside_the_index, save, version_of, write_rank
 
 
 class Story:
@@ -82,7 +83,19 @@ def assert_sound(root, allowed):
     assert newest(root) in allowed
     if 30 in allowed:  # the chapters behind the tag's
         assert root.tags() == {"best": 2}
-    assert {name.split("/")[0] for name in root.files.names()} <= {"tags", *map(step_name, root.steps())}
+    named = set(map(step_name, root.steps()))
+    assert {name.split("/")[0] for name in files_beside_the_index(root)} <= {"tags", *named}
+    assert_index(root)
+
+
+def assert_index(root):
+    """An entry for each step; a mark is left of one that was killed next to its pointer only, and nobody minds it."""
+    if not isinstance(root.files, KvPlace):
+        return
+    named = {step_name(step): root._at.identity(step_name(step)) for step in root.steps()}
+    index = {".index.json", *(f".index/{name}/taken" for name in named)}
+    left = {mark(name, uuid) for name, uuid in named.items() for mark in (heartbeat, trash)}
+    assert index <= set(root.files.names()) - set(files_beside_the_index(root)) <= index | left
 
 
 def assert_goes_on(root):
@@ -91,6 +104,8 @@ def assert_goes_on(root):
     root.retain(keep_last=1)
     assert newest(root) == 50
     assert root.steps() == [*root.tags().values(), 5]
+    root.sweep()
+    assert_index(root)
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])

@@ -277,7 +277,7 @@ def test_what_cannot_be_removed_from_an_object_store_is_left_to_the_next_save(si
     assert "x: what it replaced is left to be removed later: the network is down" in caplog.text
     assert Root(url).leftovers() != []
     save({"a": 3}, f"{url}/x", ps=single)
-    assert Root(url).leftovers() == [] and len(open_store(url).names()) == 4
+    assert Root(url).leftovers() == [] and len(open_store(url).names()) == 5
 
 
 def unreachable(*arguments):

@@ -1,6 +1,5 @@
 """What is ours, and what is a user's: nothing not proven ours is replaced or removed, and all of ours goes."""
 
-import json
 import os
 import shutil
 from contextlib import closing
@@ -9,7 +8,7 @@ import pytest
 
 from core.dist_checkpointing import CheckpointManager, save
 from core.dist_checkpointing.check import check
-from core.dist_checkpointing.kv_place import KvPlace
+from core.dist_checkpointing.index import Watch
 from core.dist_checkpointing.place import open_place, open_store
 from core.dist_checkpointing.root import Root
 from tests.dist_checkpointing import small, toy
@@ -208,29 +207,28 @@ def test_in_an_object_store_too(single):
     manager.close()
     Root(url).begin("plain", A)
     Root(url).temporary("plain", A).write("zarr.json", b"{}")
-    store.write(
-        f"plain/{A}.heartbeat", json.dumps(json.loads(store.read(f"plain/{A}.heartbeat")) | {"time": 1}).encode()
-    )
     save({"a": 1}, f"{url}/plain", ps=single)
-    left = {name: store.read(name) for name in store.names() if not name.startswith(("step-00000002", "plain"))}
+    assert Root(url, stale_s=0).sweep("plain") == [f"plain/{A}"]
+    ours = ("step-00000002", "plain", ".index")
+    left = {name: store.read(name) for name in store.names() if not name.startswith(ours)}
     assert left == dict.fromkeys(theirs, b"mine")
     ours = set(store.names()) - theirs
     assert not [name for name in ours if name.startswith(f"plain/{A}") or name.endswith((".trash", ".heartbeat"))]
 
 
 def test_a_commit_beside_a_sweep_of_an_object_store(monkeypatch):
-    """At the moment at which the sweep asks for the age of what is being written."""
+    """At the moment at which the sweep judges what is being written."""
     root = Root("memory://beside")
     place = root.begin(7, A)
     for rank in range(2):
         toy.write_rank(place, rank, 1)
-    real = KvPlace.age
+    real = Watch.unchanged
 
-    def age(files, name):
+    def unchanged(watch, url, content):
         with monkeypatch.context() as patch:
-            patch.setattr(KvPlace, "age", real)
+            patch.setattr(Watch, "unchanged", real)
             toy.committed(Root("memory://beside"), 7, A)
-        return real(files, name)
+        return real(watch, url, content)
 
-    monkeypatch.setattr(KvPlace, "age", age)
+    monkeypatch.setattr(Watch, "unchanged", unchanged)
     assert root.sweep() == [] and toy.version_of(root.open(7)) == 1

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -73,17 +74,54 @@ def test_open_a_url():
     assert open_place("memory://nothing").names() == []
 
 
-@pytest.mark.parametrize("url, driver", [("gs://bucket/run", "gcs"), ("s3://bucket/run/", "s3")])
-def test_urls(url, driver, monkeypatch):
-    """Parsed only: opening such a store makes its client look for the user's credentials."""
+MINIO = {"endpoint": "https://h:9000", "aws_region": "us-east-1"}
+OPTIONS = {
+    "gs://bucket/a b": {"driver": "gcs"},
+    "gs://bucket/a b?user_project=p": {"driver": "gcs", "gcs_user_project": {"project_id": "p"}},
+    "s3://bucket/a b/": {"driver": "s3"},
+    "s3://bucket/a b?endpoint=https://h:9000/": {"driver": "s3", **MINIO},
+    "s3://bucket/a b?endpoint=https://h:9000&region=r": {"driver": "s3", **MINIO, "aws_region": "r"},
+    "s3://bucket/a b?region=r": {"driver": "s3", "aws_region": "r"},
+    "s3://bucket/a b?profile=me&conditional_write=true": {
+        "driver": "s3",
+        "aws_credentials": {
+            "type": "profile",
+            "profile": "me",
+            "credentials_file": "/aws/keys",
+            "config_file": "/aws/config",
+        },
+        "use_conditional_write": True,
+    },
+}
 
-    def opened(text, context):
-        assert ts.KvStore.Spec(text).to_json() == {"driver": driver, "bucket": "bucket", "path": "run/"}
+
+@pytest.mark.parametrize("url", OPTIONS)
+def test_urls(url, monkeypatch):
+    """Parsed only: opening such a store makes its client look for the user's credentials."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/aws/keys")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/aws/config")
+
+    def opened(spec, context):
+        expected = {"bucket": "bucket", "path": "a b/", **OPTIONS[url]}
+        assert ts.KvStore.Spec(spec.replace(" ", "%20") if isinstance(spec, str) else spec).to_json() == expected
         raise ValueError("parsed")
 
-    monkeypatch.setattr(place_module, "ts", SimpleNamespace(KvStore=SimpleNamespace(open=opened)))
-    with pytest.raises(ValueError, match=f"{url}: .*parsed"):
+    monkeypatch.setattr(
+        place_module, "ts", SimpleNamespace(KvStore=SimpleNamespace(open=opened, Spec=ts.KvStore.Spec))
+    )
+    with pytest.raises(ValueError, match=f"{re.escape(url)}: .*parsed"):
         open_store(url)
+
+
+def test_options_of_a_url_come_before_the_environment(monkeypatch):
+    for name, value in (("AWS_ENDPOINT_URL", "http://a"), ("AWS_REGION", "x")):
+        monkeypatch.setenv(name, value)
+    found = place_module._spec("s3://bucket/run/", {"endpoint": "http://b", "region": "y"})
+    assert (found["endpoint"], found["aws_region"]) == ("http://b", "y")
+    found = place_module._spec("s3://bucket/run/", {"region": "y"})
+    assert (found["endpoint"], found["aws_region"]) == ("http://a", "y")
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "gs://x"])

@@ -110,3 +110,8 @@ def version_of(place):
     numbers = {number for path in CELLS for number in np.frombuffer(contents[path][:-4], "<f4").tolist()}
     assert len(numbers) == 1
     return int(numbers.pop())
+
+
+def files_beside_the_index(root):
+    """All that lies there, but for what tells where it lies."""
+    return [name for name in root.files.names() if not name.startswith(".index")]

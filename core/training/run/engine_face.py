@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core.dist_checkpointing import load, save
-from core.dist_checkpointing.address import parse_address
+from core.dist_checkpointing.address import below, parse_address
 from core.dist_checkpointing.place import open_store
 from core.dist_checkpointing.ranks import agree, from_first, problem_of
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
@@ -226,7 +226,7 @@ class EngineFace(nn.Module):
         text = from_first(lambda: _as_text(client_state or {}), ps)
         state = self.checkpoints.state(self.global_steps) | {"client": {"state": text}}
         where = parse_address(save_dir)
-        save(state, f"{where.rstrip('/')}/{name}", ps=ps)
+        save(state, below(where, name), ps=ps)
         if save_latest:
             note = problem_of(lambda: open_store(where).write("latest", name.encode())) if ps.rank == 0 else None
             agree(note, ps)
@@ -296,4 +296,4 @@ def _found(where: str, tag: str | int | None) -> str | None:
         tag = place.read("latest").decode().strip()
     if tag is None:
         return where if place.size("manifest.json") is not None else None
-    return f"{where.rstrip('/')}/{tag}"
+    return below(where, str(tag))
