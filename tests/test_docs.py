@@ -54,3 +54,13 @@ def test_python_on_a_page_parses(page):
     assert blocks
     for block in blocks:
         ast.parse(block)
+
+
+def test_messages_of_the_troubleshooting_page_are_the_code_s():
+    sources = "".join(path.read_text() for path in sorted((DOCS.parent / "core").rglob("*.py")))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # one string over several lines
+    rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / "troubleshooting.md").read_text(), re.M)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 15
+    missing = [m for m in messages if any(part not in sources for part in re.split(r" ?\[?\.\.\.\]? ?", m))]
+    assert not missing
