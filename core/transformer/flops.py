@@ -4,9 +4,9 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 def multiplications_per_token(config: TransformerConfig, vocab_size: int, sequence_length: int) -> tuple[int, int]:
-    """(of one layer, of the output layer) in one forward, matrix products only; causal attention counts half its square.
+    """(of one layer, of the output layer) in one forward, matrix products only.
 
-    The half is what a causal kernel computes; a figure that counts the whole square is larger.
+    Causal attention counts half its square, what a causal kernel computes; a figure that counts all of it is larger.
     """
     h, d, heads, groups = config.hidden_size, config.head_size, config.num_attention_heads, config.groups
     projections = h * d * (2 * heads + 2 * groups)

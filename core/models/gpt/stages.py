@@ -6,6 +6,7 @@ from typing import Any
 from core.models.gpt.gpt_model import GPTModel
 from core.parallel_state import ParallelState, current_state
 from core.pipeline.schedule.partition import partition
+from core.transformer.flops import multiplications_per_token
 from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 
@@ -23,10 +24,8 @@ def split_layers(
     Raises ValueError: fewer layers than stages; a wrong number of costs.
     """
     if costs is None:
-        h, d, a, g = config.hidden_size, config.head_size, config.num_attention_heads, config.groups
-        mlp = h * config.ffn * (3 if config.gated_linear_unit else 2)
-        layer = h * d * (2 * a + 2 * g) + sequence_length * a * d + mlp
-        costs = [*[float(layer)] * config.num_layers, float(h * vocab_size)]
+        layer, output = multiplications_per_token(config, vocab_size, sequence_length)
+        costs = [*[float(layer)] * config.num_layers, float(output)]
     if len(costs) != config.num_layers + 1:
         raise ValueError(
             f"{len(costs)} costs for num_layers={config.num_layers}; give one for each layer and one for the "

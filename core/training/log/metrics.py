@@ -18,6 +18,7 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.log.sinks import Sink
 from core.transformer import TransformerConfig
+from core.transformer.flops import multiplications_per_token
 
 # FLOP/s of one device at 16 bits without sparsity, as its maker states it; the first name found in a device's counts
 PEAKS = {
@@ -42,15 +43,12 @@ _MEASURED_S = 0.1
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length: int) -> int:
-    """Matmul FLOPs of forward and backward per token; causal attention counts half its square.
+    """Matmul FLOPs of forward and backward per token: 6 per multiplication of `multiplications_per_token`.
 
-    The half is what a causal kernel computes; a figure that counts the whole square is larger. What is computed
-    again (recompute) and rows that pad the vocabulary do not count.
+    What is computed again (activation checkpointing) and rows that pad the vocabulary do not count.
     """
-    h, d, a, g = config.hidden_size, config.head_size, config.num_attention_heads, config.groups
-    attention = h * d * (2 * a + 2 * g) + sequence_length * a * d
-    mlp = h * config.ffn * (3 if config.gated_linear_unit else 2)
-    return 6 * (config.num_layers * (attention + mlp) + h * vocab_size)
+    layer, output = multiplications_per_token(config, vocab_size, sequence_length)
+    return 6 * (config.num_layers * layer + output)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float | None = None) -> float:
