@@ -9,10 +9,12 @@ import json
 import multiprocessing
 import resource
 import time
+from math import prod
 
 from benchmarks.harness import arguments, report
 from core.dist_checkpointing.catalog import completed, merge
 from core.dist_checkpointing.plan import make_plan
+from core.parallel_state.flat import volume
 from tests.dist_checkpointing.meshes import GPT_70B
 from tests.dist_checkpointing.test_thousands import catalogue, mesh
 
@@ -31,8 +33,10 @@ def one(layout, pipe):
     found = merge(completed([json.loads(message) for message in messages], kinds))
     read = time.process_time()
     plan = make_plan(found.arrays, found.holdings)
-    seconds, moved = time.process_time() - begin, sum(len(wave) for wave in plan.waves)
-    pipe.send((seconds, read - begin, max(map(len, messages)), peak_mib(), before, moved))
+    seconds, peak = time.process_time() - begin, peak_mib()
+    moved = [volume(f.box) * found.arrays[f.key].itemsize for wave in plan.waves for f in wave]
+    share = sum(moved) / sum(prod(info.shape) * info.itemsize for info in found.arrays.values())
+    pipe.send((seconds, read - begin, max(map(len, messages)), peak, before, len(moved), share))
 
 
 def main():
@@ -42,12 +46,13 @@ def main():
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=one, args=(layout, theirs))
         process.start()
-        seconds, read, told, peak, before, moved = ours.recv()
+        seconds, read, told, peak, before, moved, share = ours.recv()
         process.join()
         ranks = layout[0] * layout[1] * layout[2]
         print(
             f"{ranks:6d} ranks {layout}: {seconds:6.1f} CPU s (goal {goal}), {read:.1f} of it to read what was told, "
-            f"at most {told} bytes each; peak {peak:.0f} MiB ({before:.0f} before); {moved} fragments"
+            f"at most {told} bytes each; peak {peak:.0f} MiB ({before:.0f} before); {moved} fragments, "
+            f"{share:.0%} of the bytes"
         )
         result[f"plan_seconds_{ranks}_dp{layout[2]}"] = seconds
     report(result, options.json)
