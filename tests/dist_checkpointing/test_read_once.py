@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.dist_checkpointing import ShardedTensor, direct, load
+from core.dist_checkpointing import CheckpointManager, ShardedTensor, direct, load, loading, read_once
 from core.dist_checkpointing.ranks import DamagedCheckpoint
 from core.dist_checkpointing.saving import Saver
+from core.parallel_state import ParallelState
 from core.parallel_state.flat import extent, slices, whole
+from tests.dist_checkpointing import small
 from tests.dist_checkpointing.meshes import SMALL, Mesh, random_arrays, small_cells
 from tests.dist_checkpointing.test_plan import CUT, HALVES
 from tests.states import state as parallel
@@ -61,8 +63,6 @@ def template(layout, rank):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A directory with the checkpoint `x` in many small cells, which nobody changes."""
-    from core.parallel_state import ParallelState
-
     root, found, infos = tmp_path_factory.mktemp("once"), values(), SMALL.arrays(STATES)
     tensors = {key: torch.from_numpy(value) for key, value in found.items()}
     held = {key: (whole(info.shape),) for key, info in infos.items()}
@@ -197,6 +197,43 @@ def test_what_one_rank_finds_damaged_is_told_to_all(ranks, saved, tmp_path, harm
     if harm is flip:  # of two files exchanged there may be two readers
         (guilty,) = [n for n, text in enumerate(found) if not text.startswith("rank ")]
         assert all(text == f"rank {guilty}: {found[guilty]}" for n, text in enumerate(found) if n != guilty)
+
+
+def own_directory(root):
+    """Each rank has another checkpoint under what may be one name on two hosts."""
+    ps = parallel(tp=2)
+    path, made = f"{root}/{ps.rank}", {"w": torch.zeros(3)}
+    Saver(path, ParallelState.single("cpu"), durable=False).save("x", {"w": torch.full((3,), ps.rank + 1.0)})
+    with pytest.raises(DamagedCheckpoint, match=r"rank 0 opened the checkpoint .*, rank 1 .*share_reads=False"):
+        load(made, f"{path}/x", ps=ps)
+    assert not made["w"].any()
+    assert load(made, f"{path}/x", ps=ps, share_reads=False)["w"].tolist() == [ps.rank + 1.0] * 3
+
+
+def test_ranks_that_open_different_checkpoints(ranks, tmp_path):
+    ranks(own_directory, str(tmp_path), world=2)
+
+
+def by_a_manager(root):
+    ps, shared = parallel(tp=2), []
+    real = read_once.read_once
+    for share in (True, False):
+        manager = CheckpointManager(root, ps=ps, share_reads=share)
+        if share:
+            manager.save(1, small.state(1, ps.rank, 2))
+        with mock.patch.object(
+            loading, "read_once", lambda *told, **more: shared.append(share) or real(*told, **more)
+        ):
+            for act in (manager.load_latest, lambda made, m=manager: m.load(1, made)):
+                made = small.state(1, ps.rank, 2, empty=True)
+                act(made)
+                small.assert_holds(made, 1)
+        manager.close()
+    return shared
+
+
+def test_a_manager_shares_unless_it_is_told_not_to(ranks, tmp_path):
+    assert ranks(by_a_manager, str(tmp_path), world=2) == [[True, True]] * 2
 
 
 def test_a_single_process_reads_as_ever(saved, single):
