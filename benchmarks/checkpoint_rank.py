@@ -126,18 +126,17 @@ def needed(state):
 def replicas(path, size, dtype, pairs):
     """Bytes of cells that four replicas read, over the state; times when they share the reading, and when not."""
     state = State(size, dtype, replicas=True)
-    ours, read, before = Ours(state), 0, direct._read_all
+    ours, read, before = Ours(state), [], direct._read_all
 
     def counted(descriptor, buffers, offset):
-        nonlocal read
-        read += sum(map(len, buffers))
+        read.append(sum(map(len, buffers)))  # in several threads
         before(descriptor, buffers, offset)
 
     fresh(f"{path}/replicas")
     ours.save(f"{path}/replicas")
     with mock.patch.object(direct, "_read_all", counted):
         ours.load(f"{path}/replicas")
-    total = torch.tensor([read], dtype=torch.float64)
+    total = torch.tensor([sum(read)], dtype=torch.float64)
     dist.all_reduce(total)
     shares = {"shared": True, "each": False}
     calls = {name: lambda on=on: ours.load(f"{path}/replicas", share_reads=on) for name, on in shares.items()}
