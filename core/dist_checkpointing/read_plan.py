@@ -45,23 +45,34 @@ class ReadPlan:
 def to_json(wanted: Holdings) -> dict[str, Any]:
     """What one rank tells of what it wants: boxes inside of others once, what several arrays have alike once."""
     boxes: dict[tuple[Box, ...], int] = {}
-    lies = {key: boxes.setdefault(_largest(wanted[key]), len(boxes)) for key in sorted(wanted)}
+    lies = {key: boxes.setdefault(_joined(_largest(_joined(wanted[key]))), len(boxes)) for key in sorted(wanted)}
     return {"boxes": list(boxes), "lies": lies}
 
 
 def from_json(told: Mapping[str, Any]) -> Holdings:
-    """The inverse."""
+    """What it told: the elements that are wanted, in boxes."""
     boxes = [tuple([tuple(map(tuple, box)) for box in held]) for held in told["boxes"]]
     return {key: boxes[number] for key, number in told["lies"].items()}
 
 
-def _largest(boxes: Sequence[Box]) -> tuple[Box, ...]:
+def _largest(boxes: Sequence[Box]) -> list[Box]:
     """Those that are not inside another: a weight's is that of its main parameter's part, too."""
     kept: list[Box] = []
-    for box in sorted(set(boxes), key=lambda box: (-volume(box), box)):
+    for box in sorted(boxes, key=lambda box: (-volume(box), box)):
         if not any(intersect(box, other) == box for other in kept):
             kept.append(box)
-    return tuple(sorted(kept))
+    return kept
+
+
+def _joined(boxes: Sequence[Box]) -> tuple[Box, ...]:
+    """One box for what lies behind each other in dim 0: layers of a stack."""
+    joined: list[Box] = []
+    for box in sorted(set(boxes), key=lambda box: (box[1:], box[:1])):
+        if box and joined and joined[-1][1:] == box[1:] and joined[-1][0][1] == box[0][0]:
+            joined[-1] = ((joined[-1][0][0], box[0][1]), *box[1:])
+        else:
+            joined.append(box)
+    return tuple(sorted(joined))
 
 
 def plan_reads(
