@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from core.dist_checkpointing import CheckpointManager, ShardedTensor, direct, load, loading, read_once
+from core.dist_checkpointing.arrays import STORED
 from core.dist_checkpointing.ranks import DamagedCheckpoint
 from core.dist_checkpointing.saving import Saver
 from core.parallel_state import ParallelState
@@ -197,6 +198,33 @@ def test_what_one_rank_finds_damaged_is_told_to_all(ranks, saved, tmp_path, harm
     if harm is flip:  # of two files exchanged there may be two readers
         (guilty,) = [n for n, text in enumerate(found) if not text.startswith("rank ")]
         assert all(text == f"rank {guilty}: {found[guilty]}" for n, text in enumerate(found) if n != guilty)
+
+
+def every_dtype():
+    """Random bits as tensors of every dtype that can be stored, one without dims among them."""
+    found = {}
+    for name in STORED:
+        dtype = getattr(torch, name)
+        bits = np.random.default_rng(0).integers(0, 2 if name == "bool" else 256, 6 * dtype.itemsize, np.uint8)
+        found[name] = torch.from_numpy(bits).view(dtype).reshape(2, 3)
+        found[f"{name} alone"] = found[name][0, 0].clone()
+    return found
+
+
+def loads_every_dtype(root):
+    expected = every_dtype()
+    found = {name: torch.zeros_like(value) for name, value in expected.items()}
+    load(found, f"{root}/x", ps=parallel(tp=2))
+    return [name for name in found if bits_of(found[name]) != bits_of(expected[name])]
+
+
+def bits_of(tensor):
+    return tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_every_dtype_travels_as_it_is(ranks, tmp_path, single):
+    Saver(str(tmp_path), single, durable=False).save("x", every_dtype())
+    assert ranks(loads_every_dtype, str(tmp_path), world=2) == [[], []]
 
 
 def own_directory(root):
