@@ -75,6 +75,9 @@ def the_rest(table, path, size, pairs):
     memory = launch(2, "memory", path, size, "float32", pairs)
     table.number("extra_rss_mib_save", memory["save"], "MiB per rank")
     table.number("extra_rss_mib_load", memory["load"], "MiB per rank")
+    found = launch(4, "replicas", path, size, "float32", pairs)
+    table.number("load_bytes_over_state_dp4", found["over_state"])
+    table.ratio("shared_load_vs_each_dp4", found["shared"], found["each"])
     found = launch(1, "stall", path, size, "float32", pairs)
     ratios = [s / c for s, c in zip(found["stall"], found["copy"], strict=True)]
     for name in ("stall", "copy"):

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import tensorstore as ts
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_sides import Dcp, Ours, Raw, State, counter, drop_cache, fresh, reset_peak
-from core.dist_checkpointing import CheckpointManager
+from core.dist_checkpointing import CheckpointManager, direct
 from core.dist_checkpointing.arrays import ArrayInfo
 from core.dist_checkpointing.root import step_name
 from core.dist_checkpointing.zarr_metadata import array_metadata
@@ -120,6 +121,28 @@ def reshard_load(path, size, dtype, pairs):
 def needed(state):
     """Bytes of this rank's state that a checkpoint holds: derived weights are read from their main parameters."""
     return sum(t.nbytes for (kind, _), t in state.tensors.items() if kind != "model" or t.dtype == torch.float32)
+
+
+def replicas(path, size, dtype, pairs):
+    """Bytes of cells that four replicas read, over the state; times when they share the reading, and when not."""
+    state = State(size, dtype, replicas=True)
+    ours, read, before = Ours(state), [], direct._read_all
+
+    def counted(descriptor, buffers, offset):
+        read.append(sum(map(len, buffers)))  # in several threads
+        before(descriptor, buffers, offset)
+
+    fresh(f"{path}/replicas")
+    ours.save(f"{path}/replicas")
+    with mock.patch.object(direct, "_read_all", counted):
+        ours.load(f"{path}/replicas")
+    total = torch.tensor([sum(read)], dtype=torch.float64)
+    dist.all_reduce(total)
+    shares = {"shared": True, "each": False}
+    calls = {name: lambda on=on: ours.load(f"{path}/replicas", share_reads=on) for name, on in shares.items()}
+    times = turns(calls, pairs)
+    fresh(f"{path}/replicas")
+    return {"over_state": total.item() / needed(state), **times}
 
 
 def memory(path, size, dtype, pairs):

@@ -45,11 +45,15 @@ SIZES = {
 
 
 class State:
-    """(kind, name) -> tensors of this tensor rank: weights, two moments, main parameters beside 16-bit weights."""
+    """(kind, name) -> tensors of this tensor rank: weights, two moments, main parameters beside 16-bit weights.
 
-    def __init__(self, size, dtype, *, zeros=False):
+    replicas: all ranks hold everything.
+    """
+
+    def __init__(self, size, dtype, *, zeros=False, replicas=False):
         self.layers = SIZES[size]["layers"]
-        self.rank, self.tp = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        spread = dist.is_initialized() and not replicas
+        self.rank, self.tp = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
         self.ps = ParallelState.build(ParallelConfig(tensor=self.tp), device="cpu")
         self.shapes = shapes(**SIZES[size])
         self.tensors = {}
@@ -110,8 +114,9 @@ class Ours:
     def save(self, path):
         dist_checkpointing.save(self._sharded, path, ps=self._state.ps)
 
-    def load(self, path, verify=True):
-        dist_checkpointing.load(self._sharded, path, ps=self._state.ps, verify=verify)
+    def load(self, path, verify=True, share_reads=True):
+        ps = self._state.ps
+        dist_checkpointing.load(self._sharded, path, ps=ps, verify=verify, share_reads=share_reads)
 
 
 class Dcp:

@@ -53,7 +53,7 @@ def local_cells(plan: Plan, arrays: Arrays, parts: Parts, rank: int) -> Iterator
     Raises ValueError: a part that is not of its array's dtype or not of its box's shape, parts that are not what the
     plan was made from.
     """
-    held = _held(arrays, parts)
+    held = held_parts(arrays, parts)
     awaited = {(f.key, f.cell) for wave in plan.waves for f in wave if f.destination == rank}
     for key, index, box in plan.owned(rank):
         if (key, index) not in awaited:
@@ -68,16 +68,16 @@ def exchanged_cells(
     group: of all ranks of the plan, None for a single process. device: where the group's messages live.
     Raises ValueError: as `local_cells`.
     """
-    held = _held(arrays, parts)
+    held = held_parts(arrays, parts)
     boxes = {(key, index): box for key, index, box in plan.owned(rank)}
     begun: dict[tuple[str, Index], np.ndarray] = {}
     missing: dict[tuple[str, Index], int] = {}
     for wave in plan.waves:
-        for fragment, elements in _exchange(wave, arrays, held, rank, group, device):
+        for fragment, elements in exchange(wave, arrays, held, rank, group, device):
             key, index = at = fragment.key, fragment.cell
             if at not in begun:
                 begun[at], missing[at] = _assembled(arrays[key], held.get(key, ()), boxes[at])
-            begun[at][slices(relative(fragment.box, boxes[at]))] = elements
+            begun[at][slices(relative(fragment.box, boxes[at]))] = _stored(elements, arrays[key])
             missing[at] -= volume(fragment.box)
             if not missing[at]:
                 yield key, index, boxes[at], begun.pop(at)
@@ -95,7 +95,7 @@ def gather_json(value: Any, group: Group | None, device: torch.device | str = "c
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """A part as integers of its dtype's size; array: the same memory as it is stored, None if not on the CPU.
 
     Made once per part: a view by torch costs more than a small cell's write.
@@ -115,8 +115,9 @@ class _Held:
         return self.array[where] if self.array is not None else _stored(self.cut(box), info)
 
 
-def _held(arrays: Arrays, parts: Parts) -> dict[str, list[_Held]]:
-    found: dict[str, list[_Held]] = {}
+def held_parts(arrays: Arrays, parts: Parts) -> dict[str, list[Held]]:
+    """Of every part. Raises ValueError: one that is not of its array's dtype or not of its box's shape."""
+    found: dict[str, list[Held]] = {}
     for key, of_key in parts.items():
         info, found[key] = arrays[key], []
         for part in of_key:
@@ -127,7 +128,7 @@ def _held(arrays: Arrays, parts: Parts) -> dict[str, list[_Held]]:
                     f"{info.dtype} {extent(part.box)}"
                 )
             bits = part.data.detach().view(BITS[part.data.element_size()])
-            found[key].append(_Held(part.box, bits, _stored(bits, info) if bits.device.type == "cpu" else None))
+            found[key].append(Held(part.box, bits, _stored(bits, info) if bits.device.type == "cpu" else None))
     return found
 
 
@@ -135,7 +136,7 @@ def _stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
     return bits.cpu().numpy().view(STORED[info.dtype][0])
 
 
-def _local(key: str, info: ArrayInfo, parts: Sequence[_Held], cell: Box) -> np.ndarray:
+def _local(key: str, info: ArrayInfo, parts: Sequence[Held], cell: Box) -> np.ndarray:
     for part in parts:
         if intersect(part.box, cell) == cell:
             return part.stored(cell, info)
@@ -145,7 +146,7 @@ def _local(key: str, info: ArrayInfo, parts: Sequence[_Held], cell: Box) -> np.n
     return whole
 
 
-def _assembled(info: ArrayInfo, parts: Sequence[_Held], cell: Box) -> tuple[np.ndarray, int]:
+def _assembled(info: ArrayInfo, parts: Sequence[Held], cell: Box) -> tuple[np.ndarray, int]:
     """A cell with what is here of it, and how many elements are not: those are not initialized."""
     whole, missing = np.empty(extent(cell), STORED[info.dtype][0]), volume(cell)
     for part in parts:
@@ -162,15 +163,15 @@ def _lacking(key: str, cell: Box, missing: int) -> ValueError:
     )
 
 
-def _exchange(
+def exchange(
     wave: list[Fragment],
     arrays: Arrays,
-    parts: Mapping[str, Sequence[_Held]],
+    parts: Mapping[str, Sequence[Held]],
     rank: int,
     group: Group | None,
     device: torch.device | str,
-) -> Iterator[tuple[Fragment, np.ndarray]]:
-    """One all-to-all: (fragment, its elements) of what came to `rank`."""
+) -> Iterator[tuple[Fragment, Tensor]]:
+    """One all-to-all: (fragment, its bits on the CPU) of what came to `rank`. wave: sorted, what concerns `rank`."""
     if group is None:
         raise ValueError(f"the plan moves {len(wave)} fragments between ranks; pass the group of all of them")
     going: list[list[Fragment]] = [[] for _ in range(group.size)]
@@ -184,15 +185,14 @@ def _exchange(
     message = _packed(going, sum(send), arrays, parts, device)
     answer = all_to_all(message, group, send_rows=send, receive_rows=receive).cpu()
     del message  # not held while the caller writes
-    for fragment, raw in _split(answer, coming, arrays):
-        yield fragment, _stored(raw, arrays[fragment.key])
+    yield from _split(answer, coming, arrays)
 
 
 def _packed(
     going: list[list[Fragment]],
     size: int,
     arrays: Arrays,
-    parts: Mapping[str, Sequence[_Held]],
+    parts: Mapping[str, Sequence[Held]],
     device: torch.device | str,
 ) -> Tensor:
     message = torch.empty(size, dtype=torch.uint8, device=device)

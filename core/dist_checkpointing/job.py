@@ -1,6 +1,7 @@
 """One rank's share of one save, as plain values: the trainer does it at once, or hands it to the writer program."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +13,7 @@ import numpy as np
 
 from core.dist_checkpointing.arrays import Index
 from core.dist_checkpointing.check import crc_of
-from core.dist_checkpointing.commit import commit, write_failure, write_receipt
+from core.dist_checkpointing.commit import commit, merge_receipts, receipts_folder, write_failure, write_receipt
 from core.dist_checkpointing.digest import json_crc
 from core.dist_checkpointing.direct_write import DirectWriter, fastest_writer
 from core.dist_checkpointing.fs import MOST_BYTES
@@ -93,7 +94,7 @@ class Job:
                 _finish(writer)
             known = writer.entries if isinstance(writer, DirectWriter) else {}
             entries = {**known, **self._entries(written, known), **(told.result() if told is not None else {})}
-            write_receipt(self._place, self.rank, entries)
+            write_receipt(self._place, self.rank, entries, receipts_folder(self.uuid, self.rank, self.world_size))
         return size
 
     def _write_metadata(self) -> Entries:
@@ -112,6 +113,15 @@ class Job:
         with ThreadPoolExecutor(4) as pool:
             return dict(pool.map(entry, names.keys() - known.keys()))
 
+    def merge(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Of many ranks, the first of each 64: make one of their receipts. What goes wrong is told to rank 0, too."""
+        try:
+            merge_receipts(self._root, self.name, self.uuid, self.rank, self.world_size, self.timeout_s, waiting)
+        except (OSError, ValueError) as error:
+            with suppress(OSError):
+                write_failure(self._place, self.rank, f"{type(error).__name__}: {error}")
+            raise
+
     def conclude(self, orphaned: Callable[[], bool] = lambda: False) -> None:
         """Rank 0: commit, when every rank's receipt is there, then drop old checkpoints. Others: wait for it.
 
@@ -120,12 +130,15 @@ class Job:
         tells, and no other rank goes on.
         """
         others = self._root.others(self.name, self.uuid, orphaned)
+        end = time.monotonic() + self.timeout_s
         if self.rank != 0:
-            self._root.wait_for(self.name, self.uuid, self.timeout_s, others)
+            self.merge(others)
+            self._root.wait_for(self.name, self.uuid, max(0.0, end - time.monotonic()), others)
             return
         groups = group_metadata(self.metadata, {})
         planned = planned_files({**self.metadata, **groups})
         with self._root.beating(self.name, self.uuid, orphaned=orphaned):  # others may be slow
+            self.merge(others)
             commit(
                 self._root,
                 self.name,
@@ -133,7 +146,7 @@ class Job:
                 planned,
                 world_size=self.world_size,
                 run=self.run,
-                timeout_s=self.timeout_s,
+                timeout_s=max(0.0, end - time.monotonic()),
                 waiting=others,
             )
         if self.retention is not None:

@@ -93,6 +93,13 @@ class KvPlace:
         """See Place."""
         self._store.write(name, None).result()
 
+    def make_folder(self, folder: str) -> None:
+        """Nothing: there are no directories."""
+
+    def remove_folder(self, folder: str) -> None:
+        """See Place."""
+        self.below(folder).remove_all()
+
     def remove_all(self) -> None:
         """Removes everything below the prefix."""
         self._store.delete_range(_below("")).result()

@@ -1,8 +1,9 @@
-"""Load: every rank reads its own parts, straight into the memory that its state dict names."""
+"""Load: every rank gets its own parts, straight into the memory that its state dict names."""
 
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from core.dist_checkpointing.names import Names, Renames
 from core.dist_checkpointing.optimizer_loading import OptimizerLoads
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, problem_of
 from core.dist_checkpointing.read import Target, read, torch_dtype
+from core.dist_checkpointing.read_once import read_once
 from core.dist_checkpointing.stored import Stored
 from core.dist_checkpointing.tensors import fillable, native
 from core.parallel_state import ParallelState
@@ -57,6 +59,7 @@ def load(
     cast: bool = False,
     verify: bool = True,
     mapping: Renames | None = None,
+    share_reads: bool = True,
 ) -> Any:
     """Read a checkpoint written under any layout into the tensors of `sharded_state_dict`; collective over all ranks.
 
@@ -65,7 +68,8 @@ def load(
     it was; "report": so too, and the result is (state, Report). `cast`: other floating dtypes are converted; else
     they are a mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are
     there. `mapping`: key here -> key in the checkpoint, or `Source(key, cast=True)`; a dict of those that differ, the
-    same on all ranks, or a function of all keys.
+    same on all ranks, or a function of all keys. `share_reads`: what several ranks want is read by one of them,
+    which sends it to the others; False: every rank reads for itself.
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
     """
@@ -99,7 +103,8 @@ def load(
             "it, or give strict='report'"
         )
     flat = _known(flat, report)
-    problem = problem_of(lambda: read(stored, _targets(flat, stored, names), verify=verify))
+    fill = partial(read_once, ps=ps) if share_reads and ps.world is not None else read
+    problem = problem_of(lambda: fill(stored, _targets(flat, stored, names), verify=verify))
     agree(DamagedCheckpoint(str(problem)) if isinstance(problem, (OSError, ValueError)) else problem, ps)
     state = loads.finish(lambda path, leaf: _value(path, leaf, values), values)
     return (state, report) if strict == "report" else state

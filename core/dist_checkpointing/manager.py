@@ -53,6 +53,7 @@ class CheckpointManager:
     keep_last, keep_every, keep_hours, keep_best (by the `metrics` that saves are given): see `Retention`.
     when_busy: what `save_async` does while a save is under way: "wait" for it (that is part of the stall), or "skip"
     this one. A step saved again replaces itself only when the new one is whole. run: who wrote, for the manifest.
+    share_reads: see `load`.
     One job at a time per root: a lock with a heartbeat is held from the first save to `close`.
     """
 
@@ -72,12 +73,14 @@ class CheckpointManager:
         run: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         stale_s: float = 60.0,
+        share_reads: bool = True,
     ) -> None:
         raise_all(
             "CheckpointManager",
             [(when_busy in ("wait", "skip"), f"when_busy={when_busy!r} must be 'wait' or 'skip'")],
         )
         self.ps = ps if ps is not None else default_state()
+        self.share_reads = share_reads
         self.root, self.when_busy, self.stale_s, self.timeout_s = str(root), when_busy, stale_s, timeout_s
         self._saver = Saver(
             self.root,
@@ -272,7 +275,8 @@ class CheckpointManager:
             except FileNotFoundError as error:
                 raise ValueError(str(error)) from error
 
-        return load(template, from_first(find, self.ps), strict=strict, ps=self.ps)
+        where = from_first(find, self.ps)
+        return load(template, where, strict=strict, ps=self.ps, share_reads=self.share_reads)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
@@ -292,7 +296,7 @@ class CheckpointManager:
             step = left[-1]
             try:
                 where = from_first(partial(self._where, step), self.ps)
-                return step, load(template, where, strict=strict, ps=self.ps)
+                return step, load(template, where, strict=strict, ps=self.ps, share_reads=self.share_reads)
             except (DamagedCheckpoint, FileNotFoundError) as error:
                 problems[step] = f"step {step}: {error}"
             steps = from_first(self.steps, self.ps)

@@ -59,6 +59,12 @@ class Place(Protocol):
     def write_all(self, files: Mapping[str, bytes]) -> None:
         """New files, their content durable (directory entries are by the commit), many at a time."""
 
+    def make_folder(self, folder: str) -> None:
+        """What files are written in. FileNotFoundError: the place is gone."""
+
+    def remove_folder(self, folder: str) -> None:
+        """Removes a folder, and all in it; it may be gone already."""
+
     def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
         """Changes a file (None: not there) if it still is `old`; of several that try one succeeds."""
 
@@ -234,6 +240,11 @@ class PosixPlace:
             except FileNotFoundError:
                 why = "removed meanwhile, or not shared by all hosts"
                 raise FileNotFoundError(errno.ENOENT, why, self.path) from None
+
+    def remove_folder(self, folder: str) -> None:
+        """See Place."""
+        if self.fs.stat(self.url + folder) is not None:
+            self.fs.remove_tree(self.url + folder)
 
     def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
         """By a rename that only one can do; the loser puts back what it should not have taken."""

@@ -98,7 +98,12 @@ def make_plan(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int =
 
 def wire_bytes(box: Box, info: ArrayInfo) -> int:
     """What a fragment takes in a message."""
-    return -(-volume(box) * info.itemsize // ALIGN) * ALIGN
+    return wire_size(box, info.itemsize)
+
+
+def wire_size(box: Box, itemsize: int) -> int:
+    """The same, of elements of that size."""
+    return -(-volume(box) * itemsize // ALIGN) * ALIGN
 
 
 def _classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, list[str]]:

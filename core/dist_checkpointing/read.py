@@ -19,18 +19,23 @@ Target = tuple[Box, Tensor]  # a box of the whole array, and the memory of exact
 
 
 @dataclass
-class _Staged:
-    """Bytes read beside their place: to be converted, spread over several places, or sent to a device."""
+class Staged:
+    """Bytes read beside their place: to be converted, spread over several places, or sent to a device or a rank."""
 
     box: Box
     array: np.ndarray
     dtype: torch.dtype
     targets: list[Target] = field(default_factory=list)
 
+    @property
+    def data(self) -> Tensor:
+        """The elements of `box`."""
+        return torch.from_numpy(self.array).view(self.dtype)
+
     def give_out(self) -> None:
-        tensor = torch.from_numpy(self.array).view(self.dtype)
+        """To the targets."""
         for box, target in self.targets:
-            target.copy_(tensor[slices(relative(box, self.box))])
+            target.copy_(self.data[slices(relative(box, self.box))])
 
 
 def read(stored: Stored, wanted: Mapping[str, Sequence[Target]], *, verify: bool = True) -> None:
@@ -42,15 +47,15 @@ def read(stored: Stored, wanted: Mapping[str, Sequence[Target]], *, verify: bool
     """
     files = stored.manifest.files if verify else None
     reader = fastest_reader(stored.place, stored.metadata, files, budget_bytes=BUDGET)
-    staged: list[_Staged] = []
+    staged: list[Staged] = []
     size = 0
     with stored.checker(enabled=verify and isinstance(reader, Reader)) as checker:
         for key, targets in wanted.items():
             dtype = torch_dtype(stored.dtype(key))
-            for index, parts in _by_cell(stored, key, targets).items():
+            for index, parts in by_cell(stored, key, targets).items():
                 checker.add(key, index)
                 for piece in _pieces(parts, dtype):
-                    if isinstance(piece, _Staged):
+                    if isinstance(piece, Staged):
                         staged.append(piece)
                         size += piece.array.nbytes
                         reader.read(key, piece.box, piece.array)
@@ -72,13 +77,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def _give_out(staged: list[_Staged]) -> None:
+def _give_out(staged: list[Staged]) -> None:
     for piece in staged:
         piece.give_out()
     staged.clear()
 
 
-def _by_cell(stored: Stored, key: str, targets: Sequence[Target]) -> dict[Index, list[Target]]:
+def by_cell(stored: Stored, key: str, targets: Sequence[Target]) -> dict[Index, list[Target]]:
     """index -> the parts of the targets inside that cell."""
     shape, cell = stored.shape(key), stored.cell(key)
     found: dict[Index, list[Target]] = {}
@@ -90,7 +95,7 @@ def _by_cell(stored: Stored, key: str, targets: Sequence[Target]) -> dict[Index,
     return found
 
 
-def _pieces(parts: list[Target], dtype: torch.dtype) -> list[Target | _Staged]:
+def _pieces(parts: list[Target], dtype: torch.dtype) -> list[Target | Staged]:
     """How to read one cell: straight into memory where that is possible, once for parts that lie close together.
 
     Layers of a small stack share a cell: one read of what they span, unless that is more than twice what they need.
@@ -100,15 +105,16 @@ def _pieces(parts: list[Target], dtype: torch.dtype) -> list[Target | _Staged]:
             (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*(b for b, _ in parts), strict=True)
         )
         if volume(bounds) <= 2 * sum(volume(box) for box, _ in parts):
-            return [_stage(bounds, dtype, parts)]
+            return [stage(bounds, dtype, parts)]
     return [
-        part if part[1].device.type == "cpu" and part[1].dtype == dtype else _stage(part[0], dtype, [part])
+        part if part[1].device.type == "cpu" and part[1].dtype == dtype else stage(part[0], dtype, [part])
         for part in parts
     ]
 
 
-def _stage(box: Box, dtype: torch.dtype, targets: list[Target]) -> _Staged:
-    return _Staged(box, _memory(torch.empty(extent(box), dtype=dtype)), dtype, targets)
+def stage(box: Box, dtype: torch.dtype, targets: list[Target]) -> Staged:
+    """Memory to read a box into, for targets inside of it."""
+    return Staged(box, _memory(torch.empty(extent(box), dtype=dtype)), dtype, targets)
 
 
 def _memory(tensor: Tensor) -> np.ndarray:

@@ -88,7 +88,7 @@ class Saver:
             agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
             agree(problem_of(write), self.ps)
             committing = True
-            agree(problem_of(job.conclude) if self.ps.rank == 0 else None, self.ps)
+            agree(problem_of(job.conclude if self.ps.rank == 0 else job.merge), self.ps)
         except BaseException:  # an interrupt, too
             if self.ps.rank == 0 or not committing:
                 with contextlib.suppress(OSError, ValueError):  # what went wrong is what is told

@@ -41,9 +41,14 @@ class Chunks:
         return self.cell if self.piece is None else self.piece
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.data_type]
+
+    @property
     def unit_bytes(self) -> int:
         """The payload of one."""
-        return prod(self.unit) * ITEMSIZE[self.data_type]
+        return prod(self.unit) * self.itemsize
 
     @property
     def pieces(self) -> int:

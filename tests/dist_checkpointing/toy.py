@@ -75,10 +75,10 @@ def entry(path, data):
     return len(data), zlib.crc32(data if path.endswith(".json") else data[-4:])
 
 
-def write_rank(place, rank, version):
+def write_rank(place, rank, version, folder="receipts"):
     files = files_of(rank, version)
     place.write_all(files)
-    committing.write_receipt(place, rank, {path: entry(path, data) for path, data in files.items()})
+    committing.write_receipt(place, rank, {path: entry(path, data) for path, data in files.items()}, folder)
 
 
 def save(root, step, version, *, uuid=None, timeout_s=5):
@@ -86,7 +86,9 @@ def save(root, step, version, *, uuid=None, timeout_s=5):
     uuid = uuid or uuid4().hex
     place = root.begin(step, uuid)
     for rank in range(WORLD):
-        write_rank(place, rank, version)
+        write_rank(place, rank, version, committing.receipts_folder(uuid, rank, WORLD))
+    for rank in range(WORLD):
+        committing.merge_receipts(root, step, uuid, rank, WORLD, timeout_s)
     committed(root, step, uuid, {"version": version}, timeout_s)
 
 

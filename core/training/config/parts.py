@@ -226,6 +226,10 @@ class CheckpointConfig:
     load: str | None = None
     """One checkpoint to start from, of any layout, wherever it lies; goes before `resume`."""
 
+    share_reads: bool = True
+    """What several ranks load is read from storage by one of them and sent to the others; false: each reads for
+    itself, which is faster where storage is and the network is not."""
+
     asynchronous: bool = True
     """Save beside the next steps instead of waiting."""
 

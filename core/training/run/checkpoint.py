@@ -62,6 +62,7 @@ class Checkpoints(AbstractContextManager):
                 keep_best_count=config.keep_best_count,
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
+                share_reads=config.share_reads,
                 ps=ps,
             )
 
@@ -94,7 +95,7 @@ class Checkpoints(AbstractContextManager):
 
     def restore(self, url: str) -> int:
         """Load one checkpoint, of any layout; the number of updates already made. Raises ValueError: as `resume`."""
-        return self._loaded(url, load(self.state(0), url, ps=self.ps))
+        return self._loaded(url, load(self.state(0), url, ps=self.ps, share_reads=self.config.share_reads))
 
     def _beyond_others(self, start: int) -> int:
         """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""
