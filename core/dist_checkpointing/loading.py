@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.dist_checkpointing.assembly import Absent, assemble, paths
 from core.dist_checkpointing.catalog import LocalState, flatten
 from core.dist_checkpointing.derive import source
 from core.dist_checkpointing.exchange import gather_json
@@ -17,7 +18,7 @@ from core.dist_checkpointing.keys import key_of
 from core.dist_checkpointing.leaves import decode
 from core.dist_checkpointing.manifest import TAGGED
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
-from core.dist_checkpointing.names import Names, Renames
+from core.dist_checkpointing.names import Names, Renames, Source
 from core.dist_checkpointing.optimizer_loading import OptimizerLoads
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, problem_of
 from core.dist_checkpointing.read import Target, read, torch_dtype
@@ -64,8 +65,8 @@ def load(
     (`model.load_state_dict(state)` works, and changes nothing any more). `strict=False`: what does not fit is left as
     it was; "report": so too, and the result is (state, Report). `cast`: other floating dtypes are converted; else
     they are a mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are
-    there. `mapping`: key here -> key in the checkpoint, or `Source(key, cast=True)`; a dict of those that differ, the
-    same on all ranks, or a function of all keys.
+    there. `mapping`: key here -> key in the checkpoint, a `Source` (a part of it, another dtype), or a `Concat` of
+    several; a dict of those that differ, the same on all ranks, or a function of all keys.
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
     """
@@ -85,7 +86,8 @@ def load(
         state = map_leaves(sharded_state_dict, lambda path, leaf: _fillable(leaf))
         loads = OptimizerLoads(state, stored, names)
         flat = flatten(loads.state)
-        flat.arrays()  # raises where parts disagree
+        for key in flat.arrays():  # raises where parts disagree, or where a mapping gives what is no key
+            paths(names.of_array(key))
         found = {key: names.key(key) for key in flat.objects}
         values = {key: _decoded(stored, name) for key, name in found.items() if name in stored.objects}
         loads.check(values)
@@ -129,19 +131,26 @@ def _decoded(stored: Stored, key: str) -> Any:
 
 
 def _compare(flat: LocalState, stored: Stored, ps: ParallelState, names: Names) -> Report:
-    wanted = {key: names.key(key) for key in flat.objects}
-    missing = [key for key, name in wanted.items() if name not in stored.objects]
+    wanted = {key: [names.key(key)] for key in flat.objects}
+    missing = [key for key, (name,) in wanted.items() if name not in stored.objects]
     mismatched = {}
     for key, info in flat.arrays().items():
-        wanted[key] = names.path(key)
-        found = source(wanted[key], stored.metadata, stored.derived)
-        if found is None:
-            missing.append(key)
-        elif (why := stored.differs(wanted[key], found, info, cast=names.cast(key))) is not None:
+        form = names.of_array(key)
+        wanted[key] = paths(form)
+        try:
+            why = assemble(form, stored).differs(stored, info)
+        except Absent as error:
+            if isinstance(form, Source):
+                missing.append(key)
+                continue
+            why = str(error)
+        except ValueError as error:
+            why = str(error)
+        if why is not None:
             mismatched[key] = why
     told = gather_json([missing, mismatched, wanted], ps.world, ps.device)
     names.check([key_of(key) for _, _, theirs in told for key in theirs])
-    asked = {name for _, _, theirs in told for name in theirs.values()}
+    asked = {name for _, _, theirs in told for names_there in theirs.values() for name in names_there}
     groups = {key_of(key.split("/")[0]) for key in asked if "/" in key}
     used = asked | {found for key in asked if (found := source(key, stored.metadata, stored.derived)) is not None}
     used |= {key for key, how in stored.derived.items() if how["from"] in used}
@@ -162,9 +171,10 @@ def _targets(flat: LocalState, stored: Stored, names: Names) -> dict[str, list[T
     """Stored key -> what is read from it."""
     wanted: dict[str, list[Target]] = {}
     for key, parts in flat.parts.items():
-        found = source(names.path(key), stored.metadata, stored.derived)
-        assert found is not None
-        wanted.setdefault(found, []).extend((part.box, part.part) for part in parts)
+        made = assemble(names.of_array(key), stored)
+        for part in parts:
+            for found, box, memory in made.targets(part.box, part.part):
+                wanted.setdefault(found, []).append((box, memory))
     return wanted
 
 
