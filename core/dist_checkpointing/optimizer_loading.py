@@ -35,11 +35,14 @@ class OptimizerLoad:
                 self._add(parameter)
 
     def _all_kinds(self) -> list[str]:
-        """What may be a kind of state in the checkpoint: with other names there, any part of a key."""
+        """What may be a kind of state in the checkpoint: with other names there, any part of a key, but for its end
+        where that has a dot, as the name of a parameter."""
         keys = [*map(key_of, self._stored.metadata), *self._stored.objects]
         prefix = f"{self._path}/" if self._names.same else ""
-        below = [key.removeprefix(prefix).split("/")[:-1] for key in keys if key.startswith(prefix)]
-        return sorted({kind for parts in below for kind in (parts[:1] if self._names.same else parts)} - {GROUPS})
+        below = [key.removeprefix(prefix).split("/") for key in keys if key.startswith(prefix)]
+        if self._names.same:
+            return sorted({parts[0] for parts in below if len(parts) > 1} - {GROUPS})
+        return sorted({kind for *parts, last in below for kind in (*parts, *[last] * ("." not in last))} - {GROUPS})
 
     def _object(self, kind: str, parameter: Parameter) -> ShardedObject:
         return ShardedObject(f"{self._path}/{kind}/{parameter.name}", None)

@@ -55,7 +55,7 @@ def read(stored: Stored, wanted: Mapping[str, Sequence[Target]], *, verify: bool
                         size += piece.array.nbytes
                         reader.read(key, piece.box, piece.array)
                     else:
-                        reader.read(key, piece[0], _memory(piece[1]))
+                        reader.read(key, piece[0], memory_of(piece[1]))
                     if size > BUDGET:
                         reader.finish()
                         _give_out(staged)
@@ -108,10 +108,10 @@ def _pieces(parts: list[Target], dtype: torch.dtype) -> list[Target | _Staged]:
 
 
 def _stage(box: Box, dtype: torch.dtype, targets: list[Target]) -> _Staged:
-    return _Staged(box, _memory(torch.empty(extent(box), dtype=dtype)), dtype, targets)
+    return _Staged(box, memory_of(torch.empty(extent(box), dtype=dtype)), dtype, targets)
 
 
-def _memory(tensor: Tensor) -> np.ndarray:
+def memory_of(tensor: Tensor) -> np.ndarray:
     """A CPU tensor's memory as numpy; what numpy cannot name as its bits."""
     if tensor.dtype in (torch.bfloat16,):
         tensor = tensor.view(torch.uint16)
