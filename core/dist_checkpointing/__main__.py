@@ -139,7 +139,7 @@ def _import(options: argparse.Namespace) -> int:
     try:
         from core.dist_checkpointing.importing import plan, run_of
     except ImportError as error:
-        raise ValueError(f"import reads what torch.save wrote, and {error}: install torch") from None
+        raise ValueError(f"import reads files of torch, and {error}: install torch") from None
     begin = time.perf_counter()
     check_new(options.destination)
     found = plan(options.source)

@@ -1,8 +1,10 @@
 """Directories that `import` must not trust: pickles that run code, damage, sizes that are not there."""
 
+import ast
 import io
 import random
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,23 @@ from core.dist_checkpointing import lazy_tensors
 from core.dist_checkpointing.__main__ import main
 from tests.dist_checkpointing import dcp_files
 from tests.dist_checkpointing.dcp_files import VALUE, rows, whole
+
+
+ROOM = Path(__file__).parents[2] / "core" / "dist_checkpointing"
+OF_OTHERS = {"dcp.py", "dcp_pieces.py"}  # read files of other programs
+
+
+def test_pickles_are_read_by_nobody_else():
+    """By an unpickler that knows no code, and `weights_only`; and by nobody but `import`."""
+    for name in OF_OTHERS:
+        calls = [node for node in ast.walk(ast.parse((ROOM / name).read_text())) if isinstance(node, ast.Call)]
+        called = [(ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}) for node in calls]
+        assert not {f"pickle.{f}" for f in ("load", "loads", "Unpickler")} & {function for function, _ in called}
+        loads = [options for function, options in called if function == "torch.load"]
+        assert all(options["weights_only"] == "True" for options in loads) and len(loads) == (name != "dcp.py")
+    for path in ROOM.glob("*.py"):
+        if path.name not in {*OF_OTHERS, "importing.py"}:
+            assert "dist_checkpointing.dcp" not in path.read_text(), path
 
 
 class Evil:
