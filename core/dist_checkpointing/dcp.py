@@ -110,12 +110,8 @@ def read_saved(folder: str) -> Saved:
 
 def _check_folder(folder: str) -> None:
     names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    if MEGATRON in names:
-        with open(open_regular(os.path.join(folder, MEGATRON)), "rb") as file:
-            told = parse_json(file.read(1 << 20), os.path.join(folder, MEGATRON))
-        backend = told.get("sharded_backend") if isinstance(told, dict) else None
-        if backend not in ("torch_dist", None):
-            raise ValueError(f"{folder} is Megatron's {backend!r}; only torch_dist is read: save it so with Megatron")
+    if MEGATRON in names and (backend := _backend(os.path.join(folder, MEGATRON))) not in ("torch_dist", None):
+        raise ValueError(f"{folder} is Megatron's {backend!r}; only torch_dist is read: save it so with Megatron")
     if METADATA in names:
         return
     if steps := sorted(name for name in names if os.path.exists(os.path.join(folder, name, METADATA))):
@@ -123,6 +119,16 @@ def _check_folder(folder: str) -> None:
     raise FileNotFoundError(
         f"{folder} is no directory of torch's DCP, it has no {METADATA} (a save that is not finished has none either)"
     )
+
+
+def _backend(path: str) -> Any:
+    """What Megatron says of a directory's format; None: the file is another program's."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            told = parse_json(file.read(1 << 20), path)
+    except ValueError:
+        return None
+    return told.get("sharded_backend") if isinstance(told, dict) else None
 
 
 def _contents(folder: str, metadata: Any) -> Saved:

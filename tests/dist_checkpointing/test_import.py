@@ -7,7 +7,15 @@ import weakref
 import pytest
 import torch
 
-from core.dist_checkpointing import Source, dcp_pieces, lazy_tensors, load, load_common_state_dict, save
+from core.dist_checkpointing import (
+    Source,
+    dcp_pieces,
+    lazy_tensors,
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    save,
+)
 from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.job import Job
 from core.models.gpt import GPTModel, llama_spec
@@ -154,6 +162,10 @@ def test_what_megatron_keeps_beside_and_is_not_safe_is_told(tmp_path, capsys):
     dcp_files.megatron(tmp_path / "b", {"w": (value, whole(value))}, common={}, backend="zarr")
     assert main(["import", str(tmp_path / "b"), str(tmp_path / "other")]) == 2
     assert "is Megatron's 'zarr'; only torch_dist is read" in capsys.readouterr().err
+    for text in ("[]", "no JSON"):  # another program's
+        (tmp_path / "b" / "metadata.json").write_text(text)
+        assert main(["import", str(tmp_path / "b"), f"memory://{tmp_path}/{len(text)}"]) == 0
+        assert load_plain_tensors(f"memory://{tmp_path}/{len(text)}")["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_every_dtype_and_any_pieces(tmp_path):

@@ -14,7 +14,6 @@ from core.dist_checkpointing.__main__ import main
 from tests.dist_checkpointing import dcp_files
 from tests.dist_checkpointing.dcp_files import VALUE, rows, whole
 
-
 ROOM = Path(__file__).parents[2] / "core" / "dist_checkpointing"
 OF_OTHERS = {"dcp.py", "dcp_pieces.py"}  # read files of other programs
 
