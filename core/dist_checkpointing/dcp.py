@@ -1,15 +1,16 @@
 """What a directory of torch's DCP (torch.distributed.checkpoint) says it holds; Megatron's `torch_dist` is one, too.
 
-`.metadata` is a pickle, which could run any code. Here it makes no object and calls no function but `tuple`: the few
-classes that DCP writes are records without behaviour, every other name is refused. No torch.
+`.metadata` is a pickle, which could run any code. Here it calls nothing: the few classes that DCP writes are records
+without behaviour, every other name is refused, and memory grows with the file only. No torch.
 """
 
+import io
 import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from core.dist_checkpointing.fs import open_regular
 from core.dist_checkpointing.json_files import parse_json
@@ -19,7 +20,8 @@ from core.parallel_state.flat import Box, volume
 METADATA = ".metadata"
 COMMON = "common.pt"  # of Megatron: what is no tensor
 MEGATRON = "metadata.json"
-MOST_BYTES = 1 << 30  # of `.metadata`; Megatron's has the plans of all ranks
+MOST_BYTES = 256 << 20  # of `.metadata`: two million pieces
+MOST_ARGUMENTS = 64
 
 _DCP = "torch.distributed.checkpoint."
 _MODULES = {
@@ -64,33 +66,50 @@ Places = dict[tuple[str, tuple[int, ...] | None], Stretch]  # by name and offset
 class _Record:
     """What the pickle says of an object, and nothing that it could do."""
 
+    state: Any
+
     def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+        if len(arguments) > MOST_ARGUMENTS:  # the same ones may be given again and again
+            raise pickle.UnpicklingError(f"{len(arguments)} arguments, which no class of DCP has")
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows DCP's classes as records, and `torch.Size`, dtypes, layouts and paths as tuples and texts."""
+def _size(dims: Any = ()) -> tuple[Any, ...]:
+    """In the place of `torch.Size`."""
+    if len(dims) > MOST_ARGUMENTS:
+        raise pickle.UnpicklingError(f"a tensor of {len(dims)} dims")
+    return tuple(dims)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Knows DCP's classes as records, `torch.Size` as a tuple, dtypes as their names. Written in Python: the one in
+    C allocates whatever a few bytes ask for."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # opcode -> what it does
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self._classes: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises UnpicklingError: any other."""
-        if module in _MODULES:
+        """Raises UnpicklingError: a name that DCP does not write."""
+        inert = module.partition(".")[0] == "pathlib" or (module, name) == ("torch.serialization", "_get_layout")
+        if module in _MODULES or inert:
             return self._classes.setdefault(name, type(name, (_Record,), {}))
         if module == "torch":
-            return tuple if name == "Size" else name
-        if (module, name) == ("torch.serialization", "_get_layout") or module.partition(".")[0] == "pathlib":
-            return _text
+            return _size if name == "Size" else name
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
 
+    def build(self) -> None:
+        """What an object is told of itself."""
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], _Record):
+            raise pickle.UnpicklingError(f"it changes a {type(self.stack[-1]).__name__}")
+        self.stack[-1].state = state
 
-def _text(*parts: Any) -> str:
-    return "/".join(map(str, parts))
+    dispatch[pickle.BUILD[0]] = build
+    for _unused in (pickle.BYTEARRAY8, pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4):
+        del dispatch[_unused[0]]
 
 
 def read_saved(folder: str) -> Saved:
@@ -101,7 +120,8 @@ def read_saved(folder: str) -> Saved:
         with open(open_regular(path), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
                 raise ValueError(f"it has {size} bytes, at most {MOST_BYTES} are read")
-            return _contents(folder, _Unpickler(file).load())
+            data = io.BytesIO(file.read())  # which reads no more than it has, however much is asked for
+        return _contents(folder, _Unpickler(data).load())
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything

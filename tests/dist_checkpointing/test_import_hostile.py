@@ -3,6 +3,7 @@
 import ast
 import io
 import random
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def test_pickles_are_read_by_nobody_else():
     for name in OF_OTHERS:
         calls = [node for node in ast.walk(ast.parse((ROOM / name).read_text())) if isinstance(node, ast.Call)]
         called = [(ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}) for node in calls]
-        assert not {f"pickle.{f}" for f in ("load", "loads", "Unpickler")} & {function for function, _ in called}
+        assert not {f"pickle.{f}" for f in ("load", "loads", "Unpickler", "_Unpickler")} & {
+            function for function, _ in called
+        }
         loads = [options for function, options in called if function == "torch.load"]
         assert all(options["weights_only"] == "True" for options in loads) and len(loads) == (name != "dcp.py")
     for path in ROOM.glob("*.py"):
@@ -58,6 +61,36 @@ def test_pickles_that_run_code_run_none(tmp_path, capsys):
     assert main(["import", str(folder), str(tmp_path / "other")]) == 2
     assert "exec" in capsys.readouterr().err
     assert not trap.exists() and not (tmp_path / "other").exists()
+
+
+def long(n):
+    return n.to_bytes(8, "little")
+
+
+MANY = b"(" + 100 * b"N" + b"t\x94"  # a tuple of 100
+RECORD = b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n\x94"
+BOMBS = {
+    "a memo of 2 GiB": b"Nr" + long(2**28)[:4] + b".",
+    "an array of 8 GiB": b"\x96" + long(2**33) + b".",
+    "a text of 16 GiB": b"\x8d" + long(2**34) + b".",
+    "a frame of 16 GiB": b"\x95" + long(2**34) + b".",
+    "arguments again and again": MANY + RECORD + b"h\x00R.",
+    "sizes again and again": b"ctorch\nSize\n" + MANY + b"\x85R.",
+    "a change of what is no record": b"ctorch\nSize\n" + b"}\x94b.",
+    "an extension": b"\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_memory_that_a_few_bytes_ask_for(bomb, tmp_path, capsys):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x05" + BOMBS[bomb])
+    tracemalloc.start()
+    try:
+        assert main(["import", str(tmp_path), str(tmp_path / "ours")]) == 2
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+    assert "not as torch's DCP writes it" in capsys.readouterr().err
 
 
 def replaced(told, **facts):
