@@ -53,10 +53,12 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Saved:
-    """tensors, values: by key, the names of nested dicts joined by `/` where DCP flattened them."""
+    """tensors, values: by key, the names of nested dicts joined by `/` where DCP flattened them. paths: key -> those
+    names, and positions in lists, as integers."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Stretch]
+    paths: Mapping[str, tuple[str | int, ...]]
     version: str
 
 
@@ -160,15 +162,17 @@ def _contents(folder: str, metadata: Any) -> Saved:
     nested: Mapping[str, Any] = facts.get("planner_data") or {}
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Stretch] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
     for name, told in facts["state_dict_metadata"].items():
-        key = "/".join(map(str, nested.get(name, (name,))))
-        if key in tensors or key in values:
+        path = tuple(nested.get(name, (name,)))
+        if (key := "/".join(map(str, path))) in paths:
             raise ValueError(f"two entries would be called {key}")
+        paths[key] = path
         if type(told).__name__ == "BytesStorageMetadata":
             values[key] = _place(where, name, None)
         else:
             tensors[key] = _tensor(name, _facts(told, "TensorStorageMetadata"), where)
-    return Saved(tensors, values, str(facts.get("version")))
+    return Saved(tensors, values, paths, str(facts.get("version")))
 
 
 def _facts(record: Any, kind: str) -> dict[str, Any]:

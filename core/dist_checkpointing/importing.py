@@ -78,8 +78,12 @@ def plan(source: str | os.PathLike[str]) -> Import:
     saved = read_saved(folder)
     found = Import(saved.version)
     _add_tensors(found, saved)
+    within = {
+        one for key, members in _lists(saved).items() if _add_list(found, key, members, saved) for one in members
+    }
     for key, where in saved.values.items():
-        _add_value(found, key, where)
+        if key not in within:
+            _add_value(found, key, where)
     common = os.path.join(folder, COMMON)
     if os.path.exists(common):
         _add_value(found, "", Stretch(common, 0, os.stat(common).st_size), called=COMMON)
@@ -107,6 +111,50 @@ def _add_tensors(found: Import, saved: Saved) -> None:
         found.tensors[key] = tensor
 
 
+Path = tuple[str | int, ...]
+
+
+def _lists(saved: Saved) -> dict[str, dict[str, Path]]:
+    """Lists that DCP took apart and that hold no tensor, one value each here: key -> the keys of what is in it, with
+    the place in the list."""
+    spread = {path[:n] for key, path in saved.paths.items() if key in saved.tensors for n in range(len(path) + 1)}
+    found: dict[str, dict[str, Path]] = {}
+    for key in saved.values:
+        path = saved.paths[key]
+        lists = (n for n, name in enumerate(path) if isinstance(name, int) and path[:n] not in spread)
+        if (n := next(lists, 0)) > 0:
+            found.setdefault("/".join(map(str, path[:n])), {})[key] = path[n:]
+    return found
+
+
+def _add_list(found: Import, key: str, members: Mapping[str, Path], saved: Saved) -> bool:
+    """Whether it could be added: all that is in it can be read and saved. Else its items are values of their own."""
+    try:
+        items = {path: load_stretch(saved.values[member]) for member, path in members.items()}
+        found.objects[key] = _encoded(_nested(items))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _nested(items: Mapping[Path, Any]) -> Any:
+    """The inverse of what DCP did: lists by position, dicts by name."""
+    if () in items:
+        return items[()]
+    below: dict[str | int, dict[Path, Any]] = {}
+    for (name, *rest), value in items.items():
+        below.setdefault(name, {})[tuple(rest)] = value
+    if all(isinstance(name, int) for name in below):
+        if set(below) != set(range(len(below))):
+            raise ValueError(f"a list of {len(below)} items has the positions {list(below)}")
+        return [_nested(below[n]) for n in range(len(below))]
+    return {str(name): _nested(rest) for name, rest in below.items()}
+
+
+def _encoded(value: Any) -> Any:
+    return json.loads(json.dumps(encode(value), allow_nan=False))
+
+
 def _add_value(found: Import, key: str, where: Stretch, called: str = "") -> None:
     """Numbers, texts, lists, and tensors inside; what is not is left out."""
     try:
@@ -122,7 +170,7 @@ def _add_value(found: Import, key: str, where: Stretch, called: str = "") -> Non
             if name in found.tensors or name in found.objects:
                 raise ValueError("something else has this name")
             if not isinstance(leaf, Tensor):
-                found.objects[name] = json.loads(json.dumps(encode(leaf), allow_nan=False))
+                found.objects[name] = _encoded(leaf)
             elif problem := unstorable(leaf):
                 raise ValueError(f"it is {problem}")
             elif not leaf.numel():

@@ -42,6 +42,7 @@ def save_fsdp(path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    torch.set_default_dtype(torch.float32)  # of an optimizer's counts; the pool sets its own again
     model = fully_sharded(1, parallel())
     weights, states = get_state_dict(model, stepped(model))
     state = {"model": weights, "optim": states, "step": 7, "when": {"rate": float("inf"), "size": (1, 2)}}
@@ -90,9 +91,24 @@ def test_fsdp2_and_its_optimizer(ranks, tmp_path, single, capsys):
         assert optimizer.state[parameter]["step"] == 2
     values = load_common_state_dict(tmp_path / "ours")
     assert values["step"] == 7 and values["when/rate"] == float("inf") and values["when/size"] == (1, 2)
-    assert values["optim/param_groups/0/lr"] == 0.25 and values["odd/list/1"] == 5
+    assert values["optim/param_groups"][0]["lr"] == 0.25 and values["odd/list/1"] == 5
     assert lazy_tensors(tmp_path / "ours")["odd/list/0"][...].tolist() == [0, 1, 2]
     ranks(load_fsdp, str(tmp_path / "ours"), world=2)
+    same_names(tmp_path / "ours", single, states)
+
+
+def same_names(path, ps, states):
+    """The state dict that was saved loads, nothing missing and nothing left; torch sets it."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    plain = module(2)
+    optimizer = stepped(plain)
+    state = load(dict(zip(("model", "optim"), get_state_dict(plain, optimizer), strict=True)), path, ps=ps)
+    state["optim"]["param_groups"][0]["eps"] = 1e-3
+    set_state_dict(plain, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for parameter, kinds in zip(plain.parameters(), states, strict=True):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], kinds[0])
+    assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["eps"] == 1e-3
 
 
 CONFIG = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 6, "num_query_groups": 2, "ffn_hidden_size": 20}
@@ -228,6 +244,39 @@ def test_names(tmp_path, single, capsys):
         folder = dcp_files.write(tmp_path / str(number), tensors, nested={"x": names, "y": ("a",)})
         assert main(["import", str(folder), str(tmp_path / "other")]) == 2
         assert said.replace("no path", "cannot be a path") in capsys.readouterr().err
+
+
+def test_lists_are_one_value_again(tmp_path, single):
+    """As a save here has them: those with tensors apart, others whole, unless something in them is left out."""
+    state = {
+        "groups": [{"lr": 0.5, "on": [1, {"x": None}]}, {"lr": 2}],
+        "mixed": [VALUE, [1, {"y": 2}]],
+        "odd": [3, {4}],
+    }
+    tensors, values, nested = {}, {}, {}
+
+    def flatten(path, leaf):
+        if isinstance(leaf, dict | list):
+            for name, item in leaf.items() if isinstance(leaf, dict) else enumerate(leaf):
+                flatten((*path, name), item)
+            return
+        name = ".".join(map(str, path))
+        nested[name] = path
+        if isinstance(leaf, torch.Tensor):
+            tensors[name] = (leaf, whole(leaf))
+        else:
+            values[name] = leaf
+
+    flatten((), state)
+    folder = dcp_files.write(tmp_path / "dcp", tensors, values, nested=nested)
+    assert main(["import", str(folder), str(tmp_path / "ours")]) == 0
+    assert load_common_state_dict(tmp_path / "ours") == {
+        "groups": state["groups"],
+        "mixed/1": [1, {"y": 2}],
+        "odd/0": 3,
+    }
+    del state["odd"]
+    assert load({**state, "groups": None}, tmp_path / "ours", ps=single)["groups"] == state["groups"]
 
 
 def test_what_is_there_stays(tmp_path, single, capsys):
