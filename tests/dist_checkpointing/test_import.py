@@ -32,18 +32,18 @@ def stepped(model):
     """An optimizer that has made two steps; the same on every rank."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     for number in range(2):
-        model(torch.arange(12, dtype=torch.float32).view(4, 3) + number).square().sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * (number + 0.5)
         optimizer.step()
-        optimizer.zero_grad()
     return optimizer
 
 
-def save_fsdp(path):
+def save_fsdp(path, tp):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     torch.set_default_dtype(torch.float32)  # of an optimizer's counts; the pool sets its own again
-    model = fully_sharded(1, parallel())
+    model = fully_sharded(1, parallel(tp=tp))
     weights, states = get_state_dict(model, stepped(model))
     state = {"model": weights, "optim": states, "step": 7, "when": {"rate": float("inf"), "size": (1, 2)}}
     state["odd"] = {"set": {1}, "list": [torch.arange(3), 5], "empty": torch.empty(0, 2)}
@@ -71,9 +71,10 @@ def moments(key):
 
 
 @pytest.mark.full
-def test_fsdp2_and_its_optimizer(ranks, tmp_path, single, capsys):
-    """Saved by two ranks; loaded by one into plain modules, and by two again."""
-    (weights, states), _ = ranks(save_fsdp, str(tmp_path / "dcp"), world=2)
+@pytest.mark.parametrize("world, tp", [(2, 1), (4, 2)])
+def test_fsdp2_and_its_optimizer(ranks, tmp_path, single, capsys, world, tp):
+    """Saved by all ranks, over tensor parallelism or not; loaded by one into plain modules, and by two."""
+    (weights, states), *_ = ranks(save_fsdp, str(tmp_path / "dcp"), tp, world=world)
     assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("left out: odd/empty: a tensor of shape [0, 2] has no elements")
