@@ -5,9 +5,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from core.dist_checkpointing.address import parse_address
@@ -188,7 +188,7 @@ def _add_value(found: Import, key: str, where: Stretch, called: str = "") -> Non
 
 
 def _nbytes(tensor: SavedTensor) -> int:
-    return int(np.prod(tensor.shape, dtype=object)) * ArrayInfo((), tensor.dtype).itemsize
+    return prod(tensor.shape) * ArrayInfo((), tensor.dtype).itemsize
 
 
 def run_of(found: Import) -> dict[str, Any]:
