@@ -18,6 +18,7 @@ _HOME = {
     "Root": "root",
     "register": "leaves",
     "Source": "names",
+    "Concat": "names",
 }
 
 

@@ -1,6 +1,6 @@
-"""`python -m core.dist_checkpointing inspect|verify|sign|diff|reshard|prune|tag|export PATH …`: checkpoints on a
-machine without torch, accelerators or the model. PATH is a checkpoint, or a directory of steps, of which the newest
-is taken.
+"""`python -m core.dist_checkpointing inspect|verify|sign|diff|reshard|prune|tag|export|import PATH …`: checkpoints on
+a machine without accelerators or the model, and, but for `import`, without torch. PATH is a checkpoint, or a
+directory of steps, of which the newest is taken.
 
 Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, told on standard error.
 """
@@ -20,6 +20,7 @@ from core.dist_checkpointing.cuts import check_layout
 from core.dist_checkpointing.diff import differences
 from core.dist_checkpointing.export import DTYPES, export, per_rank, tensors
 from core.dist_checkpointing.manifest import MANIFEST, SIGNATURE, read_manifest
+from core.dist_checkpointing.offline import check_new, write_offline
 from core.dist_checkpointing.place import open_place
 from core.dist_checkpointing.reshard import WELL, amplification, copy, cut_for
 from core.dist_checkpointing.retention import MODES, Retention
@@ -135,6 +136,24 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _import(options: argparse.Namespace) -> int:
+    try:
+        from core.dist_checkpointing.importing import plan, run_of
+    except ImportError as error:
+        raise ValueError(f"import reads files of torch, and {error}: install torch") from None
+    begin = time.perf_counter()
+    check_new(options.destination)
+    found = plan(options.source)
+    metadata, nbytes = found.metadata, found.nbytes
+    with progress("importing", nbytes) as done:
+        cells = found.cells(metadata, done)
+        write_offline(options.destination, metadata, found.attributes, run_of(found), nbytes, cells)
+    say(f"left out: {key}: {why}" for key, why in sorted(found.left_out.items()))
+    held = f"{len(metadata)} arrays, {len(found.objects)} values, {len(found.left_out)} left out"
+    say(f"{options.destination}: {held}, {_since(begin, nbytes)}, verified")
+    return 0
+
+
 def _tag(options: argparse.Namespace) -> int:
     root = Root(options.root)
     if options.delete:
@@ -245,6 +264,11 @@ def _add_writing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     out.add_argument("--to", choices=["safetensors"], default="safetensors")
     out.add_argument("--dtype", choices=DTYPES, default="as-saved", help="of floating values (default as-saved)")
     out.set_defaults(run=_export)
+
+    into = commands.add_parser("import", help="a directory of torch's DCP, or Megatron's torch_dist, as a checkpoint")
+    into.add_argument("source", help="a directory that holds .metadata")
+    into.add_argument("destination", help="a directory or URL that is to be made")
+    into.set_defaults(run=_import)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from core.dist_checkpointing.arrays import ArrayInfo, Arrays, Holdings
-from core.dist_checkpointing.dtensor import local_parts, mesh_size
+from core.dist_checkpointing.dtensor import local_parts, mesh_size, shards
 from core.dist_checkpointing.keys import check_key, key_of, path_of
 from core.dist_checkpointing.leaves import encode
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves, refuse_freed
-from core.dist_checkpointing.tensors import is_dtensor, tensor_of, unstorable
+from core.dist_checkpointing.tensors import is_dtensor, is_sharded, tensor_of, unstorable
 from core.parallel_state.flat import Box, volume, whole
 
 
@@ -60,6 +60,11 @@ def flatten(state: Any) -> LocalState:
 
     def add(path: tuple[str, ...], leaf: Any) -> None:
         key = "/".join(path)
+        if is_sharded(leaf):
+            flat.plain[path_of(key)] = 1
+            for part in shards(key, leaf):
+                _add_part(flat, part)
+            return
         if isinstance(leaf, (Tensor, np.ndarray)):
             leaf = _whole(key, leaf)
             flat.plain[path_of(key)] = 1

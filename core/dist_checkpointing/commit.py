@@ -54,8 +54,8 @@ def merge_receipts(
 ) -> None:
     """Makes one receipt of those of 64 ranks, if `rank` is the first of them and there are others.
 
-    `waiting` is called meanwhile. Theirs are gone before it is there: who commits finds nothing that is not part of the checkpoint.
-    Raises as `commit`; RuntimeError also if the attempt was given up.
+    Theirs are gone before it is there: who commits finds nothing that is not part of the checkpoint. `waiting` is
+    called meanwhile. Raises as `commit`; RuntimeError also if the attempt was given up.
     """
     folder = receipts_folder(uuid, rank, world_size)
     if folder == FOLDER or rank % FAN_IN:

@@ -52,6 +52,12 @@ def local_parts(part: ShardedTensor) -> list[ShardedTensor]:
     return made
 
 
+def shards(key: str, tensor: Any) -> list[ShardedTensor]:
+    """This rank's parts of torch's ShardedTensor, in its memory: it says itself where they lie."""
+    shape, held = tuple(tensor.metadata().size), tensor.local_shards()
+    return [ShardedTensor(key, s.tensor.detach(), shape, tuple(s.metadata.shard_offsets)) for s in held]
+
+
 def local_intervals(
     shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], at: Sequence[int]
 ) -> list[Intervals]:

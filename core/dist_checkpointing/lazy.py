@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import index as integer
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core.dist_checkpointing.assembly import index_dims
 from core.dist_checkpointing.keys import key_of
 from core.dist_checkpointing.loading import opened
 from core.dist_checkpointing.read import read, torch_dtype
@@ -33,34 +33,12 @@ class LazyTensor:
 
         Raises ValueError: damage, by file. IndexError, TypeError: another index.
         """
-        dims = _dims(index if isinstance(index, tuple) else (index,), self.shape)
+        dims = index_dims(index if isinstance(index, tuple) else (index,), self.shape)
         box = tuple((start, stop) for start, stop, _ in dims)
         made = torch.empty(extent(box), dtype=self.dtype)
         if made.numel():
             read(self._stored, {self._path: [(box, made)]})
         return made[tuple(0 if single else slice(None) for _, _, single in dims)]
-
-
-def _dims(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    """Of each dim: start, stop, whether it falls away."""
-    if (dots := [at for at, part in enumerate(index) if part is Ellipsis]) and len(dots) == 1:
-        missing = len(shape) - len(index) + 1
-        index = (*index[: dots[0]], *[slice(None)] * missing, *index[dots[0] + 1 :])
-    if len(index) > len(shape) or any(part is Ellipsis for part in index):
-        raise IndexError(f"{index} has too many parts for a tensor of shape {list(shape)}")
-    found = []
-    for part, n in zip((*index, *[slice(None)] * (len(shape) - len(index))), shape, strict=True):
-        if isinstance(part, slice):
-            start, stop, step = part.indices(n)
-            if step != 1:
-                raise IndexError(f"{part}: only steps of 1 are read; read the range and step through it")
-            found.append((start, max(start, stop), False))
-            continue
-        at = integer(part)
-        if not -n <= at < n:
-            raise IndexError(f"{at} is out of range for a dim of {n} of shape {list(shape)}")
-        found.append((at % n, at % n + 1, True))
-    return found
 
 
 def lazy_tensors(checkpoint_dir: str | Path) -> Mapping[str, LazyTensor]:

@@ -1,6 +1,7 @@
 """Load: every rank gets its own parts, straight into the memory that its state dict names."""
 
 import fnmatch
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.dist_checkpointing.assembly import Absent, assemble, paths
 from core.dist_checkpointing.catalog import LocalState, flatten
 from core.dist_checkpointing.derive import source
 from core.dist_checkpointing.exchange import gather_json
@@ -18,8 +20,9 @@ from core.dist_checkpointing.keys import key_of
 from core.dist_checkpointing.leaves import decode
 from core.dist_checkpointing.manifest import TAGGED
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
-from core.dist_checkpointing.names import Names, Renames
+from core.dist_checkpointing.names import Names, Renames, Source
 from core.dist_checkpointing.optimizer_loading import OptimizerLoads
+from core.dist_checkpointing.place import PosixPlace
 from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, problem_of
 from core.dist_checkpointing.read import Target, read, torch_dtype
 from core.dist_checkpointing.read_once import read_once
@@ -59,7 +62,7 @@ def load(
     cast: bool = False,
     verify: bool = True,
     mapping: Renames | None = None,
-    share_reads: bool = True,
+    share_reads: bool | None = None,
 ) -> Any:
     """Read a checkpoint written under any layout into the tensors of `sharded_state_dict`; collective over all ranks.
 
@@ -67,9 +70,10 @@ def load(
     (`model.load_state_dict(state)` works, and changes nothing any more). `strict=False`: what does not fit is left as
     it was; "report": so too, and the result is (state, Report). `cast`: other floating dtypes are converted; else
     they are a mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are
-    there. `mapping`: key here -> key in the checkpoint, or `Source(key, cast=True)`; a dict of those that differ, the
-    same on all ranks, or a function of all keys. `share_reads`: what several ranks want is read by one of them,
-    which sends it to the others; False: every rank reads for itself.
+    there. `mapping`: key here -> key in the checkpoint, a `Source` (a part of it, another dtype), or a `Concat` of
+    several; a dict of those that differ, the same on all ranks, or a function of all keys.
+    `share_reads`: what several ranks want is read by one of them, which sends it to the others; False: every rank
+    reads for itself; None: so, too, if all ranks are on one host, whose page cache reads a file once as it is.
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
     """
@@ -89,7 +93,8 @@ def load(
         state = map_leaves(sharded_state_dict, lambda path, leaf: _fillable(leaf))
         loads = OptimizerLoads(state, stored, names)
         flat = flatten(loads.state)
-        flat.arrays()  # raises where parts disagree
+        for key in flat.arrays():  # raises where parts disagree, or where a mapping gives what is no key
+            paths(names.of_array(key))
         found = {key: names.key(key) for key in flat.objects}
         values = {key: _decoded(stored, name) for key, name in found.items() if name in stored.objects}
         loads.check(values)
@@ -103,11 +108,26 @@ def load(
             "it, or give strict='report'"
         )
     flat = _known(flat, report)
-    fill = partial(read_once, ps=ps) if share_reads and ps.world is not None else read
+    fill = partial(read_once, ps=ps) if _shares(stored, ps, share_reads) else read
     problem = problem_of(lambda: fill(stored, _targets(flat, stored, names), verify=verify))
     agree(DamagedCheckpoint(str(problem)) if isinstance(problem, (OSError, ValueError)) else problem, ps)
     state = loads.finish(lambda path, leaf: _value(path, leaf, values), values)
     return (state, report) if strict == "report" else state
+
+
+def _shares(stored: Stored, ps: ParallelState, asked: bool | None) -> bool:
+    """Collective: whether ranks read for each other. Raises DamagedCheckpoint: they opened different checkpoints."""
+    if ps.world is None or asked is False:
+        return False
+    told = gather_json([stored.manifest.uuid, socket.gethostname()], ps.world, ps.device)
+    for rank, (uuid, _) in enumerate(told):
+        if uuid != told[0][0]:
+            raise DamagedCheckpoint(
+                f"{stored.place.url}: rank 0 opened the checkpoint {told[0][0]}, rank {rank} {uuid}: it was saved "
+                "again meanwhile, or hosts have other files there; share the directory, or give share_reads=False"
+            )
+    hosts = {host for _, host in told}
+    return bool(asked) or len(hosts) > 1 or not isinstance(stored.place, PosixPlace)
 
 
 def opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
@@ -134,19 +154,26 @@ def _decoded(stored: Stored, key: str) -> Any:
 
 
 def _compare(flat: LocalState, stored: Stored, ps: ParallelState, names: Names) -> Report:
-    wanted = {key: names.key(key) for key in flat.objects}
-    missing = [key for key, name in wanted.items() if name not in stored.objects]
+    wanted = {key: [names.key(key)] for key in flat.objects}
+    missing = [key for key, (name,) in wanted.items() if name not in stored.objects]
     mismatched = {}
     for key, info in flat.arrays().items():
-        wanted[key] = names.path(key)
-        found = source(wanted[key], stored.metadata, stored.derived)
-        if found is None:
-            missing.append(key)
-        elif (why := stored.differs(wanted[key], found, info, cast=names.cast(key))) is not None:
+        form = names.of_array(key)
+        wanted[key] = paths(form)
+        try:
+            why = assemble(form, stored).differs(stored, info)
+        except Absent as error:
+            if isinstance(form, Source):
+                missing.append(key)
+                continue
+            why = str(error)
+        except ValueError as error:
+            why = str(error)
+        if why is not None:
             mismatched[key] = why
     told = gather_json([missing, mismatched, wanted], ps.world, ps.device)
     names.check([key_of(key) for _, _, theirs in told for key in theirs])
-    asked = {name for _, _, theirs in told for name in theirs.values()}
+    asked = {name for _, _, theirs in told for names_there in theirs.values() for name in names_there}
     groups = {key_of(key.split("/")[0]) for key in asked if "/" in key}
     used = asked | {found for key in asked if (found := source(key, stored.metadata, stored.derived)) is not None}
     used |= {key for key, how in stored.derived.items() if how["from"] in used}
@@ -167,9 +194,10 @@ def _targets(flat: LocalState, stored: Stored, names: Names) -> dict[str, list[T
     """Stored key -> what is read from it."""
     wanted: dict[str, list[Target]] = {}
     for key, parts in flat.parts.items():
-        found = source(names.path(key), stored.metadata, stored.derived)
-        assert found is not None
-        wanted.setdefault(found, []).extend((part.box, part.part) for part in parts)
+        made = assemble(names.of_array(key), stored)
+        for part in parts:
+            for found, box, memory in made.targets(part.box, part.part):
+                wanted.setdefault(found, []).append((box, memory))
     return wanted
 
 

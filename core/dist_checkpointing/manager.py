@@ -73,7 +73,7 @@ class CheckpointManager:
         run: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         stale_s: float = 60.0,
-        share_reads: bool = True,
+        share_reads: bool | None = None,
     ) -> None:
         raise_all(
             "CheckpointManager",

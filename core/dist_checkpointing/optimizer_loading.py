@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.keys import key_of, path_of
+from core.dist_checkpointing.assembly import Absent, Assembly, assemble, paths
+from core.dist_checkpointing.keys import key_of
 from core.dist_checkpointing.mapping import ShardedObject, map_leaves
-from core.dist_checkpointing.names import Names, Source
+from core.dist_checkpointing.names import Names
 from core.dist_checkpointing.optimizers import GROUPS, Parameter, is_ours, map_optimizers, parameters, set_options
 from core.dist_checkpointing.read import torch_dtype
 from core.dist_checkpointing.stored import Stored
@@ -34,37 +35,43 @@ class OptimizerLoad:
                 self._add(parameter)
 
     def _all_kinds(self) -> list[str]:
-        """What may be a kind of state in the checkpoint: with other names there, any part of a key."""
+        """What may be a kind of state in the checkpoint: with other names there, any part of a key, but for its end
+        where that has a dot, as the name of a parameter."""
         keys = [*map(key_of, self._stored.metadata), *self._stored.objects]
         prefix = f"{self._path}/" if self._names.same else ""
-        below = [key.removeprefix(prefix).split("/")[:-1] for key in keys if key.startswith(prefix)]
-        return sorted({kind for parts in below for kind in (parts[:1] if self._names.same else parts)} - {GROUPS})
+        below = [key.removeprefix(prefix).split("/") for key in keys if key.startswith(prefix)]
+        if self._names.same:
+            return sorted({parts[0] for parts in below if len(parts) > 1} - {GROUPS})
+        return sorted({kind for *parts, last in below for kind in (*parts, *[last] * ("." not in last))} - {GROUPS})
 
     def _object(self, kind: str, parameter: Parameter) -> ShardedObject:
         return ShardedObject(f"{self._path}/{kind}/{parameter.name}", None)
 
     def _fits(self, parameter: Parameter) -> bool:
         """Whether the parameter itself is of that shape in the checkpoint; else its states stay as they are."""
-        found = self._stored.metadata.get(path_of(self._names.key(parameter.leaf.key)))
-        return found is None or tuple(found["shape"]) == parameter.leaf.global_shape
+        try:
+            return assemble(self._names.form(parameter.leaf.key), self._stored).shape == parameter.leaf.global_shape
+        except Absent:
+            return True
+        except ValueError:  # which is told of the parameter
+            return False
 
     def _add(self, parameter: Parameter) -> None:
         kept = self._kept[parameter.tensor] = {}
         for kind in self._kinds:
             key, value = f"{self._path}/{kind}/{parameter.key}", self._object(kind, parameter)
-            source = self._names.source(key)
-            if path_of(source.key) in self._stored.metadata:
-                tensor = kept[kind] = self._memory(source, kind, parameter)
+            if set(paths(form := self._names.form(key))) <= self._stored.metadata.keys():
+                tensor = kept[kind] = self._memory(assemble(form, self._stored), kind, parameter)
                 self.template[f"{kind}/{parameter.name}"] = parameter.laid_out(key, tensor)
-            elif self._names.key(value.key) in self._stored.objects:
+            elif getattr(self._names.form(value.key), "key", None) in self._stored.objects:
                 self.template[f"{kind}/{parameter.name}"] = kept[kind] = value
 
-    def _memory(self, source: Source, kind: str, parameter: Parameter) -> Tensor:
+    def _memory(self, found: Assembly, kind: str, parameter: Parameter) -> Tensor:
         """For one state: the optimizer's own, where it has some like it."""
-        path, like = path_of(source.key), parameter.tensor.detach()
-        shape = self._stored.shape(path)[len(parameter.lead) :]
-        dtype, spread = torch_dtype(self._stored.dtype(path)), shape == parameter.shape and kind != "step"
-        if spread and source.cast and dtype.is_floating_point and like.is_floating_point():
+        (_, leaf), like = found.leaves[0], parameter.tensor.detach()
+        shape = found.shape[len(parameter.lead) :]
+        dtype, spread = torch_dtype(self._stored.dtype(leaf.found)), shape == parameter.shape and kind != "step"
+        if spread and leaf.cast and dtype.is_floating_point and like.is_floating_point():
             dtype = like.dtype
         local = tuple(like.shape) if spread else shape
         held = self._optimizer.state.get(parameter.tensor, {}).get(kind)

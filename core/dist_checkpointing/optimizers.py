@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from core.dist_checkpointing.derive import MODEL
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_leaves
-from core.dist_checkpointing.tensors import is_dtensor
+from core.dist_checkpointing.tensors import is_dtensor, is_sharded
 
 GROUPS = "param_groups"  # beside the kinds of states: options by parameter, for ranks of a pipeline have other groups
 
@@ -62,8 +62,9 @@ class Parameter:
         if value.dim() and not whole and not is_dtensor(value):
             raise ValueError(
                 f"{key}: a state of shape {list(value.shape)} has no layout where its parameter is spread over ranks "
-                f"({list(self.shape)} in all); use an optimizer whose states have the shapes of the parameters, or a "
-                "layout under which every rank holds whole parameters"
+                f"({list(self.shape)} in all): it is of this rank's part alone, as Adafactor's rows and columns are; "
+                "leave the optimizer out, use one whose states have the shapes of the parameters, or a layout under "
+                "which every rank holds whole parameters"
             )
         if self.plain:
             return value
@@ -79,7 +80,7 @@ def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Itera
     held: dict[Any, list[tuple[ShardedTensor, bool]]] = {}
 
     def note(where: tuple[str, ...], leaf: Any) -> None:
-        if plain := isinstance(leaf, Tensor):
+        if plain := isinstance(leaf, Tensor) and not is_sharded(leaf):
             leaf = ShardedTensor("/".join(where), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
         if isinstance(leaf, ShardedTensor):
             held.setdefault(_memory(leaf.data if leaf.local is None else leaf.local), []).append((leaf, plain))
@@ -90,7 +91,9 @@ def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Itera
             if not (leaves := held.get(_memory(tensor))):
                 raise ValueError(
                     f"{path}: a parameter of shape {list(tensor.shape)} of group {number} is not in the state; give "
-                    f"the model beside: {{'model': model.sharded_state_dict(), '{path}': optimizer}}"
+                    f"the model beside: {{'model': model.sharded_state_dict(), '{path}': optimizer}}; for FSDP1, "
+                    "whose parameters are flat, give what get_state_dict(model, optimizer) of "
+                    "torch.distributed.checkpoint.state_dict makes, weights and states by name"
                 )
             # several: two names of one parameter, of which the first counts, or parts without elements, each by turns
             yield Parameter(tensor, group, *(leaves.pop(0) if len(leaves) > 1 else leaves[0]))

@@ -60,7 +60,7 @@ def read(stored: Stored, wanted: Mapping[str, Sequence[Target]], *, verify: bool
                         size += piece.array.nbytes
                         reader.read(key, piece.box, piece.array)
                     else:
-                        reader.read(key, piece[0], _memory(piece[1]))
+                        reader.read(key, piece[0], memory_of(piece[1]))
                     if size > BUDGET:
                         reader.finish()
                         _give_out(staged)
@@ -114,10 +114,10 @@ def _pieces(parts: list[Target], dtype: torch.dtype) -> list[Target | Staged]:
 
 def stage(box: Box, dtype: torch.dtype, targets: list[Target]) -> Staged:
     """Memory to read a box into, for targets inside of it."""
-    return Staged(box, _memory(torch.empty(extent(box), dtype=dtype)), dtype, targets)
+    return Staged(box, memory_of(torch.empty(extent(box), dtype=dtype)), dtype, targets)
 
 
-def _memory(tensor: Tensor) -> np.ndarray:
+def memory_of(tensor: Tensor) -> np.ndarray:
     """A CPU tensor's memory as numpy; what numpy cannot name as its bits."""
     if tensor.dtype in (torch.bfloat16,):
         tensor = tensor.view(torch.uint16)

@@ -24,19 +24,11 @@ def read_once(stored: Stored, wanted: Wanted, ps: ParallelState, *, verify: bool
     """`read` on all ranks: no byte that several want is read twice. Collective, also where a rank fails.
 
     A rank holds at most 64 MiB each of what it read, reads ahead, sends and receives (more where one piece of 1 MiB
-    goes to more than 64 ranks). Raises ValueError, on the rank that found it: what is damaged, by file; on all: they
-    opened different checkpoints.
+    goes to more than 64 ranks). Raises ValueError, on the rank that found it: what is damaged, by file.
     """
     boxes = {key: tuple(box for box, _ in targets) for key, targets in wanted.items()}
     mine = to_json({key: held for key, held in boxes.items() if held})
-    told = gather_json([stored.manifest.uuid, mine], ps.world, ps.device)
-    for rank, (uuid, _) in enumerate(told):
-        if uuid != told[0][0]:
-            raise ValueError(
-                f"{stored.place.url}: rank 0 opened the checkpoint {told[0][0]}, rank {rank} {uuid}: it was saved "
-                "again meanwhile, or hosts have other files there; share the directory, or give share_reads=False"
-            )
-    everyone = [from_json(one) for _, one in told]
+    everyone = [from_json(one) for one in gather_json(mine, ps.world, ps.device)]
     chunks = {key: Chunks.of(stored.metadata[key]) for held in everyone for key in held}
     plan = plan_reads(chunks, everyone, ps.rank)
     cells = {key: by_cell(stored, key, wanted[key]) for key in plan.shared}

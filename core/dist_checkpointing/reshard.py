@@ -6,22 +6,16 @@ piece is read by two ranks.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from uuid import uuid4
 
-from core.dist_checkpointing.address import root_and_name
-from core.dist_checkpointing.check import check
 from core.dist_checkpointing.cuts import read_amplification
 from core.dist_checkpointing.grid import cell_shape, cells, inner_shape
-from core.dist_checkpointing.job import Cells, Job
-from core.dist_checkpointing.manifest import MANIFEST
-from core.dist_checkpointing.place import open_place
+from core.dist_checkpointing.job import Cells
+from core.dist_checkpointing.offline import write_offline
 from core.dist_checkpointing.stored import Stored
 from core.dist_checkpointing.stream import stream
 from core.dist_checkpointing.zarr_metadata import Chunks, Json, array_metadata
 
 WELL = 1.05  # bytes read over bytes needed, up to which a copy is not worth its time
-BUDGET = 32 << 20  # bytes on their way to disk
 
 Done = Callable[[int], None]  # told of bytes
 
@@ -47,31 +41,9 @@ def copy(stored: Stored, url: str, metadata: Mapping[str, Json], run: Json, done
 
     Memory stays bounded whatever the size. Raises ValueError: a file of either that is not what it should be.
     """
-    if open_place(url).size(MANIFEST) is not None:
-        raise ValueError(f"{url} is a checkpoint already; give a directory that is to be made")
-    root, name = root_and_name(url)
-    job = Job(
-        root=root,
-        name=name,
-        uuid=uuid4().hex,
-        rank=0,
-        world_size=1,
-        metadata=metadata,
-        attributes={"paracore": {"format": stored.format, "objects": stored.objects, "derived": stored.derived}},
-        run={**stored.run, "time": time.time(), **run},
-        nbytes=sum(map(stored.nbytes, stored.keys)),
-        budget_bytes=BUDGET,
-    )
-    try:
-        job.begin()
-        job.write(_cells(stored, metadata, done))
-        job.conclude()
-    except BaseException:
-        with suppress(OSError, ValueError):  # what went wrong is what is told
-            job.abandon()
-        raise
-    if problems := check(open_place(url), digests=True):
-        raise ValueError("; ".join(problems[:10]))
+    attributes = {"paracore": {"format": stored.format, "objects": stored.objects, "derived": stored.derived}}
+    run, nbytes = {**stored.run, "time": time.time(), **run}, sum(map(stored.nbytes, stored.keys))
+    write_offline(url, metadata, attributes, run, nbytes, _cells(stored, metadata, done))
 
 
 def _cells(stored: Stored, metadata: Mapping[str, Json], done: Done) -> Cells:

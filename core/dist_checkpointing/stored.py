@@ -89,10 +89,8 @@ class Stored:
         """Every array, sorted."""
         return sorted(self.metadata)
 
-    def differs(self, key: str, found: str, info: ArrayInfo, *, cast: bool) -> str | None:
-        """Why the stored array `found` cannot fill `key` as `info`; None if it can."""
-        if self.shape(found) != info.shape:
-            return f"its shape is {self.shape(found)} in the checkpoint and {info.shape} here"
+    def dtype_differs(self, key: str, found: str, info: ArrayInfo, *, cast: bool) -> str | None:
+        """Why values of the stored array `found` cannot be those of `key` in `info`; None if they can."""
         derived = self.derived.get(key, {}).get("torch_dtype")
         dtype = self.dtype(found)
         floating = all("float" in name for name in (dtype, info.dtype))

@@ -1,5 +1,7 @@
 """Which tensors have a stored form, and numpy's arrays as tensors over the same memory."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,11 @@ from core.dist_checkpointing.arrays import STORED
 def is_dtensor(tensor: Tensor) -> bool:
     """By what it has: torch.distributed.tensor takes long to import, and who has a DTensor has done so."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is torch's ShardedTensor, which FSDP1's sharded state dicts hold."""
+    return hasattr(tensor, "local_shards") and hasattr(tensor, "sharding_spec")
 
 
 def unstorable(tensor: Tensor) -> str | None:

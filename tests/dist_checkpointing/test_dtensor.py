@@ -185,3 +185,43 @@ def refused(root):
 
 def test_refused(ranks, tmp_path):
     ranks(refused, str(tmp_path), world=4)
+
+
+def fsdp1(seed):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(module(seed), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    for _ in range(2):
+        model(torch.arange(12, dtype=torch.float32).view(4, 3)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def save_and_load_fsdp1(root):
+    """What torch gives of it by name, which are ShardedTensors; into another one, bit for bit."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    ps = parallel()
+    model, optimizer = fsdp1(1)
+    weights, states = get_state_dict(model, optimizer)
+    save({"model": weights, "optim": states}, root, ps=ps)
+    with pytest.raises(ValueError, match=r"for FSDP1, whose parameters are flat, give what get_state_dict\(model"):
+        save({"model": weights, "optim": optimizer}, root, ps=ps)
+    other, moments = fsdp1(2)
+    state = load(dict(zip(("model", "optim"), get_state_dict(other, moments), strict=True)), root, ps=ps)
+    set_state_dict(other, moments, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        mine, theirs = optimizer.state.get(one, {}), moments.state.get(two, {})  # a rank may hold nothing of it
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[kind], theirs[kind]) for kind in mine)
+    return {name: sum(s.tensor.sum() for s in t.local_shards()) for name, t in weights.items() if "weight" in name}
+
+
+@pytest.mark.full
+def test_fsdp1_by_torchs_names(ranks, tmp_path, single):
+    sums = ranks(save_and_load_fsdp1, str(tmp_path / "x"), world=2)
+    plain = module(3)
+    load({"model": plain.state_dict()}, tmp_path / "x", ps=single)
+    for name in ("0.weight", "2.weight"):
+        assert torch.allclose(plain.state_dict()[name].sum(), sum(found[name] for found in sums))

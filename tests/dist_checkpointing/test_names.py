@@ -92,6 +92,8 @@ def load_on_two(root):
     assert next(iter(state.values())).any()
     with pytest.raises(ValueError, match="the mapping names model/c"):
         load({"model": state}, root, ps=ps, mapping={"model/c": "model/h"}, strict=False)
+    with pytest.raises(ValueError, match="the mapping gives 3 for model/a"):  # which one of them has
+        load({"model": state}, root, ps=ps, mapping={"model/a": 3})
 
 
 def test_all_ranks_names(ranks, saved):

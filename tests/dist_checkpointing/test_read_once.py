@@ -12,6 +12,7 @@ from core.dist_checkpointing.arrays import STORED
 from core.dist_checkpointing.ranks import DamagedCheckpoint
 from core.dist_checkpointing.saving import Saver
 from core.parallel_state import ParallelState
+from core.parallel_state.collectives import barrier
 from core.parallel_state.flat import extent, slices, whole
 from tests.dist_checkpointing import small
 from tests.dist_checkpointing.meshes import SMALL, Mesh, random_arrays, small_cells
@@ -151,7 +152,7 @@ def different(root):
         2: {},
     }[ps.rank]
     made = parts("", boxes, SMALL.arrays(STATES), torch.float32)
-    state, report = load(made, f"{root}/x", ps=ps, strict="report")
+    state, report = load(made, f"{root}/x", ps=ps, strict="report", share_reads=True)
     for held in made.values():
         for part in held:
             wanted = np.ascontiguousarray(expected[part.key][slices(part.box)])
@@ -168,7 +169,7 @@ def test_ranks_that_want_different_things(ranks, saved):
 def damaged(root, fast):
     ps = parallel()
     with mock.patch.object(direct, "FAST", fast), pytest.raises(DamagedCheckpoint) as told:
-        load(template(Mesh(dp=4, **CUT), ps.rank), f"{root}/x", ps=ps)
+        load(template(Mesh(dp=4, **CUT), ps.rank), f"{root}/x", ps=ps, share_reads=True)
     return str(told.value)
 
 
@@ -214,7 +215,7 @@ def every_dtype():
 def loads_every_dtype(root):
     expected = every_dtype()
     found = {name: torch.zeros_like(value) for name, value in expected.items()}
-    load(found, f"{root}/x", ps=parallel(tp=2))
+    load(found, f"{root}/x", ps=parallel(tp=2), share_reads=True)
     return [name for name in found if bits_of(found[name]) != bits_of(expected[name])]
 
 
@@ -242,6 +243,25 @@ def test_ranks_that_open_different_checkpoints(ranks, tmp_path):
     ranks(own_directory, str(tmp_path), world=2)
 
 
+def by_default(root):
+    """Whether ranks on one host, and on two, read for each other."""
+    ps, shared = parallel(tp=2), []
+    if ps.rank == 0:
+        Saver(root, ParallelState.single("cpu"), durable=False).save("x", {"w": torch.ones(3)})
+    barrier(ps.world)
+    for hosts in ("abc", "abc"), ("abc", "def"):
+        with (
+            mock.patch.object(loading.socket, "gethostname", lambda name=hosts[ps.rank]: name),
+            mock.patch.object(loading, "read_once", lambda *told, h=hosts, **more: shared.append(h)),
+        ):
+            load({"w": torch.zeros(3)}, f"{root}/x", ps=ps)
+    return shared
+
+
+def test_one_host_s_page_cache_reads_for_all_its_ranks(ranks, tmp_path):
+    assert ranks(by_default, str(tmp_path), world=2) == [[("abc", "def")]] * 2
+
+
 def by_a_manager(root):
     ps, shared = parallel(tp=2), []
     real = read_once.read_once
@@ -267,6 +287,6 @@ def test_a_manager_shares_unless_it_is_told_not_to(ranks, tmp_path):
 def test_a_single_process_reads_as_ever(saved, single):
     made = template(Mesh(), 0)
     with mock.patch("core.dist_checkpointing.loading.read_once") as never:
-        load(made, saved / "x", ps=single)
+        load(made, saved / "x", ps=single, share_reads=True)
     assert not never.called
     assert all((data != -1).any() for _, _, data in tensors_of(made))

@@ -320,7 +320,8 @@ def test_nothing_at_all(tmp_path, single):
 
 
 def test_no_file_imports_pickle():
-    for path in ROOMS.glob("*.py"):
+    """But those that read other programs' files: `test_import_hostile`."""
+    for path in {*ROOMS.glob("*.py")} - {ROOMS / "dcp.py", ROOMS / "dcp_pieces.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []

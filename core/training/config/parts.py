@@ -226,9 +226,9 @@ class CheckpointConfig:
     load: str | None = None
     """One checkpoint to start from, of any layout, wherever it lies; goes before `resume`."""
 
-    share_reads: bool = True
+    share_reads: bool | None = None
     """What several ranks load is read from storage by one of them and sent to the others; false: each reads for
-    itself, which is faster where storage is and the network is not."""
+    itself; None: shared where ranks are on several hosts, or the store is an object store."""
 
     asynchronous: bool = True
     """Save beside the next steps instead of waiting."""
