@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 from benchmarks.harness import Ratio, arguments, report
-from core.dist_checkpointing.grid import read_bytes
+from core.dist_checkpointing.format.grid import read_bytes
 from tests.dist_checkpointing.meshes import GPT_7B, GPT_124M, Mesh
 
 

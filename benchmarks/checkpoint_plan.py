@@ -12,9 +12,9 @@ import time
 from math import prod
 
 from benchmarks.harness import arguments, report
-from core.dist_checkpointing.catalog import completed, merge
-from core.dist_checkpointing.plan import make_plan
-from core.dist_checkpointing.read_plan import from_json, plan_reads, to_json
+from core.dist_checkpointing.planning.plan import make_plan
+from core.dist_checkpointing.planning.read_plan import from_json, plan_reads, to_json
+from core.dist_checkpointing.state.catalog import completed, merge
 from core.parallel_state.flat import volume
 from tests.dist_checkpointing.meshes import GPT_70B
 from tests.dist_checkpointing.test_read_plan import chunks_of, wants

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_sides import Dcp, Ours, Raw, State, counter, drop_cache, fresh, reset_peak
-from core.dist_checkpointing import CheckpointManager, direct
-from core.dist_checkpointing.arrays import ArrayInfo
-from core.dist_checkpointing.root import step_name
-from core.dist_checkpointing.zarr_metadata import array_metadata
+from core.dist_checkpointing import CheckpointManager
+from core.dist_checkpointing.format.arrays import ArrayInfo
+from core.dist_checkpointing.format.zarr_metadata import array_metadata
+from core.dist_checkpointing.publish.root import step_name
+from core.dist_checkpointing.reading import direct
 
 
 def timed(call, before=lambda: None):

@@ -24,16 +24,16 @@ WITHOUT_TORCH = [
     "core",
     "core.datasets.inspect",
     "core.datasets.prepare",  # and with it all that it does for bytes
-    "core.dist_checkpointing.plan",  # and with it arrays, grid
+    "core.dist_checkpointing.planning.plan",  # and with it arrays, grid
     "core.parallel_state",
     "core.parallel_state.config",
     "core.parallel_state.flat",
     "core.parallel_state.grid",
     "core.dist_checkpointing.__main__",  # and with it all that its commands need
-    "core.dist_checkpointing.commit",  # and with it check, root, lock, place, manifest, fs
-    "core.dist_checkpointing.digest",
-    "core.dist_checkpointing.zarr_metadata",
-    "core.dist_checkpointing.zarr_store",
+    "core.dist_checkpointing.publish.commit",  # and with it check, root, lock, place, manifest, fs
+    "core.dist_checkpointing.format.digest",
+    "core.dist_checkpointing.format.zarr_metadata",
+    "core.dist_checkpointing.storage.zarr_store",
     "core.pipeline",
     "core.pipeline.search.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw

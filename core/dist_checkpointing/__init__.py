@@ -5,20 +5,20 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "ShardedTensor": "mapping",
-    "ShardedObject": "mapping",
-    "sharded_state_dict": "mapping",
-    "save": "saving",
-    "load": "loading",
-    "load_common_state_dict": "loading",
-    "load_plain_tensors": "loading",
-    "lazy_tensors": "lazy",
-    "load_tensors_metadata": "loading",
+    "ShardedTensor": "state.mapping",
+    "ShardedObject": "state.mapping",
+    "sharded_state_dict": "state.mapping",
+    "save": "writing.saving",
+    "load": "reading.loading",
+    "load_common_state_dict": "reading.loading",
+    "load_plain_tensors": "reading.loading",
+    "lazy_tensors": "reading.lazy",
+    "load_tensors_metadata": "reading.loading",
     "CheckpointManager": "manager",
-    "Root": "root",
-    "register": "leaves",
-    "Source": "names",
-    "Concat": "names",
+    "Root": "publish.root",
+    "register": "state.leaves",
+    "Source": "state.names",
+    "Concat": "state.names",
 }
 
 

@@ -13,21 +13,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 
-from core.dist_checkpointing.address import below
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.console import progress, say, size_text
-from core.dist_checkpointing.cuts import check_layout
-from core.dist_checkpointing.diff import differences
-from core.dist_checkpointing.export import DTYPES, export, per_rank, tensors
-from core.dist_checkpointing.manifest import MANIFEST, SIGNATURE, read_manifest
-from core.dist_checkpointing.offline import check_new, write_offline
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.reshard import WELL, amplification, copy, cut_for
-from core.dist_checkpointing.retention import MODES, Retention
-from core.dist_checkpointing.root import Root, step_name
-from core.dist_checkpointing.show import facts, text
-from core.dist_checkpointing.sign import sign, unsigned
-from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing.planning.cuts import check_layout
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, read_manifest
+from core.dist_checkpointing.publish.retention import MODES, Retention
+from core.dist_checkpointing.publish.root import Root, step_name
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.storage.address import below
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.tools.console import progress, say, size_text
+from core.dist_checkpointing.tools.diff import differences
+from core.dist_checkpointing.tools.export import DTYPES, export, per_rank, tensors
+from core.dist_checkpointing.tools.offline import check_new, write_offline
+from core.dist_checkpointing.tools.reshard import WELL, amplification, copy, cut_for
+from core.dist_checkpointing.tools.show import facts, text
+from core.dist_checkpointing.tools.sign import sign, unsigned
 
 PATH = "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
 
@@ -138,7 +138,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     try:
-        from core.dist_checkpointing.importing import plan, run_of
+        from core.dist_checkpointing.tools.importing import plan, run_of
     except ImportError as error:
         raise ValueError(f"import reads files of torch, and {error}: install torch") from None
     begin = time.perf_counter()

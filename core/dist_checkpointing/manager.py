@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
-from core.dist_checkpointing.async_save import Background, SaveStats, WriterProgram
-from core.dist_checkpointing.exchange import exchanged_cells, gather_json, local_cells
-from core.dist_checkpointing.job import Job
-from core.dist_checkpointing.loading import load
-from core.dist_checkpointing.lock import Lock
-from core.dist_checkpointing.place import PosixPlace
-from core.dist_checkpointing.prepare import Prepared, Weights
-from core.dist_checkpointing.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
-from core.dist_checkpointing.retention import Retention, checked_metrics
-from core.dist_checkpointing.root import Root, step_name
-from core.dist_checkpointing.saving import Saver
-from core.dist_checkpointing.slab import aligned
+from core.dist_checkpointing.planning.exchange import exchanged_cells, gather_json, local_cells
+from core.dist_checkpointing.planning.prepare import Prepared, Weights
+from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
+from core.dist_checkpointing.publish.lock import Lock
+from core.dist_checkpointing.publish.retention import Retention, checked_metrics
+from core.dist_checkpointing.publish.root import Root, step_name
+from core.dist_checkpointing.reading.loading import load
+from core.dist_checkpointing.storage.place import PosixPlace
+from core.dist_checkpointing.writing.async_save import Background, SaveStats, WriterProgram
+from core.dist_checkpointing.writing.job import Job
+from core.dist_checkpointing.writing.saving import Saver
+from core.dist_checkpointing.writing.slab import aligned
 from core.parallel_state import ParallelState
 from core.parallel_state.config import raise_all
 from core.parallel_state.flat import volume

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.dist_checkpointing.mapping import ShardedObject, sharded_states
+from core.dist_checkpointing.state.mapping import ShardedObject, sharded_states
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.step.grad_norm import squared_grad_norm
 from core.parallel_state.layout import Box, Layout, layout_of, true_part

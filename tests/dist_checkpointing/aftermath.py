@@ -1,7 +1,7 @@
 """What the next job finds after a kill, and that it goes on; the states are those of `small`."""
 
 from core.dist_checkpointing import CheckpointManager
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.root import Root
 from tests.dist_checkpointing import small
 
 

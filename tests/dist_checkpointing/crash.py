@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from core.dist_checkpointing.fs import Fs
+from core.dist_checkpointing.storage.fs import Fs
 
 
 class Killed(BaseException):

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from core.dist_checkpointing import ShardedTensor, load, save
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.stored import Stored
-from core.dist_checkpointing.stream import stream
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import whole
 
 ROWS = 1003

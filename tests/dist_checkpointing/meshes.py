@@ -6,8 +6,8 @@ from unittest import mock
 
 import numpy as np
 
-from core.dist_checkpointing import grid
-from core.dist_checkpointing.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format import grid
+from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
 from core.parallel_state.flat import flat_boxes, intersect, shifted, whole
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 import tensorstore as ts
 
-from core.dist_checkpointing.arrays import STORED, ArrayInfo
-from core.dist_checkpointing.grid import cell_name, cells
-from core.dist_checkpointing.json_files import canonical_json
-from core.dist_checkpointing.zarr_metadata import array_metadata, group_metadata
-from core.dist_checkpointing.zarr_store import Writer
+from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format.grid import cell_name, cells
+from core.dist_checkpointing.format.json_files import canonical_json
+from core.dist_checkpointing.format.zarr_metadata import array_metadata, group_metadata
+from core.dist_checkpointing.storage.zarr_store import Writer
 from core.parallel_state.flat import slices
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 RUN = """
 import sys, torch
 from core.dist_checkpointing import CheckpointManager, load, save
-from core.dist_checkpointing.address import below
+from core.dist_checkpointing.storage.address import below
 from core.parallel_state import ParallelState
 url, single = sys.argv[1], ParallelState.single("cpu")
 state = lambda value: {"w": torch.full((5, 3), float(value)), "step": value}

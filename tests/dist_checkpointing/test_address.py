@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import load, save
-from core.dist_checkpointing.address import NAME_BYTES, below, check_name, parse_address, root_and_name
-from core.dist_checkpointing.place import PosixPlace, open_store
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.address import NAME_BYTES, below, check_name, parse_address, root_and_name
+from core.dist_checkpointing.storage.place import PosixPlace, open_store
 
 HERE = "{here}"  # the working directory
 PATHS = {
@@ -141,7 +141,7 @@ def test_a_checkpoint_in_the_root_directory():
     """Nothing is written there: the directory is there already."""
     root = Root("/")
     assert root.url == "/" and root.temporary("x", "0" * 32).path == f"/.tmp-x-{'0' * 32}"
-    code = "from core.dist_checkpointing.root import Root; Root('/')._at.prepare(); print('prepared')"
+    code = "from core.dist_checkpointing.publish.root import Root; Root('/')._at.prepare(); print('prepared')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "prepared\n"
 

@@ -7,13 +7,15 @@ from math import prod
 import pytest
 import torch
 
-from core.dist_checkpointing import Concat, ShardedTensor, Source, direct, load, zarr_store
-from core.dist_checkpointing.assembly import assemble
-from core.dist_checkpointing.names import Names
-from core.dist_checkpointing.read import read
-from core.dist_checkpointing.reshaping import reshaped
-from core.dist_checkpointing.saving import Saver
-from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing import Concat, ShardedTensor, Source, load
+from core.dist_checkpointing.reading import direct
+from core.dist_checkpointing.reading.read import read
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.state.assembly import assemble
+from core.dist_checkpointing.state.names import Names
+from core.dist_checkpointing.state.reshaping import reshaped
+from core.dist_checkpointing.storage import zarr_store
+from core.dist_checkpointing.writing.saving import Saver
 from core.parallel_state.flat import extent, flat_boxes, slices, volume
 from tests.dist_checkpointing.meshes import small_cells
 

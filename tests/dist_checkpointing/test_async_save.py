@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from core.dist_checkpointing import CheckpointManager, async_save, save
+from core.dist_checkpointing import CheckpointManager, save
 from core.dist_checkpointing import manager as manager_module
-from core.dist_checkpointing.async_save import Background, WriterProgram
-from core.dist_checkpointing.commit import planned_files
-from core.dist_checkpointing.job import Job
-from core.dist_checkpointing.slab import Slab
-from core.dist_checkpointing.zarr_metadata import group_metadata
+from core.dist_checkpointing.format.zarr_metadata import group_metadata
+from core.dist_checkpointing.publish.commit import planned_files
+from core.dist_checkpointing.writing import async_save
+from core.dist_checkpointing.writing.async_save import Background, WriterProgram
+from core.dist_checkpointing.writing.job import Job
+from core.dist_checkpointing.writing.slab import Slab
 from tests.dist_checkpointing import small
 from tests.parity.test_checkpoint import digest
 from tests.states import state as parallel
@@ -220,7 +221,7 @@ def test_a_killed_trainer_leaves_a_writer_that_commits(ranks, tmp_path, single):
 def test_the_writer_never_imports_torch(tmp_path):
     code = (
         "import sys, runpy; sys.argv = ['writer', '0']; sys.stdin.close; "
-        "runpy.run_module('core.dist_checkpointing.writer', run_name='__main__'); "
+        "runpy.run_module('core.dist_checkpointing.writing.writer', run_name='__main__'); "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'multiprocessing', 'pickle')))"
     )
     root = Path(__file__).parents[2]
@@ -251,8 +252,8 @@ def program(root, **more):
 
 
 def zarr():
-    from core.dist_checkpointing.arrays import ArrayInfo
-    from core.dist_checkpointing.zarr_metadata import array_metadata
+    from core.dist_checkpointing.format.arrays import ArrayInfo
+    from core.dist_checkpointing.format.zarr_metadata import array_metadata
 
     return array_metadata(ArrayInfo((6,), "float32"), (6,), None)
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.json_files import canonical_json, seal
-from core.dist_checkpointing.manifest import Manifest, read_manifest
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.format.json_files import canonical_json, seal
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.manifest import Manifest, read_manifest
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.place import open_place
 from tests.dist_checkpointing.toy import CELLS, METADATA, STORES, entry, save, store
 
 FILES = sorted({*CELLS, *(f"{path}/zarr.json".lstrip("/") for path in METADATA)})

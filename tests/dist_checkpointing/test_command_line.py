@@ -12,7 +12,7 @@ import torch
 
 from core import dist_checkpointing
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.root import Root
 from tests.dist_checkpointing import toy, whole
 from tests.dist_checkpointing.meshes import small_cells
 

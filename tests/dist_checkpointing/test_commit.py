@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import zarr
 
-from core.dist_checkpointing.commit import commit, planned_files, write_failure, write_receipt
-from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.commit import commit, planned_files, write_failure, write_receipt
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.kv_place import KvPlace
 from tests.dist_checkpointing.crash import CrashFs, CrashStore
 from tests.dist_checkpointing.toy import (
     METADATA,

@@ -10,9 +10,9 @@ from uuid import uuid4
 import pytest
 import tensorstore as ts
 
-from core.dist_checkpointing.index import heartbeat, trash
-from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.root import Root, step_name
+from core.dist_checkpointing.publish.index import heartbeat, trash
+from core.dist_checkpointing.publish.root import Root, step_name
+from core.dist_checkpointing.storage.kv_place import KvPlace
 from tests.dist_checkpointing.crash import CrashFs, CrashStore, Disk, Killed, Steps
 from tests.dist_checkpointing.toy import files_beside_the_index, save, version_of, write_rank
 

@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from core.dist_checkpointing.arrays import ArrayInfo
-from core.dist_checkpointing.cuts import check_layout, cuts, read_amplification
-from core.dist_checkpointing.grid import cell_of, inner_shape, read_bytes
+from core.dist_checkpointing.format.arrays import ArrayInfo
+from core.dist_checkpointing.format.grid import cell_of, inner_shape, read_bytes
+from core.dist_checkpointing.planning.cuts import check_layout, cuts, read_amplification
 from core.parallel_state import Layout
 from core.tensor_parallel.embedding import padded_vocab_rows
 from tests.dist_checkpointing.meshes import GPT_70B, GPT_124M, SMALL, small_cells

@@ -7,9 +7,9 @@ import torch
 
 from core.data_parallel import PerParameterGradSync
 from core.dist_checkpointing import ShardedTensor, load
-from core.dist_checkpointing.derive import source
-from core.dist_checkpointing.mapping import sharded_state_dict
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing.state.derive import source
+from core.dist_checkpointing.state.mapping import sharded_state_dict
+from core.dist_checkpointing.writing.saving import Saver
 from core.optimizer import AdamW, OptimizerConfig
 from tests.dist_checkpointing import small
 from tests.states import state as parallel

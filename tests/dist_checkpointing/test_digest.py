@@ -7,7 +7,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from core.dist_checkpointing.digest import cell_crc, file_crc, json_crc
+from core.dist_checkpointing.format.digest import cell_crc, file_crc, json_crc
 from tests.dist_checkpointing.places import Folder, cell_files, described, flipped, random_array, write
 
 MISSING = struct.pack("<QQ", 2**64 - 1, 2**64 - 1)

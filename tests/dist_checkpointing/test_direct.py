@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.dist_checkpointing import direct
-from core.dist_checkpointing.arrays import ArrayInfo
-from core.dist_checkpointing.digest import file_crc
-from core.dist_checkpointing.direct import DirectReader, fastest_reader
-from core.dist_checkpointing.direct_write import DirectWriter
-from core.dist_checkpointing.grid import cells
-from core.dist_checkpointing.place import open_store
-from core.dist_checkpointing.zarr_metadata import Chunks, array_metadata
-from core.dist_checkpointing.zarr_store import Reader, Writer
+from core.dist_checkpointing.format.arrays import ArrayInfo
+from core.dist_checkpointing.format.digest import file_crc
+from core.dist_checkpointing.format.grid import cells
+from core.dist_checkpointing.format.zarr_metadata import Chunks, array_metadata
+from core.dist_checkpointing.reading import direct
+from core.dist_checkpointing.reading.direct import DirectReader, fastest_reader
+from core.dist_checkpointing.storage.place import open_store
+from core.dist_checkpointing.storage.zarr_store import Reader, Writer
+from core.dist_checkpointing.writing.direct_write import DirectWriter
 from core.parallel_state.flat import slices
 
 # shape, dtype, cell, piece: plain, sharded in rows and in columns, short last cells, no dims, one byte per element

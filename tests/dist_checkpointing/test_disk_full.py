@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from core.dist_checkpointing import CheckpointManager
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.job import SLACK
-from core.dist_checkpointing.place import open_place
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.writing.job import SLACK
 from tests.dist_checkpointing import small, victims
 from tests.dist_checkpointing.aftermath import leftovers
 from tests.dist_checkpointing.test_kills import job

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from core.dist_checkpointing import load, load_plain_tensors, save
-from core.dist_checkpointing.dtensor import local_intervals
-from core.dist_checkpointing.mapping import sharded_state_dict
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing.state.dtensor import local_intervals
+from core.dist_checkpointing.state.mapping import sharded_state_dict
+from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.states import state as parallel
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.dist_checkpointing.arrays import ArrayInfo
-from core.dist_checkpointing.exchange import gather_json, owned_cells
-from core.dist_checkpointing.grid import cell_of, cells
-from core.dist_checkpointing.plan import make_plan
+from core.dist_checkpointing.format.arrays import ArrayInfo
+from core.dist_checkpointing.format.grid import cell_of, cells
+from core.dist_checkpointing.planning.exchange import gather_json, owned_cells
+from core.dist_checkpointing.planning.plan import make_plan
 from core.parallel_state.flat import slices, whole
 from tests.dist_checkpointing.meshes import SMALL, Mesh, random_arrays, small_cells
 from tests.states import state

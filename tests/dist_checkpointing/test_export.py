@@ -13,10 +13,10 @@ from safetensors import safe_open
 from core import dist_checkpointing
 from core.dist_checkpointing import ShardedTensor
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.console import progress
-from core.dist_checkpointing.export import export, tensors
-from core.dist_checkpointing.shards import _converted
-from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.tools.console import progress
+from core.dist_checkpointing.tools.export import export, tensors
+from core.dist_checkpointing.tools.shards import _converted
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.models.gpt.gpt_model import GPTModel
 from core.tensor_parallel.embedding import padded_vocab_rows

@@ -8,8 +8,17 @@ import zarr
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from core.dist_checkpointing.arrays import ArrayInfo
-from core.dist_checkpointing.grid import MAX, MIN, cell_name, cell_of, cell_shape, cells, inner_shape, read_bytes
+from core.dist_checkpointing.format.arrays import ArrayInfo
+from core.dist_checkpointing.format.grid import (
+    MAX,
+    MIN,
+    cell_name,
+    cell_of,
+    cell_shape,
+    cells,
+    inner_shape,
+    read_bytes,
+)
 from core.parallel_state.flat import volume, whole
 from tests.dist_checkpointing.meshes import GPT_7B, GPT_70B, GPT_124M, Mesh
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import google_crc32c
 import pytest
 
-from core.dist_checkpointing import job, load, load_common_state_dict, load_plain_tensors, load_tensors_metadata, save
+from core.dist_checkpointing import load, load_common_state_dict, load_plain_tensors, load_tensors_metadata, save
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.digest import file_crc
-from core.dist_checkpointing.json_files import canonical_json, parse_json
-from core.dist_checkpointing.manifest import least_bytes, read_manifest
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing.format.digest import file_crc
+from core.dist_checkpointing.format.json_files import canonical_json, parse_json
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.manifest import least_bytes, read_manifest
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.writing import job
 from tests.dist_checkpointing.test_hostile_metadata import W, at, forged, saved  # noqa: F401
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from core.dist_checkpointing import CheckpointManager, load, load_common_state_dict, load_plain_tensors
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.json_files import canonical_json, seal
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing.format.json_files import canonical_json, seal
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.writing.saving import Saver
 
 W = torch.arange(12.0).view(3, 4)
 

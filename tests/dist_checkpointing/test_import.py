@@ -9,7 +9,6 @@ import torch
 
 from core.dist_checkpointing import (
     Source,
-    dcp_pieces,
     lazy_tensors,
     load,
     load_common_state_dict,
@@ -17,7 +16,8 @@ from core.dist_checkpointing import (
     save,
 )
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.job import Job
+from core.dist_checkpointing.tools import dcp_pieces
+from core.dist_checkpointing.writing.job import Job
 from core.models.gpt import GPTModel, llama_spec
 from core.transformer import TransformerConfig
 from tests.dist_checkpointing import dcp_files
@@ -321,6 +321,6 @@ def test_what_is_interrupted_is_gone_and_what_is_killed_is_swept(tmp_path, singl
 
 
 def test_without_torch(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "core.dist_checkpointing.importing", None)
+    monkeypatch.setitem(sys.modules, "core.dist_checkpointing.tools.importing", None)
     assert main(["import", str(tmp_path), str(tmp_path / "x")]) == 2
     assert "install torch" in capsys.readouterr().err

@@ -10,11 +10,11 @@ import pytest
 
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.index import Watch
-from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.lock import Heartbeat
-from core.dist_checkpointing.place import open_store
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.index import Watch
+from core.dist_checkpointing.publish.lock import Heartbeat
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.place import open_store
 from tests.dist_checkpointing.crash import CrashStore, Killed, Steps
 from tests.dist_checkpointing.toy import committed, save, store, version_of, write_rank
 

@@ -13,12 +13,12 @@ import torch
 import zarr
 
 from core.dist_checkpointing import load, load_common_state_dict, load_plain_tensors, load_tensors_metadata, register
-from core.dist_checkpointing.catalog import flatten
-from core.dist_checkpointing.keys import key_of, path_of
-from core.dist_checkpointing.leaves import decode, encode
-from core.dist_checkpointing.mapping import map_leaves
-from core.dist_checkpointing.saving import Saver
-from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing.format.keys import key_of, path_of
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.state.catalog import flatten
+from core.dist_checkpointing.state.leaves import decode, encode
+from core.dist_checkpointing.state.mapping import map_leaves
+from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.states import state as parallel
 
@@ -247,8 +247,8 @@ def test_what_could_be_saved_before_is_the_same_bytes(tmp_path, single):
 
 def test_format_1_has_no_tags(tmp_path, single, monkeypatch):
     """What a user called `$type` then is a name, not a type."""
-    monkeypatch.setattr("core.dist_checkpointing.catalog.encode", lambda value: value)
-    monkeypatch.setattr("core.dist_checkpointing.prepare.tagged", lambda value: False)
+    monkeypatch.setattr("core.dist_checkpointing.state.catalog.encode", lambda value: value)
+    monkeypatch.setattr("core.dist_checkpointing.planning.prepare.tagged", lambda value: False)
     place = saved({"x": [{"$type": "tuple", "value": [1]}]}, tmp_path, single)
     assert load_common_state_dict(place) == {"x": [{"$type": "tuple", "value": [1]}]}
 

@@ -15,13 +15,13 @@ import torch
 
 from core.dist_checkpointing import CheckpointManager, load, save
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.fs import Fs
-from core.dist_checkpointing.job import Job
-from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.place import open_place, open_store
-from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.shards import new_folder
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.fs import Fs
+from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.place import open_place, open_store
+from core.dist_checkpointing.tools.shards import new_folder
+from core.dist_checkpointing.writing.job import Job
 from tests.dist_checkpointing import small, toy
 from tests.dist_checkpointing.users import files_below, made
 from tests.states import state as parallel

@@ -12,16 +12,16 @@ from core.dist_checkpointing import (
     CheckpointManager,
     ShardedObject,
     ShardedTensor,
-    grid,
     load,
     load_common_state_dict,
     load_plain_tensors,
     load_tensors_metadata,
 )
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.ranks import DamagedCheckpoint
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing.format import grid
+from core.dist_checkpointing.planning.ranks import DamagedCheckpoint
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.states import state as parallel
 

@@ -10,9 +10,9 @@ from itertools import count
 
 import pytest
 
-from core.dist_checkpointing.lock import Heartbeat, Lock
-from core.dist_checkpointing.place import PosixPlace
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.lock import Heartbeat, Lock
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.place import PosixPlace
 from tests.dist_checkpointing.toy import STORES, store
 
 
@@ -88,7 +88,7 @@ def test_a_beating_job_is_not(files):
 @pytest.mark.parametrize("clock", [1.0, 1e10])
 def test_clocks_of_other_hosts_are_not_believed(files, clock, caplog, monkeypatch):
     """One that is years behind, or ahead: its lock stands while it changes, and is taken when it does not."""
-    monkeypatch.setattr("core.dist_checkpointing.lock.PATIENCE_S", 0.1)
+    monkeypatch.setattr("core.dist_checkpointing.publish.lock.PATIENCE_S", 0.1)
 
     def beat(at):
         if isinstance(files, PosixPlace):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from core.dist_checkpointing import CheckpointManager, load, load_common_state_dict, save
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.place import open_place, open_store
-from core.dist_checkpointing.ranks import DamagedCheckpoint
+from core.dist_checkpointing.planning.ranks import DamagedCheckpoint
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.storage.place import open_place, open_store
 from tests.dist_checkpointing import small
 from tests.states import state as parallel
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from core.dist_checkpointing import ShardedTensor
-from core.dist_checkpointing.catalog import flatten
-from core.dist_checkpointing.mapping import Mapper, sharded_state_dict, sharded_states, stacked_key
+from core.dist_checkpointing.state.catalog import flatten
+from core.dist_checkpointing.state.mapping import Mapper, sharded_state_dict, sharded_states, stacked_key
 from core.parallel_state import Layout, ParallelConfig, ParallelState
 from core.parallel_state.flat import slices
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from core.dist_checkpointing import Source, lazy_tensors, load
-from core.dist_checkpointing.mapping import map_leaves
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing.state.mapping import map_leaves
+from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.dist_checkpointing.meshes import small_cells
 from tests.dist_checkpointing.test_loading import flip

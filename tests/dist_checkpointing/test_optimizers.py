@@ -8,8 +8,8 @@ from torch import nn
 
 from core.data_parallel import PerParameterGradSync
 from core.dist_checkpointing import CheckpointManager, load, load_tensors_metadata, save
-from core.dist_checkpointing.mapping import sharded_state_dict
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing.state.mapping import sharded_state_dict
+from core.dist_checkpointing.writing.saving import Saver
 from core.models.gpt import gpt2_spec, gpt_stages
 from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import layout_of

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import CheckpointManager
-from core.dist_checkpointing.commit import write_receipt
-from core.dist_checkpointing.job import Job
-from core.dist_checkpointing.lock import Orphaned, Others
-from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.writer import LOG_BYTES
+from core.dist_checkpointing.publish.commit import write_receipt
+from core.dist_checkpointing.publish.lock import Orphaned, Others
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.writing.job import Job
+from core.dist_checkpointing.writing.writer import LOG_BYTES
 from tests.dist_checkpointing import toy
 from tests.dist_checkpointing.test_async_save import program
 
@@ -44,7 +44,7 @@ def test_an_orphan_gives_up_its_own_attempt_alone(tmp_path):
     before = set(os.listdir(tmp_path))
     writer, job = program(tmp_path, world_size=2, timeout_s=600)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core.dist_checkpointing.root.Others", lambda *told: Others(*told, silent_s=0.1))
+        patch.setattr("core.dist_checkpointing.publish.root.Others", lambda *told: Others(*told, silent_s=0.1))
         with pytest.raises(Orphaned):
             job.conclude(lambda: True)
     job.abandon()

@@ -7,10 +7,10 @@ from contextlib import closing
 import pytest
 
 from core.dist_checkpointing import CheckpointManager, save
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.index import Watch
-from core.dist_checkpointing.place import open_place, open_store
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.index import Watch
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.place import open_place, open_store
 from tests.dist_checkpointing import small, toy
 from tests.dist_checkpointing.crash import CrashFs, Killed
 from tests.dist_checkpointing.users import files_below, made

@@ -10,10 +10,17 @@ from types import SimpleNamespace
 import pytest
 import tensorstore as ts
 
-from core.dist_checkpointing import place as place_module
-from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.place import DiskFullError, PosixPlace, free_bytes, open_place, open_store, space_for
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage import place as place_module
+from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.place import (
+    DiskFullError,
+    PosixPlace,
+    free_bytes,
+    open_place,
+    open_store,
+    space_for,
+)
 from tests.dist_checkpointing.toy import PLACES, save, store, version_of
 
 
@@ -146,7 +153,7 @@ def test_space_is_asked_for_before(tmp_path):
 FULL = """
 import resource, sys
 import tensorstore as ts
-from core.dist_checkpointing.place import DiskFullError, open_place, space_for
+from core.dist_checkpointing.storage.place import DiskFullError, open_place, space_for
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 place = open_place(sys.argv[1])
 writes = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.dist_checkpointing.arrays import ArrayInfo
-from core.dist_checkpointing.grid import cell_of, cells
-from core.dist_checkpointing.plan import make_plan, wire_bytes
+from core.dist_checkpointing.format.arrays import ArrayInfo
+from core.dist_checkpointing.format.grid import cell_of, cells
+from core.dist_checkpointing.planning.plan import make_plan, wire_bytes
 from core.parallel_state.flat import intersect, relative, slices, volume, whole
 from tests.dist_checkpointing.meshes import (
     GPT_7B,

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.dist_checkpointing import CheckpointManager, ShardedTensor, direct, load, loading, read_once
-from core.dist_checkpointing.arrays import STORED
-from core.dist_checkpointing.ranks import DamagedCheckpoint
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing import CheckpointManager, ShardedTensor, load
+from core.dist_checkpointing.format.arrays import STORED
+from core.dist_checkpointing.planning.ranks import DamagedCheckpoint
+from core.dist_checkpointing.reading import direct, loading, read_once
+from core.dist_checkpointing.writing.saving import Saver
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import barrier
 from core.parallel_state.flat import extent, slices, whole
@@ -286,7 +287,7 @@ def test_a_manager_shares_unless_it_is_told_not_to(ranks, tmp_path):
 
 def test_a_single_process_reads_as_ever(saved, single):
     made = template(Mesh(), 0)
-    with mock.patch("core.dist_checkpointing.loading.read_once") as never:
+    with mock.patch("core.dist_checkpointing.reading.loading.read_once") as never:
         load(made, saved / "x", ps=single, share_reads=True)
     assert not never.called
     assert all((data != -1).any() for _, _, data in tensors_of(made))

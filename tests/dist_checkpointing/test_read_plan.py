@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.dist_checkpointing.grid import cell_of, cells, inner_shape
-from core.dist_checkpointing.plan import wire_size
-from core.dist_checkpointing.read_plan import from_json, plan_reads, to_json
-from core.dist_checkpointing.zarr_metadata import Chunks
+from core.dist_checkpointing.format.grid import cell_of, cells, inner_shape
+from core.dist_checkpointing.format.zarr_metadata import Chunks
+from core.dist_checkpointing.planning.plan import wire_size
+from core.dist_checkpointing.planning.read_plan import from_json, plan_reads, to_json
 from core.parallel_state.flat import intersect, slices, volume
 from tests.dist_checkpointing.meshes import GPT_70B, GPT_124M, SMALL, Mesh, small_cells
 from tests.dist_checkpointing.test_plan import MESHES, STATES

@@ -2,9 +2,10 @@
 
 import pytest
 
-from core.dist_checkpointing import CheckpointManager, loading
-from core.dist_checkpointing.ranks import DamagedCheckpoint, agree
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing import CheckpointManager
+from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree
+from core.dist_checkpointing.reading import loading
+from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.dist_checkpointing.test_loading import falls_back
 from tests.states import state as parallel

@@ -11,13 +11,19 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from core.dist_checkpointing import commit as committing
 from core.dist_checkpointing import load
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.commit import commit, merge_receipts, receipts_folder, write_failure, write_receipt
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.saving import Saver
+from core.dist_checkpointing.publish import commit as committing
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.commit import (
+    commit,
+    merge_receipts,
+    receipts_folder,
+    write_failure,
+    write_receipt,
+)
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small, test_crash
 from tests.dist_checkpointing.test_async_save import program
 from tests.dist_checkpointing.test_crash import folder, kv, posix  # noqa: F401

@@ -14,8 +14,9 @@ import torch
 import zarr
 
 from core import dist_checkpointing
-from core.dist_checkpointing import ShardedTensor, grid
+from core.dist_checkpointing import ShardedTensor
 from core.dist_checkpointing.__main__ import main
+from core.dist_checkpointing.format import grid
 from tests.dist_checkpointing import whole
 from tests.dist_checkpointing.meshes import small_cells
 

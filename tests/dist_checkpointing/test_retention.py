@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.retention import Facts, Retention, checked_metrics
-from core.dist_checkpointing.root import Root, step_name
+from core.dist_checkpointing.publish.retention import Facts, Retention, checked_metrics
+from core.dist_checkpointing.publish.root import Root, step_name
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing.toy import STORES, save, store
 

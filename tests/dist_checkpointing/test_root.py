@@ -7,9 +7,9 @@ from threading import Timer
 
 import pytest
 
-from core.dist_checkpointing.commit import commit, planned_files
-from core.dist_checkpointing.kv_place import KvPlace
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.commit import commit, planned_files
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.kv_place import KvPlace
 from tests.dist_checkpointing.toy import (
     METADATA,
     PLACES,
@@ -131,7 +131,7 @@ def test_a_damaged_tag_stops_retention(root, text):
     "root", ["posix", *(pytest.param(kind, marks=pytest.mark.full) for kind in PLACES[1:])], indirect=True
 )
 def test_sweep_spares_who_is_alive(root, caplog, monkeypatch):
-    monkeypatch.setattr("core.dist_checkpointing.root.PATIENCE_S", 0.0)
+    monkeypatch.setattr("core.dist_checkpointing.publish.root.PATIENCE_S", 0.0)
     fill(root, 1)
     place = root.begin(2, A)
     write_rank(place, 0, 2)

@@ -15,7 +15,7 @@ import torch
 
 from core.dist_checkpointing import CheckpointManager, load, save
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.root import Root
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing.remote import RUN, run
 

@@ -8,12 +8,14 @@ import shutil
 import pytest
 import torch
 
-from core.dist_checkpointing import check as checking
-from core.dist_checkpointing import contents, load_plain_tensors, stored
+from core.dist_checkpointing import load_plain_tensors
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.json_files import canonical_json, seal
-from core.dist_checkpointing.place import open_place
+from core.dist_checkpointing.format import contents
+from core.dist_checkpointing.format.json_files import canonical_json, seal
+from core.dist_checkpointing.publish import check as checking
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.reading import stored
+from core.dist_checkpointing.storage.place import open_place
 from tests.dist_checkpointing.test_hostile_metadata import W, forged, put, saved  # noqa: F401
 
 

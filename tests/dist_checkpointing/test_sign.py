@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.check import check
-from core.dist_checkpointing.json_files import seal
-from core.dist_checkpointing.manifest import SIGNATURE
-from core.dist_checkpointing.place import open_place
-from core.dist_checkpointing.root import Root
-from core.dist_checkpointing.sign import sign, unsigned
+from core.dist_checkpointing.format.json_files import seal
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.manifest import SIGNATURE
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.tools.sign import sign, unsigned
 from tests.dist_checkpointing.toy import STORES, crc32c, entry, save, store
 
 ROOT = Path(__file__).parents[2]

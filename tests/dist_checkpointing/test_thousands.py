@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from core.dist_checkpointing.catalog import completed, digest, merge, shortened, to_json
-from core.dist_checkpointing.plan import make_plan
+from core.dist_checkpointing.planning.plan import make_plan
+from core.dist_checkpointing.state.catalog import completed, digest, merge, shortened, to_json
 from tests.dist_checkpointing.meshes import GPT_70B, SMALL, Mesh, small_cells
 
 STATES = ("model/decoder.layers.", "optimizer/main/decoder.layers.", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")

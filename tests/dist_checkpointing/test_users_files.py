@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.dist_checkpointing import CheckpointManager, save
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.root import Root
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing import toy, whole
 from tests.dist_checkpointing.crash import CrashFs, Killed

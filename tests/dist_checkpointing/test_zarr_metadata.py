@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from core.dist_checkpointing.arrays import STORED, ArrayInfo
-from core.dist_checkpointing.json_files import canonical_json
-from core.dist_checkpointing.zarr_metadata import array_metadata, check_metadata, group_metadata, info_of
+from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format.json_files import canonical_json
+from core.dist_checkpointing.format.zarr_metadata import array_metadata, check_metadata, group_metadata, info_of
 
 INFO = ArrayInfo((8, 64, 32), "float32")
 

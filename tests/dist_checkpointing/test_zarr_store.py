@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import zarr
 
-from core.dist_checkpointing.arrays import STORED
-from core.dist_checkpointing.digest import file_crc
-from core.dist_checkpointing.zarr_store import Reader, Writer, _Flight
+from core.dist_checkpointing.format.arrays import STORED
+from core.dist_checkpointing.format.digest import file_crc
+from core.dist_checkpointing.storage.zarr_store import Reader, Writer, _Flight
 from core.parallel_state.flat import slices, whole
 from tests.dist_checkpointing.places import (
     Folder,
@@ -286,7 +286,7 @@ def test_the_budget():
 
 READ = """
 import re, sys, numpy as np
-from core.dist_checkpointing.zarr_store import Reader
+from core.dist_checkpointing.storage.zarr_store import Reader
 from tests.dist_checkpointing.places import Folder, described
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) // 1024
 into = np.ones((96, 1024, 256), "float32")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from core.dist_checkpointing import commit as committing
-from core.dist_checkpointing.json_files import canonical_json
-from core.dist_checkpointing.kv_place import KvPlace
+from core.dist_checkpointing.format.json_files import canonical_json
+from core.dist_checkpointing.publish import commit as committing
+from core.dist_checkpointing.storage.kv_place import KvPlace
 
 WORLD = 2
 PLACES = ["posix", "memory", "file"]  # the last two are key-value stores, which differ in their places alone

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from core.dist_checkpointing import CheckpointManager
-from core.dist_checkpointing.fs import Fs
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.fs import Fs
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives.groups import init_world
 from tests.dist_checkpointing import small

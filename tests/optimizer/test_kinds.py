@@ -370,7 +370,7 @@ def test_a_weight_that_is_its_main_is_saved_once(dtype):
 
 
 def test_a_parameter_without_memory_is_not_saved_as_if_it_had_any():
-    from core.dist_checkpointing.mapping import sharded_state_dict as of_module
+    from core.dist_checkpointing.state.mapping import sharded_state_dict as of_module
 
     model = Net()
     shard = FakeShard(model, zero_stage=3)

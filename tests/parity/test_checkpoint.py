@@ -11,7 +11,7 @@ import torch
 
 from core import dist_checkpointing
 from core.data_parallel import PerParameterGradSync
-from core.dist_checkpointing.mapping import sharded_state_dict, sharded_states
+from core.dist_checkpointing.state.mapping import sharded_state_dict, sharded_states
 from core.models.gpt import gpt_stages, llama_spec
 from core.optimizer import AdamW, OptimizerConfig
 from core.parallel_state import layout_of

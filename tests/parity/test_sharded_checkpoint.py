@@ -7,7 +7,7 @@ import torch
 
 from core import dist_checkpointing
 from core.data_parallel import DataParallel
-from core.dist_checkpointing.mapping import sharded_state_dict as module_state_dict
+from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
 from core.models.gpt import gpt_stages, llama_spec
 from core.optimizer import OptimizerConfig, ShardedAdamW, sharded_state_dict
 from core.parallel_state import layout_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.dist_checkpointing.manifest import read_manifest
-from core.dist_checkpointing.root import Root
+from core.dist_checkpointing.publish.manifest import read_manifest
+from core.dist_checkpointing.publish.root import Root
 from core.optimizer import OptimizerConfig
 from core.training import (
     CheckpointConfig,

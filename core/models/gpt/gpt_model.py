@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd import StageContext
-from core.dist_checkpointing.mapping import ShardedTensor, sharded_state_dict
+from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
 from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, either
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, mix32, seeded

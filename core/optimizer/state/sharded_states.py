@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
-from core.dist_checkpointing.mapping import Mapper, ShardedObject, ShardedTensor
-from core.dist_checkpointing.mapping import sharded_state_dict as module_state_dict
+from core.dist_checkpointing.state.mapping import Mapper, ShardedObject, ShardedTensor
+from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
 from core.optimizer.adamw import OptimizerShard
 from core.optimizer.state.flat_shard import ParameterPiece, pieces_of
 from core.optimizer.state.parts import StateBuffer

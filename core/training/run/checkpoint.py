@@ -9,11 +9,11 @@ from typing import Any, SupportsFloat
 
 import torch
 
-from core.dist_checkpointing.loading import load
 from core.dist_checkpointing.manager import CheckpointManager
-from core.dist_checkpointing.ranks import from_first
-from core.dist_checkpointing.saving import layout_of_ranks
-from core.dist_checkpointing.stored import Stored
+from core.dist_checkpointing.planning.ranks import from_first
+from core.dist_checkpointing.reading.loading import load
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.writing.saving import layout_of_ranks
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce

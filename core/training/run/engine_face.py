@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from core.dist_checkpointing import load, save
-from core.dist_checkpointing.address import below, parse_address
-from core.dist_checkpointing.place import open_store
-from core.dist_checkpointing.ranks import agree, from_first, problem_of
+from core.dist_checkpointing.planning.ranks import agree, from_first, problem_of
+from core.dist_checkpointing.storage.address import below, parse_address
+from core.dist_checkpointing.storage.place import open_store
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
 from core.training.config import TrainingConfig
 from core.training.run.checkpoint import Checkpoints

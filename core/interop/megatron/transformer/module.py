@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from core.dist_checkpointing.mapping import ShardedTensor, sharded_state_dict
+from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
 from core.parallel_state import current_state
 
 

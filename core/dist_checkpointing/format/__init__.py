@@ -1,0 +1,1 @@
+"""What lies on disk: zarr arrays on a grid of chunks, JSON files, digests, keys."""

@@ -1,0 +1,52 @@
+"""JSON that is written in one way only and read with suspicion."""
+
+import json
+import math
+import zlib
+from typing import Any
+
+from core.dist_checkpointing.storage.fs import MOST_BYTES
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one text of a JSON value: sorted keys, no spaces. ValueError: NaN is no JSON; more than a reader takes."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > MOST_BYTES:
+        raise ValueError(
+            f"{len(text)} bytes of JSON, readers take {MOST_BYTES}: save fewer arrays or objects at a time"
+        )
+    return text
+
+
+def parse_json(data: bytes, file: str) -> Any:
+    """The value of a JSON file. ValueError naming `file`: it is damaged, or too large (parsed it is larger still)."""
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{file} has {len(data)} bytes, of JSON at most {MOST_BYTES} are read; use another step")
+    try:
+        return json.loads(data, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: no JSON ({error}); restore the file from a copy, or use another step") from None
+
+
+def _finite(text: str) -> float:
+    """Of a number, NaN or Infinity. ValueError: it is none that could be written again."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text[:40]} is not finite")
+    return number
+
+
+def seal(value: dict[str, Any]) -> bytes:
+    """The text of a JSON object with `crc`, the CRC-32 of its canonical text without it."""
+    return canonical_json(value | {"crc": zlib.crc32(canonical_json(value))})
+
+
+def unseal(data: bytes, file: str) -> dict[str, Any]:
+    """The inverse of `seal`, `crc` left out. ValueError naming `file`: damaged, be it by one space."""
+    value = parse_json(data, file)
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: a JSON {type(value).__name__}, not an object; use another step")
+    said = value.pop("crc", None)
+    if data != seal(value):
+        found = zlib.crc32(canonical_json(value))
+        raise ValueError(f"{file}: its crc is {said}, its content has {found}: damaged; use another step")
+    return value

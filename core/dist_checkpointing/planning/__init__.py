@@ -1,0 +1,1 @@
+"""Which rank writes and reads what: functions of integers, and the messages between ranks."""

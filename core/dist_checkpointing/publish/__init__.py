@@ -1,0 +1,1 @@
+"""How a checkpoint comes to exist, at once or not at all; and which are kept."""

@@ -1,0 +1,214 @@
+"""A key-value store of checkpoints, without renames: the files of an attempt lie in `NAME/UUID/` for ever.
+
+`NAME/manifest.json` is a pointer, {"crc": …, "format": 1, "uuid": …}, put on the condition that it is what it was
+when the attempt began: whoever puts it has committed. Nobody looks below a uuid that no pointer names.
+What is being written or removed has a mark in the index (`index.py`): below a uuid without one nothing is removed, it
+may be a user's.
+"""
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping
+
+from core.dist_checkpointing.format.json_files import seal, unseal
+from core.dist_checkpointing.publish.index import WATCH, Index, heartbeat, marks, trash
+from core.dist_checkpointing.storage.kv_place import KvPlace
+
+log = logging.getLogger(__name__)
+
+_POINTER = "/manifest.json"
+_NOTE = {"pid", "replaces", "time"}  # what a heartbeat tells
+_TRASH = b"removed by paracore"
+_COMMITTED = re.compile(r"([0-9a-f]{32})/manifest\.json")
+
+
+class Bucket:
+    """What `Root` needs of a key-value store."""
+
+    def __init__(self, files: KvPlace) -> None:
+        self.files, self._index = files, Index(files)
+
+    def prepare(self, folder: str = "") -> None:
+        """Nothing: there are no directories."""
+
+    def names(self) -> list[str]:
+        """Every committed checkpoint, sorted."""
+        return self._index.names()
+
+    def open(self, name: str) -> KvPlace | None:
+        """A committed checkpoint, None if there is none of that name. ValueError: its pointer is damaged."""
+        uuid = self._uuid(name)
+        return self.temporary(name, uuid) if uuid else None
+
+    def identity(self, name: str) -> str:
+        """The uuid of the checkpoint `name`, "damaged" if it cannot be told, "" if there is none."""
+        try:
+            return self._uuid(name)
+        except ValueError:
+            return "damaged"
+
+    def temporary(self, name: str, uuid: str) -> KvPlace:
+        """Where the attempt `uuid` writes, and stays."""
+        return self.files.below(f"{name}/{uuid}")
+
+    def strangers(self, name: str) -> list[str]:
+        """None: what is removed lies below uuids of ours."""
+        return []
+
+    def create(self, name: str, uuid: str, note: bytes) -> None:
+        """Announces the attempt. ValueError: its pointer would replace an object that is not ours."""
+        if self.identity(name) == "damaged" and not any(map(_COMMITTED.fullmatch, self.files.below(name).names())):
+            raise ValueError(
+                f"{self.files.url}{name}{_POINTER} is there and belongs to no checkpoint: a save would replace it; "
+                "choose another name"
+            )
+        self.files.write(heartbeat(name, uuid), note)
+        self._index.take(name, uuid)
+
+    def abandon(self, name: str, uuid: str) -> None:
+        """Removes the attempt."""
+        self._mark(name, uuid)
+        self.files.remove(heartbeat(name, uuid))
+        self._remove_all(name, uuid)
+        self._index.release(name)
+
+    def note(self, name: str, uuid: str) -> bytes:
+        """What `create` was given."""
+        return self.files.read(heartbeat(name, uuid))
+
+    def beat(self, name: str, uuid: str) -> None:
+        """Says that the attempt is being written."""
+        self.files.touch(heartbeat(name, uuid))
+
+    def last_beat(self, name: str, uuid: str) -> str:
+        """What each beat changes."""
+        return self.files.last_touch(heartbeat(name, uuid))
+
+    def ages(self, name: str = "", *, thorough: bool = False) -> dict[tuple[str, str], float]:
+        """By name and uuid, of each attempt (at `name`) that no pointer names: for how many seconds this process has
+        seen no beat; infinite: it is being removed. `thorough`: also of those that are not in the index."""
+        return self._judged(self._index.marks(name, thorough=thorough))
+
+    def _judged(self, attempts: Mapping[tuple[str, str], Iterable[str]]) -> dict[tuple[str, str], float]:
+        found: dict[tuple[str, str], float] = {}
+        for of, keys in attempts.items():
+            told = {key: data for key in keys if (data := self._mark_of(key)) is not None}
+            beats = [WATCH.unchanged(self.files.url + key, told[key]) for key in told if key.endswith(".heartbeat")]
+            if told:
+                found[of] = min(beats, default=math.inf)
+        # only now: what lost its heartbeat to a commit meanwhile has its pointer
+        pointed = {name: self.identity(name) for name, _ in found}
+        return {(name, uuid): age for (name, uuid), age in found.items() if pointed[name] not in (uuid, "damaged")}
+
+    def watch(self, stale_s: float, poll_s: float = 1.0) -> None:
+        """Returns when of each attempt, also of those that are not in the index, it is known whether it beats."""
+        attempts = self._index.marks(thorough=True)
+        self._judged(attempts)
+        begin = time.monotonic()
+        while (passed := time.monotonic() - begin) < stale_s:
+            if all(age < passed or age == math.inf for age in self._judged(attempts).values()):
+                return
+            time.sleep(min(poll_s, stale_s))
+
+    def exists(self, name: str, uuid: str) -> bool:
+        """Whether the attempt is there, and not committed."""
+        return self.files.size(heartbeat(name, uuid)) is not None
+
+    def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
+        """Makes the attempt the checkpoint `name`. False: another one took the name meanwhile.
+
+        The second beat is for a sweep: it removes the heartbeat it judged, so it fails from here on, or this does.
+        """
+        self.beat(name, uuid)
+        self.temporary(name, uuid).write("manifest.json", manifest)
+        self.beat(name, uuid)
+        try:
+            old = self.files.read(name + _POINTER)
+        except FileNotFoundError:
+            old = None
+        self._index.take(name, uuid)  # again: S3 deletes without a condition, so it may be gone
+        pointer = seal({"format": 1, "uuid": uuid})
+        if replaces:  # while the pointer names it nobody minds the mark
+            self._mark(name, replaces)
+        if self.identity(name) != replaces or not self.files.swap(name + _POINTER, old, pointer):
+            return False
+        try:
+            self.files.remove(heartbeat(name, uuid))
+            if replaces:
+                self._remove_all(name, replaces)
+        except (OSError, ValueError, RuntimeError) as error:  # it is committed
+            log.warning("%s%s: what it replaced is left to be removed later: %s", self.files.url, name, error)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Removes a committed checkpoint, its pointer first."""
+        uuid = self.identity(name)
+        self._mark(name, uuid)
+        self.files.remove(name + _POINTER)
+        self._remove_all(name, uuid)
+        self._index.release(name)
+
+    def sweep(self, stale_s: float, name: str = "", *, thorough: bool = False) -> list[str]:
+        """Removes what no one will finish (of `name`, or of all) and returns its prefixes."""
+        swept = []
+        for of, uuid in self._stale(stale_s, name, thorough):
+            self._mark(of, uuid)
+            if self._ended(of, uuid, stale_s):
+                self._remove_all(of, uuid)
+                self._index.release(of)
+                swept.append(f"{of}/{uuid}")
+            else:  # its writer lives
+                self.files.remove(trash(of, uuid))
+        if not name:
+            self._index.tidy(thorough=thorough)
+        return swept
+
+    def leftovers(self, stale_s: float, *, thorough: bool = False) -> list[str]:
+        """What `sweep` would remove."""
+        return [f"{name}/{uuid}" for name, uuid in self._stale(stale_s, "", thorough)]
+
+    def _stale(self, stale_s: float, name: str, thorough: bool) -> list[tuple[str, str]]:
+        return [key for key, age in self.ages(name, thorough=thorough).items() if age >= stale_s]
+
+    def _ended(self, name: str, uuid: str, stale_s: float) -> bool:
+        """Removes the heartbeat of an attempt. False: it beats after all."""
+        for key in marks(name, uuid, "heartbeat"):
+            note = self._mark_of(key)
+            if note is None:
+                continue
+            if WATCH.unchanged(self.files.url + key, note) < stale_s or not self.files.swap(key, note, None):
+                return False
+        return True
+
+    def _mark_of(self, key: str) -> bytes | None:
+        """What a heartbeat, or what tells trash, says, if it is ours."""
+        try:
+            data = self.files.read(key)
+            ours = data == _TRASH or (key.endswith(".heartbeat") and json.loads(data).keys() >= _NOTE)
+        except (FileNotFoundError, ValueError, AttributeError):
+            return None
+        return data if ours else None
+
+    def _mark(self, name: str, uuid: str) -> None:
+        if uuid not in ("", "damaged"):
+            self.files.write(trash(name, uuid), _TRASH)
+
+    def _remove_all(self, name: str, uuid: str) -> None:
+        """What lies below a uuid, then its mark."""
+        if uuid not in ("", "damaged"):
+            self.temporary(name, uuid).remove_all()
+            self.files.remove(heartbeat(name, uuid))  # of one that was killed right behind its commit
+            WATCH.forget(self.files.url + heartbeat(name, uuid))
+            for key in marks(name, uuid, "trash"):
+                if key == trash(name, uuid) or self._mark_of(key) is not None:
+                    self.files.remove(key)
+
+    def _uuid(self, name: str) -> str:
+        try:
+            data = self.files.read(name + _POINTER)
+        except FileNotFoundError:
+            return ""
+        return str(unseal(data, self.files.url + name + _POINTER).get("uuid"))

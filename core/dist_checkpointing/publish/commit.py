@@ -1,0 +1,194 @@
+"""From the files of all ranks to one committed checkpoint. Receipts replace a barrier, so no process group is needed.
+
+Every rank: `write_receipt` behind its last file, or `write_failure`; then `merge_receipts`. One process: `commit`.
+Beyond 64 ranks the first of each 64 merges their receipts into one, and whoever commits reads those.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Set
+from typing import Any
+
+from core.dist_checkpointing.format.digest import json_crc
+from core.dist_checkpointing.format.json_files import canonical_json, parse_json
+from core.dist_checkpointing.publish.manifest import Files, Manifest, is_entry, planned_files
+from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.place import Place
+
+__all__ = ["commit", "merge_receipts", "planned_files", "receipts_folder", "write_failure", "write_receipt"]
+
+FOLDER = "receipts"
+FAN_IN = 64  # receipts that one rank merges
+
+
+def _receipt(rank: int, folder: str = FOLDER) -> str:
+    return f"{folder}/{rank:05d}.json"
+
+
+def receipts_folder(uuid: str, rank: int, world_size: int) -> str:
+    """Where a rank's receipt goes: into the checkpoint or, to be merged, beside those of the ranks around it. (A name
+    without `uuid` might be that of an array.)"""
+    return FOLDER if world_size <= FAN_IN else f"{uuid}.{FOLDER}/{rank - rank % FAN_IN:05d}"
+
+
+def write_receipt(place: Place, rank: int, files: Files, folder: str = FOLDER) -> None:
+    """Says that this rank is done: all it wrote, durably, as path -> (size, crc)."""
+    told = canonical_json({"rank": rank, "files": {path: list(entry) for path, entry in files.items()}})
+    if folder != FOLDER:
+        place.make_folder(folder)
+    place.write(_receipt(rank, folder), told)
+
+
+def write_failure(place: Place, rank: int, error: str) -> None:
+    """Says that this rank will never be done: the committer need not wait."""
+    place.write(f"{FOLDER}/{rank:05d}.failed", error.encode())
+
+
+def merge_receipts(
+    root: Root,
+    name: int | str,
+    uuid: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    waiting: Callable[[], None] = lambda: None,
+) -> None:
+    """Makes one receipt of those of 64 ranks, if `rank` is the first of them and there are others.
+
+    Theirs are gone before it is there: who commits finds nothing that is not part of the checkpoint. `waiting` is
+    called meanwhile. Raises as `commit`; RuntimeError also if the attempt was given up.
+    """
+    folder = receipts_folder(uuid, rank, world_size)
+    if folder == FOLDER or rank % FAN_IN:
+        return
+    place, ranks = root.temporary(name, uuid), range(rank, min(rank + FAN_IN, world_size))
+
+    def go_on() -> None:
+        if not root.is_begun(name, uuid):
+            raise RuntimeError(f"{place.url}: this attempt was given up; rank 0 tells why")
+        waiting()
+
+    receipts = _wait(place, folder, ranks, world_size, timeout_s, waiting=go_on)
+    files = _union(_parsed(place, receipts, folder))
+    place.remove_folder(folder)
+    write_receipt(place, rank, files)
+
+
+def commit(
+    root: Root,
+    name: int | str,
+    uuid: str,
+    planned: Set[str],
+    *,
+    world_size: int,
+    run: Mapping[str, Any],
+    timeout_s: float,
+    waiting: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """Waits for every rank's receipt and publishes. Never publishes less than `planned`, every file by one rank.
+    `waiting` is called meanwhile.
+
+    Raises RuntimeError: a rank failed, or the name was lost to another attempt. TimeoutError naming the silent ranks.
+    ValueError: the receipts are not the plan.
+    """
+    place = root.temporary(name, uuid)
+    merged = world_size > FAN_IN
+
+    def silent(missing: list[int]) -> list[int]:
+        return _behind(place, uuid, missing, world_size) if merged else missing
+
+    ranks = range(0, world_size, FAN_IN if merged else 1)
+    receipts = _wait(place, FOLDER, ranks, world_size, timeout_s, waiting=waiting, silent=silent)
+    files = _union(_parsed(place, receipts))
+    _check_planned(files, planned, world_size)
+    if merged:
+        place.remove_folder(f"{uuid}.{FOLDER}")  # those in it are gone
+    files |= {_receipt(rank): (len(data), json_crc(data)) for rank, data in receipts.items()}
+    manifest = Manifest(uuid, files, run)
+    root.publish(name, uuid, manifest.to_bytes(), files)
+    return manifest
+
+
+def _wait(
+    place: Place,
+    folder: str,
+    ranks: Collection[int],
+    world_size: int,
+    timeout_s: float,
+    *,
+    waiting: Callable[[], None],
+    silent: Callable[[list[int]], list[int]] = lambda missing: missing,
+) -> dict[int, bytes]:
+    """Rank -> receipt, all of `ranks`. waiting: raises when there is nothing to wait for any more. silent: whom to
+    name for those whose receipts are not there in the end."""
+    end, pause = time.monotonic() + timeout_s, 0.002
+    while True:
+        present = set(place.names(folder))
+        failed = sorted(n for n in (present if folder == FOLDER else place.names(FOLDER)) if n.endswith(".failed"))
+        if failed:
+            reasons = "; ".join(f"rank {_rank(name)}: {place.read(name).decode(errors='replace')}" for name in failed)
+            raise RuntimeError(f"{place.url} was not saved, {len(failed)} of {world_size} ranks failed: {reasons}")
+        missing = [rank for rank in ranks if _receipt(rank, folder) not in present]
+        if not missing:
+            return {rank: place.read(_receipt(rank, folder)) for rank in ranks}
+        if time.monotonic() > end:
+            missing = silent(missing)
+            raise TimeoutError(
+                f"{place.url} was not saved: after {timeout_s} s no receipt of {len(missing)} of {world_size} ranks, "
+                f"{', '.join(map(str, missing[:8]))}{', …' if len(missing) > 8 else ''}; look at their logs"
+            )
+        waiting()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def _behind(place: Place, uuid: str, firsts: list[int], world_size: int) -> list[int]:
+    """The ranks that whoever merges has no receipt of; if it has all, or merged them already, itself."""
+    found = []
+    for first in firsts:
+        folder = receipts_folder(uuid, first, world_size)
+        present = set(place.names(folder))
+        ranks = range(first, min(first + FAN_IN, world_size))
+        silent = [rank for rank in ranks if _receipt(rank, folder) not in present]
+        found += silent if present and silent else [first]
+    return found
+
+
+def _rank(name: str) -> int:
+    return int(name.removeprefix(f"{FOLDER}/").partition(".")[0])
+
+
+def _parsed(place: Place, receipts: Mapping[int, bytes], folder: str = FOLDER) -> dict[int, Any]:
+    return {rank: parse_json(data, place.url + _receipt(rank, folder)) for rank, data in receipts.items()}
+
+
+def _union(receipts: Mapping[int, Any]) -> dict[str, tuple[int, int]]:
+    """What all these ranks wrote. ValueError: a file twice, or no receipt."""
+    files: dict[str, tuple[int, int]] = {}
+    owner: dict[str, int] = {}
+    problems = []
+    for rank, receipt in receipts.items():
+        if not isinstance(receipt, dict) or receipt.get("rank") != rank or not isinstance(receipt.get("files"), dict):
+            raise ValueError(f"{_receipt(rank)} is no receipt of rank {rank}: save again")
+        for path, entry in receipt["files"].items():
+            if not is_entry(entry):
+                raise ValueError(f"{_receipt(rank)}: {entry!r} of {path} is no [size, crc]: save again")
+            if path in owner:
+                problems.append(f"{path} was written by rank {owner[path]} and by rank {rank}")
+            files[path], owner[path] = (entry[0], entry[1]), rank
+    _refuse(problems, len(receipts))
+    return files
+
+
+def _check_planned(files: Files, planned: Set[str], world_size: int) -> None:
+    """ValueError: they are not every planned file."""
+    problems = []
+    for kind, paths in (("missing", planned - files.keys()), ("unexpected", files.keys() - planned)):
+        if paths:
+            problems.append(f"{len(paths)} of {len(planned)} files are {kind}, the first is {min(paths)}")
+    _refuse(problems, world_size)
+
+
+def _refuse(problems: list[str], count: int) -> None:
+    if problems:
+        told = "; ".join(problems[:8])
+        raise ValueError(f"the receipts of {count} ranks are not the plan, nothing is saved: {told}")

@@ -1,0 +1,287 @@
+"""A directory of checkpoints: what is committed, replaced, temporary or trash there, told apart by names alone.
+
+`NAME` is a checkpoint. `.tmp-NAME-UUID` is being written, its `UUID.heartbeat` is touched by whoever writes.
+`.replaced-NAME-UUID` was NAME until the attempt UUID took its place: it still is NAME while NAME is missing.
+`.trash-UUID` is nothing: it is renamed before it is removed, so that nobody meets half of it.
+What is called so and is not proven ours (`ownership`) is a user's, and stays.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterable
+from uuid import uuid4
+
+from core.dist_checkpointing.format.json_files import unseal
+from core.dist_checkpointing.publish.manifest import MANIFEST
+from core.dist_checkpointing.publish.ownership import is_lock, is_remains, listed, strangers
+from core.dist_checkpointing.storage.place import PosixPlace
+
+log = logging.getLogger(__name__)
+
+_MARKED = re.compile(r"\.(tmp|replaced)-(.+)-([0-9a-f]{32})", re.DOTALL)
+_TRASH = re.compile(r"\.trash-([0-9a-f]{32})")
+
+
+class Directory:
+    """What `Root` needs of a POSIX file system."""
+
+    def __init__(self, files: PosixPlace) -> None:
+        self.files, self._fs = files, files.fs
+
+    def prepare(self, folder: str = "") -> None:
+        """Makes the directory, or one in it, durably: what is in it would go with it."""
+        new = self._fs.makedirs(os.path.join(self.files.path, folder) if folder else self.files.path)
+        self._fs.sync_all(os.path.dirname(path) for path in new)
+
+    def names(self) -> list[str]:
+        """Every committed checkpoint, sorted."""
+        plain = {entry for entry in self._fs.listdir(self.files.path) if not entry.startswith(".")}
+        return sorted(plain | {name for name, _, _ in self._marked("replaced")})
+
+    def open(self, name: str) -> PosixPlace | None:
+        """A committed checkpoint, None if there is none of that name."""
+        for entry in (name, *self._replaced(name)):
+            if self._fs.stat(self.files.url + entry) is not None:
+                return self.files.below(entry)
+        return None
+
+    def identity(self, name: str) -> str:
+        """The uuid of the checkpoint `name`, "damaged" if it cannot be told, "" if there is none."""
+        place = self.open(name)
+        if place is None:
+            return ""
+        try:
+            return str(unseal(place.read(MANIFEST), "")["uuid"])
+        except (OSError, ValueError, KeyError):
+            return "damaged"
+
+    def strangers(self, name: str) -> list[str]:
+        """What is called `name` and is not proven to be a checkpoint's: nobody but its user may remove it."""
+        return [name] if self._is_no_directory(name) else strangers(self.files.below(name))
+
+    def _is_no_directory(self, name: str) -> bool:
+        path = self.files.url + name
+        return os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path))
+
+    def temporary(self, name: str, uuid: str) -> PosixPlace:
+        """Where the attempt `uuid` writes."""
+        return self.files.below(f".tmp-{name}-{uuid}")
+
+    def create(self, name: str, uuid: str, note: bytes) -> None:
+        """Makes the temporary, with its first heartbeat. ValueError: a user's files would be replaced."""
+        self._check_free(name)
+        folder = self.files.path
+        while folder != os.path.dirname(folder):
+            if self._fs.stat(f"{folder}/{MANIFEST}") is not None and listed(PosixPlace(folder, self._fs)) is not None:
+                raise ValueError(f"{folder} is a checkpoint itself; save beside it, not inside")
+            folder = os.path.dirname(folder)
+        self.prepare()
+        place = self.temporary(name, uuid)
+        self._fs.mkdir(place.path)
+        try:
+            self._fs.write(place.url + _heartbeat(uuid), note, exclusive=True)
+            self._fs.mkdir(place.url + "receipts")
+        except BaseException as error:  # a full disk; an interrupt
+            if not isinstance(error, FileExistsError):
+                self.abandon(name, uuid)
+            raise
+
+    def _check_free(self, name: str) -> None:
+        """ValueError: what has the name is more than a checkpoint of ours, or none."""
+        where = self.files.url + name
+        if self._is_no_directory(name):
+            raise ValueError(f"{where} is a file or a link, a checkpoint is a directory; choose another name")
+        if not (found := self.strangers(name)):
+            return
+        some = f"{found[0]}{', …' if len(found) > 1 else ''}"
+        if listed(self.files.below(name)) is not None:
+            raise ValueError(
+                f"{where} is a checkpoint and holds {len(found)} more ({some}), which a save would remove; move "
+                "that, or choose another name"
+            )
+        if inside := [path for path in found if self._fs.stat(f"{where}/{path}/{MANIFEST}") is not None]:
+            raise ValueError(
+                f"{where} holds other checkpoints ({inside[0]}, …), which a save there would remove; choose another "
+                "name"
+            )
+        raise ValueError(
+            f"{where} holds {len(found)} entries ({some}) and is no checkpoint: a save would replace it; choose a "
+            "directory that is empty or does not exist"
+        )
+
+    def abandon(self, name: str, uuid: str) -> None:
+        """Removes the temporary."""
+        self._discard([f".tmp-{name}-{uuid}"])
+
+    def note(self, name: str, uuid: str) -> bytes:
+        """What `create` was given."""
+        return self.temporary(name, uuid).read(_heartbeat(uuid))
+
+    def beat(self, name: str, uuid: str) -> None:
+        """Says that the temporary is being written."""
+        self.temporary(name, uuid).touch(_heartbeat(uuid))
+
+    def last_beat(self, name: str, uuid: str) -> str:
+        """What each beat changes."""
+        return self.temporary(name, uuid).last_touch(_heartbeat(uuid))
+
+    def ages(self) -> dict[tuple[str, str], float]:
+        """The age of each temporary, by name and uuid."""
+        found = [(name, uuid) for name, uuid, entry in self._marked("tmp") if is_remains(self.files.below(entry))]
+        return {(name, uuid): self.age(name, uuid) for name, uuid in found}
+
+    def exists(self, name: str, uuid: str) -> bool:
+        """Whether the temporary is there."""
+        return self._fs.stat(self.temporary(name, uuid).path) is not None
+
+    def age(self, name: str, uuid: str) -> float:
+        """Seconds since the temporary was last known to be written; infinite: it is gone."""
+        entry = f".tmp-{name}-{uuid}"
+        return min(self.files.age(f"{entry}/{_heartbeat(uuid)}"), self.files.age(entry))
+
+    def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
+        """Makes the temporary the checkpoint `name`. False: another one took the name meanwhile.
+
+        What it needs is durable before the rename, and the rename before anything of the old checkpoint goes.
+        ValueError: a user put files where it goes.
+        """
+        if self.identity(name) != replaces:
+            return False
+        place = self.temporary(name, uuid)
+        self._fs.write(place.url + MANIFEST, manifest)
+        place.remove(_heartbeat(uuid))
+        self._fs.sync_all([place.url + MANIFEST, *(place.url + folder for folder in _folders(files))])
+        self._check_free(name)
+        if replaces and self._fs.stat(self.files.url + name) is not None:
+            self._fs.rename(self.files.url + name, f"{self.files.url}.replaced-{name}-{uuid}")
+        if not self._rename(name, uuid):
+            return False
+        self._discard(filter(self._is_checkpoint, self._replaced(name)))
+        return True
+
+    def publish_folder(self, name: str, uuid: str) -> bool:
+        """Makes the temporary a directory `name` that is no checkpoint. False: the name was taken meanwhile."""
+        place = self.temporary(name, uuid)
+        place.remove(_heartbeat(uuid))
+        self._fs.rmdir(place.url + "receipts")
+        self._fs.sync(place.path)
+        return self._rename(name, uuid)
+
+    def _rename(self, name: str, uuid: str) -> bool:
+        try:
+            self._fs.rename(self.temporary(name, uuid).path, self.files.url + name)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        self._fs.sync(self.files.path)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Removes a committed checkpoint, first from the listing, then its files."""
+        self._discard(filter(self._is_checkpoint, [*self._replaced(name), name]))
+
+    def sweep(self, stale_s: float, name: str = "", *, thorough: bool = False) -> list[str]:
+        """Removes what no one will finish and returns its names; a replaced checkpoint without successor is back.
+        `name` and `thorough` are for stores in which a listing is dear."""
+        swept = self.leftovers(stale_s)
+        for other, _, entry in self._ownerless(stale_s):
+            if self._fs.stat(self.files.url + other) is None:
+                with contextlib.suppress(OSError):  # another job does the same; it counts as the step anyhow
+                    self._fs.rename(self.files.url + entry, self.files.url + other)
+        self._discard(entry for entry in swept if not _TRASH.fullmatch(entry))
+        for entry in filter(_TRASH.fullmatch, swept):
+            self._remove(entry)
+        return swept
+
+    def watch(self, stale_s: float) -> None:
+        """Nothing: the file server's clock tells the age of each heartbeat."""
+
+    def leftovers(self, stale_s: float, *, thorough: bool = False) -> list[str]:
+        """What `sweep` would remove."""
+        found = [f".tmp-{name}-{uuid}" for (name, uuid), age in self.ages().items() if age >= stale_s]
+        found += [e for name, _, e in self._ownerless(stale_s) if self._fs.stat(self.files.url + name) is not None]
+        return found + list(filter(self._is_trash, self._fs.listdir(self.files.path)))
+
+    def _ownerless(self, stale_s: float) -> list[tuple[str, str, str]]:
+        """(name, uuid, entry) of replaced checkpoints that no live attempt replaces."""
+        live = {key for key, age in self.ages().items() if age < stale_s}
+        return [
+            (name, uuid, entry)
+            for name, uuid, entry in self._marked("replaced")
+            if (name, uuid) not in live and self._is_checkpoint(entry)
+        ]
+
+    def _marked(self, mark: str) -> list[tuple[str, str, str]]:
+        """(name, uuid, entry) of each entry `.mark-name-uuid`."""
+        found = map(_MARKED.fullmatch, self._fs.listdir(self.files.path))
+        return [(match[2], match[3], match[0]) for match in found if match and match[1] == mark]
+
+    def _replaced(self, name: str) -> list[str]:
+        return [entry for other, _, entry in self._marked("replaced") if other == name]
+
+    def _is_checkpoint(self, entry: str) -> bool:
+        try:
+            return not self.strangers(entry)
+        except OSError:  # another user's
+            return False
+
+    def _is_trash(self, entry: str) -> bool:
+        """A directory, or a lock that was being given back."""
+        if not _TRASH.fullmatch(entry):
+            return False
+        path = self.files.url + entry
+        return is_remains(self.files.below(entry)) or (
+            os.path.isfile(path) and not os.path.islink(path) and is_lock(self.files.read(entry))
+        )
+
+    def _discard(self, entries: Iterable[str]) -> None:
+        """Trash durably first: after a power loss, too, a name stands for all of a checkpoint.
+
+        Raises no OSError: what cannot be removed now, because a file of it is read over NFS, is left to a sweep.
+        """
+        renamed = []
+        for entry in entries:
+            trash = f".trash-{uuid4().hex}"
+            try:
+                self._fs.rename(self.files.url + entry, self.files.url + trash)
+                renamed.append(trash)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.warning("%s%s is left to be removed later: %s", self.files.url, entry, error)
+        try:
+            if renamed:
+                self._fs.sync(self.files.path)
+        except OSError as error:
+            log.warning("%s: %s are left to be removed later: %s", self.files.url, renamed, error)
+            return
+        for trash in renamed:
+            self._remove(trash)
+
+    def _remove(self, trash: str) -> None:
+        """Its mark goes last: half of it still is known as ours."""
+        path = self.files.url + trash
+        mark = f"{path}/{trash.removeprefix('.trash-')}.trash"
+        with contextlib.suppress(OSError):  # a file; a full disk
+            self._fs.write(mark, b"")
+        try:
+            self._fs.remove_tree(path, last=mark)
+        except OSError as error:
+            log.warning("%s is left to be removed later: %s", path, error)
+
+
+def _heartbeat(uuid: str) -> str:
+    return f"{uuid}.heartbeat"
+
+
+def _folders(files: Iterable[str]) -> list[str]:
+    """Every directory in which, or below which, one of the files lies."""
+    folders = {""}
+    for file in files:
+        while file := os.path.dirname(file):
+            folders.add(file)
+    return sorted(folders)

@@ -1,0 +1,143 @@
+"""A committed checkpoint, opened: what is in it, and whether each file is the one that was saved. No torch."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from core.dist_checkpointing.format.arrays import ArrayInfo, Index
+from core.dist_checkpointing.format.contents import Contents
+from core.dist_checkpointing.format.digest import json_crc
+from core.dist_checkpointing.format.grid import cell_name
+from core.dist_checkpointing.format.json_files import parse_json
+from core.dist_checkpointing.format.zarr_metadata import Json, info_of
+from core.dist_checkpointing.publish.check import check, crc_of
+from core.dist_checkpointing.publish.manifest import MANIFEST, Manifest, read_manifest
+from core.dist_checkpointing.storage.place import Place, open_place
+
+
+@dataclass(frozen=True)
+class Stored:
+    """place: its files. manifest: path -> size and crc, who wrote it. metadata: key -> `zarr.json` of every array.
+    objects: key -> value. derived: key -> how to get an array that is not stored.
+    format: of the root group."""
+
+    place: Place
+    manifest: Manifest
+    metadata: Mapping[str, Json]
+    objects: Mapping[str, Any]
+    derived: Mapping[str, Mapping[str, str]]
+    format: int
+
+    @classmethod
+    def open(cls, url: str | Path, *, sizes: bool = False) -> "Stored":
+        """Reads two files, whose checksums must hold; `sizes`: every other file must be there in its size.
+
+        Raises FileNotFoundError: no checkpoint there. ValueError: damaged (the file is named), a newer format, or
+        metadata that no checkpoint of ours has.
+        """
+        place = open_place(url)
+        if place.size(MANIFEST) is None:
+            raise FileNotFoundError(
+                f"{place.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
+            )
+        if sizes and (problems := check(place)):
+            raise ValueError("\n".join(problems[:10]))
+        manifest = read_manifest(place)
+        data = place.read("zarr.json")
+        if json_crc(data) != manifest.files.get("zarr.json", (0, -1))[1]:
+            raise ValueError(f"{place.url}zarr.json is not the file that was saved; use another step")
+        root = parse_json(data, f"{place.url}zarr.json")
+        try:
+            found = Contents.of(root, manifest.files)
+        except ValueError as error:
+            raise ValueError(f"{place.url}zarr.json: {error}") from None
+        return cls(place, manifest, found.metadata, found.objects, found.derived, found.format)
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """Who wrote it: layout, time, version."""
+        return self.manifest.run
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The global shape of an array."""
+        return tuple(self.metadata[key]["shape"])
+
+    def cell(self, key: str) -> tuple[int, ...]:
+        """The shape of its cells."""
+        return tuple(self.metadata[key]["chunk_grid"]["configuration"]["chunk_shape"])
+
+    def dtype(self, key: str) -> str:
+        """torch's name of its dtype."""
+        value = self.metadata[key]
+        return str(value.get("attributes", {}).get("torch_dtype", value["data_type"]))
+
+    def info(self, key: str) -> ArrayInfo:
+        """What it is."""
+        return info_of(self.metadata[key])
+
+    def nbytes(self, key: str) -> int:
+        """Bytes of its values."""
+        return prod(self.shape(key)) * ArrayInfo((), self.dtype(key)).itemsize
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Every array, sorted."""
+        return sorted(self.metadata)
+
+    def dtype_differs(self, key: str, found: str, info: ArrayInfo, *, cast: bool) -> str | None:
+        """Why values of the stored array `found` cannot be those of `key` in `info`; None if they can."""
+        derived = self.derived.get(key, {}).get("torch_dtype")
+        dtype = self.dtype(found)
+        floating = all("float" in name for name in (dtype, info.dtype))
+        if info.dtype in (dtype, derived) or (cast and floating) or (found != key and info.dtype == "float32"):
+            return None
+        remedy = "give cast=True to convert" if floating else "only floating dtypes are converted"
+        return f"it is {dtype} in the checkpoint and {info.dtype} here; {remedy}"
+
+    @contextmanager
+    def checker(self, *, enabled: bool = True) -> Iterator["Checker"]:
+        """Checks the cells added to it beside other work; at the end raises ValueError naming the first bad one."""
+        with ThreadPoolExecutor(4, thread_name_prefix="checkpoint-check") as pool:
+            checker = Checker(self, pool if enabled else None)
+            yield checker
+            checker.finish()
+
+
+class Checker:
+    """See `Stored.checker`."""
+
+    def __init__(self, stored: Stored, pool: ThreadPoolExecutor | None) -> None:
+        self._stored, self._pool = stored, pool
+        self._running: list[Future[None]] = []
+
+    def add(self, key: str, index: Index) -> None:
+        """One more cell."""
+        if self._pool is not None:
+            self._running.append(self._pool.submit(self._check, key, index))
+
+    def _check(self, key: str, index: Index) -> None:
+        name, stored = f"{key}/{cell_name(index)}", self._stored
+        expected = stored.manifest.files.get(name)
+        if expected is None:
+            raise ValueError(f"{stored.place.url}{name} is not in the manifest; use another step")
+        try:
+            found = crc_of(stored.place, name, stored.metadata[key], size=expected[0])
+        except FileNotFoundError as error:
+            raise ValueError(f"{stored.place.url}{name} is missing; use another step") from error
+        except OSError as error:
+            raise ValueError(f"{stored.place.url}{name} cannot be read ({error}); use another step") from error
+        if found != expected:
+            raise ValueError(
+                f"{stored.place.url}{name} is not the cell that was saved there: size and digest are {found}, the "
+                f"manifest says {expected}; use another step"
+            )
+
+    def finish(self) -> None:
+        """Wait for all."""
+        for running in self._running:
+            running.result()

@@ -1,0 +1,1 @@
+"""What users give: nested dicts of tensors, DTensors, optimizers and values, as shards of global arrays."""

@@ -1,0 +1,1 @@
+"""The commands: show, compare, export, import, reshard, sign."""

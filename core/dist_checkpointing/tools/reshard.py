@@ -1,0 +1,58 @@
+"""`reshard`: does another layout read what it needs, and if not, a copy whose cells are cut for it.
+
+Any layout can load any checkpoint. A copy only saves reading: where a rank's part ends inside of a cell's piece, the
+piece is read by two ranks.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from core.dist_checkpointing.format.grid import cell_shape, cells, inner_shape
+from core.dist_checkpointing.format.zarr_metadata import Chunks, Json, array_metadata
+from core.dist_checkpointing.planning.cuts import read_amplification
+from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.tools.offline import write_offline
+from core.dist_checkpointing.tools.stream import stream
+from core.dist_checkpointing.writing.job import Cells
+
+WELL = 1.05  # bytes read over bytes needed, up to which a copy is not worth its time
+
+Done = Callable[[int], None]  # told of bytes
+
+
+def cut_for(stored: Stored, tp: int) -> dict[str, Json]:
+    """key -> `zarr.json` of every array in cells that suit a tensor-parallel size."""
+    found = {}
+    for key in stored.keys:
+        info = stored.info(key)
+        parts = 8 if 8 % tp == 0 else tp
+        cell = cell_shape(info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, parts=parts)
+        found[key] = array_metadata(info, cell, inner_shape(cell), stored.metadata[key]["attributes"])
+    return found
+
+
+def amplification(stored: Stored, metadata: Mapping[str, Json], tp: int, pp: int) -> float:
+    """Bytes read over bytes needed by all ranks of a layout, if the arrays were cut as `metadata` says."""
+    return read_amplification(((stored.info(key), Chunks.of(metadata[key]).unit) for key in stored.keys), tp, pp)
+
+
+def copy(stored: Stored, url: str, metadata: Mapping[str, Json], run: Json, done: Done) -> None:
+    """A checkpoint at `url` with the same values in the cells of `metadata`, committed and then checked.
+
+    Memory stays bounded whatever the size. Raises ValueError: a file of either that is not what it should be.
+    """
+    attributes = {"paracore": {"format": stored.format, "objects": stored.objects, "derived": stored.derived}}
+    run, nbytes = {**stored.run, "time": time.time(), **run}, sum(map(stored.nbytes, stored.keys))
+    write_offline(url, metadata, attributes, run, nbytes, _cells(stored, metadata, done))
+
+
+def _cells(stored: Stored, metadata: Mapping[str, Json], done: Done) -> Cells:
+    def wanted() -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]]:
+        for key in stored.keys:
+            for index, box in cells(stored.shape(key), Chunks.of(metadata[key]).cell):
+                yield key, index, box
+
+    arrays = stream(stored, ((key, box) for key, _, box in wanted()))
+    for (key, index, box), array in zip(wanted(), arrays, strict=True):
+        yield key, index, box, array
+        done(array.nbytes)

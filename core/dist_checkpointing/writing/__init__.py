@@ -1,0 +1,1 @@
+"""From tensors to files, at once or by a program beside the training."""

@@ -1,0 +1,169 @@
+"""The trainer's side of an asynchronous save: a warm slab, the writer program, and what became of each save."""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.dist_checkpointing.format.arrays import Index
+from core.dist_checkpointing.writing.job import Job
+from core.dist_checkpointing.writing.slab import Slab, aligned
+from core.parallel_state.flat import Box
+
+log = logging.getLogger(__name__)
+
+Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
+MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
+
+
+@dataclass
+class SaveStats:
+    """What a save cost the training loop, in milliseconds, and what it wrote from this rank.
+
+    stall_ms: between the call and its return; exchange_ms: of that, planning and fragments that changed rank.
+    seconds: from the call to the commit, once it is known.
+    """
+
+    stall_ms: float = 0.0
+    exchange_ms: float = 0.0
+    bytes: int = 0
+    seconds: float | None = None
+
+
+class WriterProgram:
+    """One writer program and its slab; started once, again after it died."""
+
+    def __init__(self, log: str | None) -> None:
+        self._log = log
+        self._slab = Slab()
+        self._placed: list[list[Any]] = []  # what `take` copied: [key, index, box, offset] of each cell
+        self._used = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._job: Job | None = None
+        self._since = 0.0
+
+    def start(self, size: int) -> None:
+        """Warm up: an empty slab of `size` bytes, every page touched, and the program running."""
+        self._slab.reserve(size)
+        self._placed, self._used = [], 0
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        with open(self._log or os.devnull, "a+b") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "core.dist_checkpointing.writing.writer", str(self._slab.fd)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=[self._slab.fd],
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            )
+
+    def take(self, cells: Cells) -> None:
+        """Copy the cells into the slab, behind those that are there; `start` made room."""
+        for key, index, box, array in cells:
+            np.copyto(self._slab.array(self._used, array.shape, array.dtype.str), array)
+            self._placed.append([key, index, box, self._used])
+            self._used = aligned(self._used + array.nbytes)
+
+    def begin(self, job: Job) -> None:
+        """Hand over what `take` copied; returns at once."""
+        assert self._process is not None and self._process.stdin is not None
+        told = {"job": asdict(job), "cells": self._placed, "bytes": self._slab.size, "trainer": os.getpid()}
+        line = json.dumps(told)
+        self._job, self._since = job, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it is dead: `wait` tells
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def wait(self, timeout_s: float | None = None) -> tuple[str | None, float]:
+        """(error, None if it committed; seconds since `begin`). TimeoutError: it has not ended after `timeout_s`.
+
+        Without a timeout: the job's own, after which the writer is dead anyhow.
+        """
+        assert self._job is not None and self._process is not None and self._process.stdout is not None
+        bound = self._job.timeout_s + MARGIN_S - (time.monotonic() - self._since) if timeout_s is None else timeout_s
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, bound))
+        if not ready:
+            if timeout_s is not None:
+                raise TimeoutError(f"{self._job.name} is not written after {timeout_s:.0f} s")
+            self._process.kill()
+        line = self._process.stdout.readline()
+        if not line:
+            error = f"the writer program ended {_told(self._process.wait())}; its log: {self._log}"
+        else:
+            answer = json.loads(line)
+            error = answer["error"]
+            for warning in answer["warnings"]:
+                log.warning("%s", warning)
+        return error, time.monotonic() - self._since
+
+    def close(self) -> None:
+        """Let the program end after the save under way."""
+        self._end()
+        self._slab.close()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # what a dead program did not read
+                self._process.stdin.close()
+            self._process.wait()
+            self._process.stdout.close()
+            self._process = None
+
+
+def _told(status: int) -> str:
+    """How a program ended."""
+    if status == -signal.SIGALRM:
+        return "at its time limit"
+    return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+
+
+class Background:
+    """A call in a thread, or at once; `wait` raises what it raised.
+
+    device: an accelerator, whose work the call does on a stream of its own, after all that is queued now: copies to
+    the host then run beside the next forward and backward.
+    """
+
+    def __init__(self, call: Callable[[], None], *, threaded: bool, device: torch.device | None = None) -> None:
+        self._error: BaseException | None = None
+        self._stream: AbstractContextManager[Any] = nullcontext()
+        if device is not None and device.type != "cpu":
+            stream = torch.Stream(device)
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            self._stream = stream
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            self._run(call)
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            with self._stream:
+                call()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Block until it is done."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error

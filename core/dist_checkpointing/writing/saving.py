@@ -1,0 +1,133 @@
+"""Save: each rank writes the cells it owns, nothing is gathered, a checkpoint appears as a whole or not at all."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from core.dist_checkpointing.planning.exchange import owned_cells
+from core.dist_checkpointing.planning.prepare import Prepared, Preparer, Weights
+from core.dist_checkpointing.planning.ranks import agree, default_state, problem_of
+from core.dist_checkpointing.publish.retention import Retention
+from core.dist_checkpointing.storage.address import root_and_name
+from core.dist_checkpointing.writing.async_save import SaveStats
+from core.dist_checkpointing.writing.job import Job
+from core.parallel_state import ParallelState
+
+
+class Saver:
+    """Synchronous saves of one job into one root; the plan is kept from one to the next.
+
+    run: told in the manifest. timeout_s: how long a rank may take before the save is given up.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        ps: ParallelState,
+        *,
+        run: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        weights: Weights = "derive",
+        retention: Retention | None = None,
+        durable: bool = True,
+    ) -> None:
+        self.root, self.ps, self.timeout_s = root, ps, timeout_s
+        self.retention, self.durable = retention, durable
+        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
+        self._run |= dict(run or {})
+        self._preparer = Preparer(ps, weights)
+
+    def prepare(self, state: Any, failure: str | None = None) -> Prepared:
+        """Agree with all ranks on what is saved by whom. Collective."""
+        return self._preparer.prepare(state, failure=failure)
+
+    def job(self, name: str, prepared: Prepared, metrics: Mapping[str, float] | None = None) -> Job:
+        """This rank's share. metrics: told in the manifest."""
+        told = {"metrics": dict(metrics)} if metrics else {}
+        return Job(
+            root=self.root,
+            name=name,
+            uuid=prepared.uuid,
+            rank=self.ps.rank,
+            world_size=self.ps.config.world_size,
+            metadata=prepared.metadata,
+            attributes=prepared.attributes,
+            run={**self._run, **told, "time": time.time()},
+            nbytes=prepared.nbytes,
+            timeout_s=self.timeout_s,
+            retention=asdict(self.retention) if self.retention is not None else None,
+            durable=self.durable,
+        )
+
+    def save(
+        self, name: str, state: Any, failure: str | None = None, metrics: Mapping[str, float] | None = None
+    ) -> SaveStats:
+        """Collective; returns once it is committed. Raises what went wrong, on all ranks, with the rank named."""
+        begin = time.perf_counter()
+        prepared = self.prepare(state, failure)
+        job, size = self.job(name, prepared, metrics), 0
+        cells = owned_cells(
+            prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
+        )
+
+        def write() -> None:
+            nonlocal size
+            try:
+                size = job.write(cells)
+            except Exception:
+                for _ in cells:  # the others still need what this rank sends
+                    pass
+                raise
+
+        committing = False
+        try:
+            agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
+            agree(problem_of(write), self.ps)
+            committing = True
+            agree(problem_of(job.conclude if self.ps.rank == 0 else job.merge), self.ps)
+        except BaseException:  # an interrupt, too
+            if self.ps.rank == 0 or not committing:
+                with contextlib.suppress(OSError, ValueError):  # what went wrong is what is told
+                    job.withdraw()
+            raise
+        seconds = time.perf_counter() - begin
+        return SaveStats(stall_ms=1e3 * seconds, bytes=size, seconds=seconds)
+
+
+def _version() -> str:
+    """Of this package; it may be used without having been installed."""
+    try:
+        return version("paracore")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def layout_of_ranks(ps: ParallelState) -> dict[str, int]:
+    """axis -> size, for the manifest."""
+    return {axis: ps.sizes[axis] for axis in ("pp", "dp", "cp", "tp", "ep")}
+
+
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    *,
+    ps: ParallelState | None = None,
+    weights: Weights = "derive",
+    run: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+) -> SaveStats:
+    """Write one checkpoint; collective over all ranks. A checkpoint already there is replaced, at the very end.
+
+    sharded_state_dict: nested dicts of sharded tensors and objects (`model.sharded_state_dict()`); plain tensors and
+    values are the same on all ranks. weights: "derive" leaves 16-bit weights out where they are the main parameters
+    rounded, bit for bit; "bf16" stores them in any case, for a release.
+    Raises, on all ranks, with the guilty one named: ValueError (a state that cannot be saved), DiskFullError,
+    OSError; what lay there before is intact then.
+    """
+    root, name = root_and_name(checkpoint_dir)
+    ps = ps if ps is not None else default_state()
+    return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(name, sharded_state_dict)
