@@ -44,11 +44,11 @@ class GradSync:
     def stage_done(self, stage: nn.Module) -> None:
         """The last W of `stage` has run: flush what has not arrived."""
 
-    def hold(self, stage: nn.Module) -> None:
-        """From now until `let_go` the parameters of `stage` stay whole (UNSHARD in a schedule)."""
+    def unshard(self, stage: nn.Module) -> None:
+        """From now until `reshard` the parameters of `stage` stay whole (UNSHARD in a schedule)."""
 
-    def let_go(self, stage: nn.Module) -> None:
-        """The end of `hold` (RESHARD)."""
+    def reshard(self, stage: nn.Module) -> None:
+        """The end of `unshard` (RESHARD)."""
 
     def finish(self) -> None:
         """The step's last action has run: when this returns every gradient is summed."""

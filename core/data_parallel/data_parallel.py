@@ -217,14 +217,14 @@ class DataParallel(GradSync):
         """Stages 0, 1: the rest of the stage's sums start."""
         self._sums.stage_done(self._known(stage))
 
-    def hold(self, stage: nn.Module) -> None:
-        """Stage 3: gather the whole stage, and free nothing of it until `let_go`."""
+    def unshard(self, stage: nn.Module) -> None:
+        """Stage 3: gather the whole stage, and free nothing of it until `reshard`."""
         if (units := self._units.get(self._known(stage))) is not None:
             units.need()
             units.keep(True)
 
-    def let_go(self, stage: nn.Module) -> None:
-        """The end of `hold`."""
+    def reshard(self, stage: nn.Module) -> None:
+        """The end of `unshard`."""
         if (units := self._units.get(self._known(stage))) is not None:
             units.keep(False)
 

@@ -131,10 +131,10 @@ def test_float16_in_a_plain_loop(ranks, zero, scaled):
 def kept(zero):
     model, shard, optimizer = made(zero)
     before = [p.clone() for p in net().parameters()]
-    shard.hold(model)
+    shard.unshard(model)
     for p in model.parameters():
         p.data.mul_(0.5)
-    shard.let_go(model)
+    shard.reshard(model)
     assert zero < 3 or all(type(p) is Freed for p in model.parameters())
     optimizer.step()  # no gradient
     shard.remove()
@@ -142,7 +142,7 @@ def kept(zero):
 
 
 @pytest.mark.parametrize("zero", ZERO)
-def test_what_is_written_between_hold_and_let_go_is_kept(ranks, zero):
+def test_what_is_written_between_unshard_and_reshard_is_kept(ranks, zero):
     ranks(kept, zero, world=2)
 
 

@@ -180,7 +180,7 @@ def freed():
     with pytest.warns(UserWarning, match="last.weight was read outside of its module's forward"), torch.no_grad():
         weight.add_(1)
     twin = copy.deepcopy(model)  # told once
-    shard.let_go(model)
+    shard.reshard(model)
     assert not any(b.gathered for b in shard.buffers), "the end of all loans"
     shard.remove()
     before["last.weight"] += 1

@@ -137,14 +137,14 @@ def round_trip(on, directory, dtype):
     shard.wait()
     same(snapshot(shard, optimizer), want)
     for stage in stages.values() if isinstance(stages, dict) else stages:
-        shard.hold(stage)
+        shard.unshard(stage)
     for name, p in shard.named_parameters().items():  # whole again, also where weights are divided
         layout = layout_of(p)
         box = layout.box(ps.coordinate, ps.sizes)
         part = p.detach()[tuple(slice(0, s.stop - s.start) for s in box)]
         assert torch.equal(part, plain.expected(name, layout, box, "main").to(dtype)), name
     for stage in stages.values() if isinstance(stages, dict) else stages:
-        shard.let_go(stage)
+        shard.reshard(stage)
 
 
 def check(ranks, tmp_path, layouts, dtype):

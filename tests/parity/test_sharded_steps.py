@@ -73,7 +73,7 @@ def result(zero, dtype, tp=1, offload=None):
     _, model, shard, _, norms = trained(zero, dtype, tp, offload)
     if shard is not None:
         shard.wait()
-        shard.hold(model)
+        shard.unshard(model)
     return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -156,7 +156,7 @@ def resumed(directory, zero, other_zero):
     assert train(fresh, second, ps, torch.bfloat16, 3) == pytest.approx(want, rel=1e-12)
     for one, module in ((shard, model), (again, fresh)):
         one.wait()
-        one.hold(module)
+        one.unshard(module)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
 
 

@@ -82,7 +82,7 @@ class Weights:
         self._tuple = tuple(self.parameters)
         self._classes = [type(p) for p in self.parameters]
         self._storage = Storage(flat)
-        # stage 3. lent: whole until the next step, because somebody outside its unit reads it. kept: by `hold`.
+        # stage 3. lent: whole until the next step, because somebody outside its unit reads it. kept: by `unshard`.
         # untraced: somebody has had its `.data`, where no version tells of writes
         self.lent = self.kept = self.untraced = False
         self.updates = 0  # a graph of before an update is refused by autograd, which compares versions
@@ -184,7 +184,7 @@ class Weights:
             warnings.warn(
                 f"ZeRO stage 3: {self.words} was read outside of its module's forward: gathered, which every rank "
                 "must do alike, and kept whole until the next step; what was taken out does not follow later steps. "
-                "Around many reads write shard.hold(model) ... shard.let_go(model); to save, "
+                "Around many reads write shard.unshard(model) ... shard.reshard(model); to save, "
                 "sharded_state_dict(shard)",
                 stacklevel=4,
             )

@@ -147,9 +147,9 @@ class Executor:
             case "REDUCE_GRAD":
                 self.facts.sync.stage_done(self.stages[s].module)
             case "UNSHARD":
-                self.facts.sync.hold(self.stages[s].module)
+                self.facts.sync.unshard(self.stages[s].module)
             case "RESHARD":
-                self.facts.sync.let_go(self.stages[s].module)
+                self.facts.sync.reshard(self.stages[s].module)
 
     def sums(self, device: torch.device) -> Tensor:
         """[2] loss and tokens of all microbatches; zeros where the last stage is not."""
