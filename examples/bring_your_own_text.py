@@ -17,7 +17,7 @@ from core import parallel_state
 from core.datasets import load_tokenizer
 from core.datasets.prepare import main as prepare
 from core.training import initialize
-from core.training.log.console import told_to_user
+from core.training.log.console import errors_as_one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ def main(told: Arguments) -> list[float]:
 
 if __name__ == "__main__":
     told = tyro.cli(Arguments, description=__doc__)
-    with told_to_user():
+    with errors_as_one_line():
         if not told.inputs:
             raise ValueError("0 folders or files given, at least 1 is needed: bring_your_own_text.py FOLDER")
-        with parallel_state.launch(), told_to_user():
+        with parallel_state.launch(), errors_as_one_line():
             main(told)

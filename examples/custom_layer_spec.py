@@ -17,7 +17,7 @@ from core.parallel_state import Init
 from core.parallel_state.environment import started_processes
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.training import RunConfig, initialize
-from core.training.log.console import told_to_user
+from core.training.log.console import errors_as_one_line
 from core.transformer.spec import Build
 
 STEPS = 8
@@ -48,7 +48,7 @@ def losses_of(run: RunConfig, ps: parallel_state.ParallelState, *, swapped: bool
 
 def main(run: RunConfig) -> None:
     """Both models, side by side."""
-    with told_to_user(), parallel_state.launch(run.device) as device:
+    with errors_as_one_line(), parallel_state.launch(run.device) as device:
         run = run.check(started_processes())
         ps = parallel_state.ParallelState.build(run.parallel, device=device)
         for name, swapped in (("gated SiLU", False), ("squared ReLU", True)):

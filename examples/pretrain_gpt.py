@@ -12,7 +12,7 @@ from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
 from core.training.generate import generate
-from core.training.log.console import Console, told_to_user
+from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
 from core.training.log.metrics import flops_per_token, total_peak_flops
 from core.training.run.build import build_executor, build_sharded, build_stages
@@ -80,8 +80,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
 
 if __name__ == "__main__":
     loaded = load_run(description=__doc__)
-    with told_to_user():
+    with errors_as_one_line():
         run = loaded.run.check(started_processes())
-        with parallel_state.launch(run.device) as device, told_to_user():
+        with parallel_state.launch(run.device) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))

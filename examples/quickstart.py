@@ -11,7 +11,7 @@ from core.data_parallel import DataParallel
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.models.gpt.gpt_model import GPTModel
 from core.optimizer import OptimizerConfig, ShardedAdamW
-from core.training.log.console import told_to_user
+from core.training.log.console import errors_as_one_line
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -39,5 +39,5 @@ def main(tensor_ranks: int = 1) -> list[float]:
 
 
 if __name__ == "__main__":
-    with told_to_user(), parallel_state.launch():
+    with errors_as_one_line(), parallel_state.launch():
         main(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)

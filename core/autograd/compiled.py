@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from core.autograd.bag import StageContext
 from core.autograd.products import NO_COMM, LinearThunk, matrix_of
-from core.autograd.tickets import AT_ONCE, Ticket, found
+from core.autograd.tickets import NO_DEFERRAL, Ticket, found
 
 
 def _has_hooks(parameter: Tensor) -> bool:
@@ -29,7 +29,7 @@ def _is_ours_or_plain(parameter: Tensor) -> bool:
 
 
 @torch.compiler.disable
-def give_ticket(parameter: Parameter) -> None:
+def make_compilable(parameter: Parameter) -> None:
     """Make this parameter's linear compilable: outside of the graph, at its first call."""
     if parameter.is_leaf and not _has_hooks(parameter) and _is_ours_or_plain(parameter):
         parameter._deferral = Ticket(parameter)  # type: ignore[attr-defined]
@@ -119,10 +119,10 @@ def linear(x: Tensor, weight: Parameter, bias: Tensor | None, stage: StageContex
     if not CAN_COMPILE:
         return None
     if getattr(weight, "_deferral", None) is None:
-        give_ticket(weight)
+        make_compilable(weight)
         return None
     if bag is None:
-        number = AT_ONCE
+        number = NO_DEFERRAL
     elif bag.ticket is not None:
         number = bag.ticket.number
     else:  # a copied bag

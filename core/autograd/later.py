@@ -2,8 +2,8 @@
 
 Of the last linear of a region, backward needs the input and not the product; in the second run the product is
 of use only to what follows it, mostly a residual sum, which needs no values for its backward either. So there
-the last linear returns a `Later`: a tensor with shape, dtype and graph, without a value. Operations that only
-move or sum it return another `Later`; any other operation computes it then and goes on as usual. Nothing has
+the last linear returns a `LazyProduct`: a tensor with shape, dtype and graph, without a value. Operations that only
+move or sum it return another `LazyProduct`; any other operation computes it then and goes on as usual. Nothing has
 to be known about the module.
 """
 
@@ -34,7 +34,7 @@ class Calls:
         self.again = self.looked = False
         self._counts = [0, 0]
         self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = None  # of the first run's latest product
-        self._made: list[weakref.ref[Later]] = []
+        self._made: list[weakref.ref[LazyProduct]] = []
 
     def begin_again(self) -> None:
         """The second run starts; a graph that is retained may start it several times."""
@@ -54,9 +54,11 @@ class Calls:
             self._shape = y.shape, y.stride(), y.dtype, y.device
         return y
 
-    def later(self, like: Tensor, device: torch.device, make: Callable[[], Tensor], collective: bool) -> "Later":
+    def later(
+        self, like: Tensor, device: torch.device, make: Callable[[], Tensor], collective: bool
+    ) -> "LazyProduct":
         """A tensor like `like` whose value `make` computes if it is asked for."""
-        made = Later(like, device, make, self)
+        made = LazyProduct(like, device, make, self)
         made._collective = collective
         self._made.append(weakref.ref(made))
         return made
@@ -85,7 +87,7 @@ class Calls:
 calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
 
 
-class Later(Tensor):
+class LazyProduct(Tensor):
     """A tensor without a value, until somebody looks."""
 
     _like: Tensor
@@ -96,9 +98,11 @@ class Later(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: Any, like: Tensor, device: torch.device, make: Callable[[], Tensor], calls: Calls) -> "Later":
+    def __new__(
+        cls: Any, like: Tensor, device: torch.device, make: Callable[[], Tensor], calls: Calls
+    ) -> "LazyProduct":
         """`like` is on the meta device."""
-        made: Later = Tensor._make_wrapper_subclass(
+        made: LazyProduct = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         made._like, made._make, made._value, made._calls = like, make, None, calls
@@ -117,7 +121,7 @@ class Later(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        laters = [leaf for leaf in leaves if isinstance(leaf, Later)]
+        laters = [leaf for leaf in leaves if isinstance(leaf, LazyProduct)]
         state, packet = laters[0]._calls, func.overloadpacket
         if state.again and all(later._make is not None for later in laters):
             if packet in _POSTPONED and kwargs.get("device") is None:
@@ -129,7 +133,7 @@ class Later(Tensor):
         if func._schema.is_mutable:  # what was postponed wants the value of before
             state.make_all()
         values = {id(later.value()): later for later in laters}
-        out = _apply(func, [leaf.value() if isinstance(leaf, Later) else leaf for leaf in leaves], spec)
+        out = _apply(func, [leaf.value() if isinstance(leaf, LazyProduct) else leaf for leaf in leaves], spec)
         return pytree.tree_map(lambda made: values.get(id(made), made), out)  # in place: the same tensor comes back
 
     # ways to a value that pass dispatch by
@@ -158,14 +162,14 @@ def _apply(func: Any, leaves: list, spec: Any) -> Any:
 
 
 def _blank(leaf: Any) -> Any:
-    if not isinstance(leaf, Later):
+    if not isinstance(leaf, LazyProduct):
         return leaf
     like = leaf._like
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=leaf.device)
 
 
 def _on_meta(leaf: Any) -> Any:
-    if isinstance(leaf, Later):
+    if isinstance(leaf, LazyProduct):
         return leaf._like
     if isinstance(leaf, Tensor):
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
@@ -184,17 +188,19 @@ def _unwritten(operands: Sequence[Tensor], make: Callable[[], Tensor]) -> Callab
     return checked
 
 
-def _postpone(func: Any, leaves: list, spec: Any, one: Later) -> Tensor:
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Later)]
+def _postpone(func: Any, leaves: list, spec: Any, one: LazyProduct) -> Tensor:
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, LazyProduct)]
 
     def make() -> Tensor:
-        value: Tensor = _apply(func, [leaf.value() if isinstance(leaf, Later) else leaf for leaf in leaves], spec)
+        value: Tensor = _apply(
+            func, [leaf.value() if isinstance(leaf, LazyProduct) else leaf for leaf in leaves], spec
+        )
         return value
 
     like = one._like
     if func.overloadpacket not in _SUMS or not all(_fits(leaf, like) for leaf in leaves):
         like = _apply(func, [_on_meta(leaf) for leaf in leaves], spec)
-    collective = any(isinstance(leaf, Later) and leaf._collective for leaf in leaves)
+    collective = any(isinstance(leaf, LazyProduct) and leaf._collective for leaf in leaves)
     return one._calls.later(like, one.device, _unwritten(others, make), collective)
 
 
@@ -205,7 +211,7 @@ def _fits(leaf: Any, like: Tensor) -> bool:
     return type(leaf) in (int, float) and like.is_floating_point()
 
 
-def _postpone_dropout(x: Later, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _postpone_dropout(x: LazyProduct, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """The mask is drawn now."""
     _, mask = aten.native_dropout(_blank(x), p, train)
     scale = 1.0 if not train else 0.0 if p == 1 else 1 / (1 - p)

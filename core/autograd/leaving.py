@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from core.autograd.standin import StandIn
+from core.autograd.standin import LinearProxy
 
 _USUAL = frozenset(nn.Module().__dict__)
 _PLAIN = (*(type(None), bool, int, float, str), *(torch.dtype, torch.device, torch.Size, slice))
@@ -68,7 +68,7 @@ class Parts:
             if m is not module and (
                 own["_forward_hooks"]
                 or own["_forward_pre_hooks"]
-                or ("forward" in own and not isinstance(getattr(own["forward"], "__self__", None), StandIn))
+                or ("forward" in own and not isinstance(getattr(own["forward"], "__self__", None), LinearProxy))
             ):
                 self.handed_out = True
             if own["_modules"]:

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
-from core.autograd.later import Calls, Later, calls
+from core.autograd.later import Calls, LazyProduct, calls
 from core.autograd.leaving import Parts, Watch, call_with_graph, in_torch_func, is_plain
 from core.autograd.module_state import ModuleState
 from core.autograd.surroundings import Autocast, random_state, set_random_state
@@ -38,7 +38,7 @@ def _is(value: Any) -> bool:
 def _ends(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list, list[Tensor]]:
     """Of an output without a value only the gradient edge is kept."""
     wanted = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-    return [get_gradient_edge(o) if isinstance(o, Later) else o for o, _ in wanted], [g for _, g in wanted]
+    return [get_gradient_edge(o) if isinstance(o, LazyProduct) else o for o, _ in wanted], [g for _, g in wanted]
 
 
 def _check_constant(outputs: Sequence[Tensor], constant: Sequence[bool]) -> None:

@@ -11,13 +11,13 @@ from torch import nn
 from core.autograd.bag import StageContext
 from core.autograd.leaving import Parts
 from core.autograd.recompute import Checked, run_region, running_again
-from core.autograd.standin import StandIn, standins
+from core.autograd.standin import LinearProxy, standins
 
 Want = str | type[nn.Module]
 Policy = str | Sequence[Want]
 
 
-class _RecomputedForward(StandIn):
+class _RecomputedForward(LinearProxy):
     """Runs the module's forward as a region."""
 
     def __init__(self, module: nn.Module, stage: StageContext | None) -> None:

@@ -8,11 +8,11 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from core.autograd.bag import StageContext
-from core.autograd.compiled import give_ticket
+from core.autograd.compiled import make_compilable
 from core.autograd.embedding import deferred_embedding
 from core.autograd.leaving import in_torch_func
 from core.autograd.linear import deferred_linear
-from core.autograd.standin import StandIn, standins
+from core.autograd.standin import LinearProxy, standins
 
 
 def _is_plain(weight: object) -> bool:
@@ -29,7 +29,7 @@ def _is_usual(x: Tensor) -> bool:
     return (kind is Tensor or kind is Parameter) and not (x.is_nested or in_torch_func())
 
 
-class _Rerouted(StandIn):
+class _Rerouted(LinearProxy):
     """Defers where a stage has a bag, else runs the module's own forward: then nothing at all is different.
 
     stages: those that the module belongs to. A module of two stages defers into the one that has a bag now;
@@ -126,7 +126,7 @@ def reroute(module: nn.Module, stage: StageContext) -> RerouteHandle:
         else:
             continue
         if make is _Linear and getattr(child.weight, "_deferral", None) is None:
-            give_ticket(child.weight)
+            make_compilable(child.weight)
         if not any(known is stage for known in standin.stages):
             standin.stages.append(stage)
             names.append(name)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 
-class StandIn:
+class LinearProxy:
     """Stands in for a module's `forward`. A method and not a closure: a copy of the model must run its own.
 
     below: what it stands in for, another's stand-in; None for the class's own forward.
@@ -43,9 +43,9 @@ class StandIn:
             del self.module.forward
 
 
-def standins(module: nn.Module) -> Iterator[StandIn]:
+def standins(module: nn.Module) -> Iterator[LinearProxy]:
     """The stand-ins of a module, the outermost first, as far as they are ours."""
     found = getattr(module.__dict__.get("forward"), "__self__", None)
-    while isinstance(found, StandIn):
+    while isinstance(found, LinearProxy):
         yield found
         found = getattr(found.below, "__self__", None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 _table: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count(1)
-AT_ONCE = torch.tensor(0)  # the ticket of no bag
+NO_DEFERRAL = torch.tensor(0)  # the ticket of no bag
 
 
 class Ticket:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from core.parallel_state.flat import ALIGN
+from core.parallel_state.flat import PART_ALIGN
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def expected_bytes(
     own = -(-numel // ranks)
     held = own if zero_stage >= 1 else numel
     wide = max(4, param_bytes)
-    far = held if offload_fraction == 1 else int(held * offload_fraction) // ALIGN * ALIGN
+    far = held if offload_fraction == 1 else int(held * offload_fraction) // PART_ALIGN * PART_ALIGN
     state = wide * (moments + int(main_params and param_bytes < 4))
     return StateBytes(
         weights=param_bytes * (own if zero_stage == 3 else numel),

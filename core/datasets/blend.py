@@ -14,7 +14,7 @@ from torch import Tensor
 from core.datasets.batches import GPTBatches, empty_rows, rows_of_step
 from core.datasets.order import Ids, permute
 
-BLOCK = 4096  # samples in which the weights hold exactly
+BLEND_BLOCK = 4096  # samples in which the weights hold exactly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class BlendedBatches:
         if not wrong:
             wrong = [
                 f"weight {weight:g} of part {i} is {weight / sum(self._weights):.2g} of all and would never be "
-                f"drawn, 1/{BLOCK} would; give it more, or leave it out"
+                f"drawn, 1/{BLEND_BLOCK} would; give it more, or leave it out"
                 for i, (weight, count) in enumerate(zip(self._weights, self._counts, strict=True))
                 if not count
             ]
@@ -65,10 +65,10 @@ class BlendedBatches:
     @cached_property
     def _counts(self) -> tuple[int, ...]:
         """How often each part occurs in a block: rounded, and the largest remainders make up the sum."""
-        exact = [BLOCK * weight / math.fsum(self._weights) for weight in self._weights]
+        exact = [BLEND_BLOCK * weight / math.fsum(self._weights) for weight in self._weights]
         counts = [math.floor(count) for count in exact]
         by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
-        for i in by_remainder[: BLOCK - sum(counts)]:
+        for i in by_remainder[: BLEND_BLOCK - sum(counts)]:
             counts[i] += 1
         return tuple(counts)
 
@@ -81,10 +81,10 @@ class BlendedBatches:
         """The rank's rows of the global batch number `step`: as `GPTBatches.batch`, which tells the errors too."""
         mine = rows_of_step(step, self.global_batch_size, rank, size)
         tokens, labels = empty_rows(len(mine), self.sequence_length)
-        for block in range(mine.start // BLOCK, (mine.stop - 1) // BLOCK + 1):
-            begin, end = max(mine.start, block * BLOCK), min(mine.stop, (block + 1) * BLOCK)
+        for block in range(mine.start // BLEND_BLOCK, (mine.stop - 1) // BLEND_BLOCK + 1):
+            begin, end = max(mine.start, block * BLEND_BLOCK), min(mine.stop, (block + 1) * BLEND_BLOCK)
             part_of, number = _plan(self._counts, self.seed, block)
-            here = slice(begin - block * BLOCK, end - block * BLOCK)
+            here = slice(begin - block * BLEND_BLOCK, end - block * BLEND_BLOCK)
             for i in np.unique(part_of[here]).tolist():
                 rows = np.flatnonzero(part_of[here] == i)
                 first = block * self._counts[i] + int(number[here][rows[0]])
@@ -102,9 +102,9 @@ def _plan(counts: tuple[int, ...], seed: int, block: int) -> tuple[Ids, Ids]:
     """For each sample of a block: its part, and how many of the block come from it before. `[4096]` each."""
     # a seed of its own: with that of the parts, an epoch of 4096 samples would have the order of the blend
     own = int.from_bytes(hashlib.blake2b(f"blend,{seed}".encode(), digest_size=8).digest(), "big")
-    places = permute(np.arange(BLOCK), BLOCK, seed=own, epoch=block)
+    places = permute(np.arange(BLEND_BLOCK), BLEND_BLOCK, seed=own, epoch=block)
     part_of = np.searchsorted(np.cumsum(counts), places, side="right")
-    number = np.empty(BLOCK, np.int64)
+    number = np.empty(BLEND_BLOCK, np.int64)
     for i, count in enumerate(counts):
         number[part_of == i] = np.arange(count)
     return part_of, number

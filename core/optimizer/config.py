@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, schedule
-from core.optimizer.schedules.schedule import KINDS, LearningRate
+from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -96,9 +96,9 @@ class OptimizerConfig:
         raise_all("OptimizerConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        known = (*KINDS, *SCHEDULES)
+        known = (*LR_SCHEDULES, *SCHEDULES)
         yield self.lr_schedule in known, f"lr_schedule={self.lr_schedule!r} is unknown; known: {', '.join(known)}"
-        if self.lr_schedule in KINDS:
+        if self.lr_schedule in LR_SCHEDULES:
             yield (
                 not self.lr_schedule_options,
                 f"lr_schedule={self.lr_schedule} has its own fields and takes 0 lr_schedule_options, "
@@ -107,7 +107,7 @@ class OptimizerConfig:
         share, decay = self.lr_warmup_fraction, self.lr_decay_steps
         yield 0 <= share < 1, f"lr_warmup_fraction={share} must be at least 0 and below 1"
         yield (
-            not share or decay is not None or bool(self.lr_warmup_steps) or self.lr_schedule not in KINDS,
+            not share or decay is not None or bool(self.lr_warmup_steps) or self.lr_schedule not in LR_SCHEDULES,
             f"lr_warmup_fraction={share} is a share of lr_decay_steps, which is None; give it, or lr_warmup_steps",
         )
         steps = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")

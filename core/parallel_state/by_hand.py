@@ -42,7 +42,7 @@ _WHOLE = {
     **dict.fromkeys(_DRAWS.split(), "draw"),
     **dict.fromkeys(_INDICES.split(), "index"),
 }
-KINDS = {"reduction", "product", "draw", "index"}  # of a part they are not the part of the whole one's
+NOT_OF_PARTS = {"reduction", "product", "draw", "index"}  # of a part they are not the part of the whole one's
 # torch's own frames between a program and `__torch_function__`
 _BETWEEN = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
 _BETWEEN |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"}
@@ -212,8 +212,8 @@ _NORM_IS = "core.optimizer.get_grad_norm(parameters) is the whole model's norm, 
 
 @dataclass(frozen=True)
 class Heard:
-    """kind: one of `KINDS`, or "sum", by the function `name`, on a parameter or its gradient, or on what came of
-    either by elementwise functions."""
+    """kind: one of `NOT_OF_PARTS`, or "sum", by the function `name`, on a parameter or its gradient, or on what came
+    of either by elementwise functions."""
 
     parameter: Parameter
     of_gradient: bool
@@ -227,7 +227,7 @@ class Heard:
         """Whether tensor ranks hold the rest of what was reduced, multiplied or drawn for."""
         layout = layout_of(self.parameter)
         part = "tp" in layout.split and tuple(self.parameter.shape) != layout.padded_shape()
-        return part and self.kind in KINDS
+        return part and self.kind in NOT_OF_PARTS
 
     def words(self, *modules: nn.Module) -> str:
         """What a user reads of a function of a part; the parameter is one of the modules'."""

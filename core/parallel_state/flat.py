@@ -98,7 +98,7 @@ def flat_intervals(shape: tuple[int, ...], box: Box) -> list[tuple[int, int]]:
     return [((at * shape[cut] + first) * row, (at * shape[cut] + last) * row) for at in starts]
 
 
-ALIGN = 64  # elements: where a rank's part begins, so that kernels treat an element alike wherever it is cut
+PART_ALIGN = 64  # elements: where a rank's part begins, so that kernels treat an element alike wherever it is cut
 
 
 def is_vector(name: str, shape: Sequence[int]) -> bool:
@@ -162,8 +162,8 @@ def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size
 
     entries: in the order of execution, as modules name their parameters. ranks: over how many each group is cut. A
     bucket takes parameters of one key, last used first, until it has `bucket_size` elements; it is padded at its end
-    to a multiple of ranks x ALIGN, so that every rank's part is equal and begins at a multiple of ALIGN. Inside it,
-    sizes that are no multiple of ALIGN come last: the others begin where kernels want them.
+    to a multiple of ranks x PART_ALIGN, so that every rank's part is equal and begins at a multiple of PART_ALIGN.
+    Inside it, sizes that are no multiple of PART_ALIGN come last: the others begin where kernels want them.
     Raises ValueError: bucket_size below 1.
     """
     if bucket_size < 1:
@@ -185,10 +185,10 @@ def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size
 
 def _bucket(members: list[Entry], ranks: int) -> Bucket:
     slots, at = [], 0
-    for entry in sorted(members, key=lambda e: e.size % ALIGN != 0):
+    for entry in sorted(members, key=lambda e: e.size % PART_ALIGN != 0):
         slots.append(Slot(entry.name, at, at + entry.size))
         at += entry.size
-    first, step = members[0], ranks * ALIGN
+    first, step = members[0], ranks * PART_ALIGN
     unit = "" if first.vector else first.unit
     size = -(-at // step) * step or step  # parameters without elements have a bucket too
     return Bucket(first.stage, unit, first.group, first.dtype, first.vector, tuple(slots), size)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.random import mix32
 
-BLOCK = 1 << 20  # elements of one block: the unit of drawing, whatever the layout
+DRAW_BLOCK = 1 << 20  # elements of one block: the unit of drawing, whatever the layout
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def fill(
         mine.fill_(init.mean)
         return
     columns = layout.shape[-1]
-    rows = max(1, BLOCK // columns)  # of one block
+    rows = max(1, DRAW_BLOCK // columns)  # of one block
     total = prod(layout.shape[:-1])
     box = layout.box(at, sizes)
     drawn, values = -1, torch.empty(0)

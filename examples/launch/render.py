@@ -17,7 +17,7 @@ from typing import Literal
 import tyro
 
 from core.training import RunConfig
-from core.training.log.console import told_to_user
+from core.training.log.console import errors_as_one_line
 
 FILES = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 
@@ -81,5 +81,5 @@ def main(
 
 
 if __name__ == "__main__":
-    with told_to_user():
+    with errors_as_one_line():
         tyro.cli(main, description=__doc__)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.datasets.batches import GPTBatches
-from core.datasets.blend import BLOCK, BlendedBatches, open_blend
+from core.datasets.blend import BLEND_BLOCK, BlendedBatches, open_blend
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
 
@@ -35,11 +35,13 @@ def labels(batches, steps, rank=0, size=1):
 
 
 def test_a_block_holds_each_part_exactly(tmp_path):
-    found = labels(blend(tmp_path, rows=512), range(2 * BLOCK // 512))
+    found = labels(blend(tmp_path, rows=512), range(2 * BLEND_BLOCK // 512))
     for block in (0, 1):
-        of_part_1 = (found[block * BLOCK : (block + 1) * BLOCK, 0] >= 10_000).sum()
-        assert of_part_1 == round(BLOCK * 0.3)
-    assert not torch.equal(found[:BLOCK] >= 10_000, found[BLOCK:] >= 10_000), "each block has an order of its own"
+        of_part_1 = (found[block * BLEND_BLOCK : (block + 1) * BLEND_BLOCK, 0] >= 10_000).sum()
+        assert of_part_1 == round(BLEND_BLOCK * 0.3)
+    assert not torch.equal(found[:BLEND_BLOCK] >= 10_000, found[BLEND_BLOCK:] >= 10_000), (
+        "each block has an order of its own"
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -47,8 +49,8 @@ def test_a_block_holds_each_part_exactly(tmp_path):
 def test_largest_remainders_make_up_the_block(weights):
     with tempfile.TemporaryDirectory() as directory:
         counts = blend(directory, weights, [9] * len(weights))._counts
-    assert sum(counts) == BLOCK
-    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    assert sum(counts) == BLEND_BLOCK
+    exact = [BLEND_BLOCK * weight / sum(weights) for weight in weights]
     assert all(abs(count - e) < 1 for count, e in zip(counts, exact, strict=True))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.parallel_state.flat import (
-    ALIGN,
+    PART_ALIGN,
     Entry,
     bucket_table,
     extent,
@@ -135,12 +135,14 @@ def test_buckets_hold_every_parameter_once_and_are_cut_equally(entries, dp, edp,
         assert [slot.start for slot in bucket.slots] == [0, *(slot.stop for slot in bucket.slots[:-1])], "no gaps"
         assert [slot.stop - slot.start for slot in bucket.slots] == [entry.size for entry in members]
         used = bucket.slots[-1].stop
-        assert used <= bucket.size < used + n * ALIGN and bucket.size % (n * ALIGN) == 0, "padding at the end only"
+        assert used <= bucket.size < used + n * PART_ALIGN and bucket.size % (n * PART_ALIGN) == 0, (
+            "padding at the end only"
+        )
         cuts = [bucket.cut(n, rank) for rank in range(n)]
         assert [c for cut in cuts for c in cut][1:-1:2] == [c for cut in cuts for c in cut][2::2]
         assert {b - a for a, b in cuts} == {bucket.size // n} and (cuts[0][0], cuts[-1][1]) == (0, bucket.size)
-        assert all(a % ALIGN == 0 for a, _ in cuts)
-        odd = [entry.size % ALIGN != 0 for entry in members]
+        assert all(a % PART_ALIGN == 0 for a, _ in cuts)
+        odd = [entry.size % PART_ALIGN != 0 for entry in members]
         assert odd == sorted(odd), "odd sizes last: the others are aligned"
         order = sorted(members, key=lambda entry: -entries.index(entry))
         assert sum(entry.size for entry in order[:-1]) < bucket_size, "closed as soon as it is full"

@@ -100,7 +100,7 @@ def initial(layout, sizes, at, name="w", seed=3):
 )
 @pytest.mark.parametrize("tp", [2, 4])
 def test_initial_values_do_not_depend_on_the_layout(layout, tp, monkeypatch):
-    monkeypatch.setattr("core.parallel_state.initial.BLOCK", 64)  # many blocks, some cut by the split
+    monkeypatch.setattr("core.parallel_state.initial.DRAW_BLOCK", 64)  # many blocks, some cut by the split
     whole = torch.cat([initial(Layout(layout.shape), {"tp": 1}, {"tp": 0}).flatten()]).view(layout.shape)
     assert whole.std() > 0.005 and abs(whole.mean() - 1) < 0.01
     for rank in range(tp):
@@ -115,7 +115,7 @@ def test_initial_values_do_not_depend_on_the_layout(layout, tp, monkeypatch):
 def test_names_seeds_and_blocks_draw_different_values(monkeypatch):
     layout = Layout((32, 4))
     draw = [initial(layout, {}, {}, name, seed) for name in ("a", "b") for seed in (1, 2)]
-    monkeypatch.setattr("core.parallel_state.initial.BLOCK", 64)
+    monkeypatch.setattr("core.parallel_state.initial.DRAW_BLOCK", 64)
     draw.append(initial(layout, {}, {}, "a", 1))
     assert len({t.sum().item() for t in draw}) == 5
     assert not torch.equal(draw[-1][:16], draw[-1][16:])

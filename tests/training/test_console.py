@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.training.log.console import Console, told_to_user
+from core.training.log.console import Console, errors_as_one_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ def ended(error, monkeypatch, rank=None):
         monkeypatch.delenv("RANK", raising=False)
     else:
         monkeypatch.setenv("RANK", str(rank))
-    with pytest.raises(SystemExit) as stopped, told_to_user():
+    with pytest.raises(SystemExit) as stopped, errors_as_one_line():
         raise error
     return stopped.value.code
 
@@ -40,7 +40,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
 def test_our_own_mistakes_keep_their_traceback(monkeypatch):
     for error in (RuntimeError("Connection closed"), TypeError("x")):
         monkeypatch.delenv("RANK", raising=False)
-        with pytest.raises(type(error)), told_to_user():
+        with pytest.raises(type(error)), errors_as_one_line():
             raise error
     assert ended(RuntimeError("Connection closed by peer"), monkeypatch, rank=1) == 1
 
@@ -55,8 +55,8 @@ SCRIPT = """
 import sys
 from core import parallel_state
 from core.parallel_state.collectives import barrier
-from core.training.log.console import told_to_user
-with told_to_user(), parallel_state.launch("cpu"), told_to_user():
+from core.training.log.console import errors_as_one_line
+with errors_as_one_line(), parallel_state.launch("cpu"), errors_as_one_line():
     ps = parallel_state.ParallelState.build(device="cpu")
     if sys.argv[1] in ("both", str(ps.rank)):
         raise ValueError("the cause")

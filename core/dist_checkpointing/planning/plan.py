@@ -16,7 +16,7 @@ from core.dist_checkpointing.format.grid import cell_name, cell_of, cells
 from core.parallel_state.flat import Box, intersect, volume
 
 WAVE_BYTES = 64 << 20
-ALIGN = 16  # bytes: where a fragment starts in a message, so that it can be viewed in its own dtype
+FRAGMENT_ALIGN = 16  # bytes: where a fragment starts in a message, so that it can be viewed in its own dtype
 
 Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the ranks that hold it
 
@@ -103,7 +103,7 @@ def wire_bytes(box: Box, info: ArrayInfo) -> int:
 
 def wire_size(box: Box, itemsize: int) -> int:
     """The same, of elements of that size."""
-    return -(-volume(box) * itemsize // ALIGN) * ALIGN
+    return -(-volume(box) * itemsize // FRAGMENT_ALIGN) * FRAGMENT_ALIGN
 
 
 def _classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, list[str]]:

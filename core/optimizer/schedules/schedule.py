@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from core.parallel_state.config import raise_all
 
-KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+LR_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 ENDLESS = ("constant", "inverse_sqrt")
 
 
@@ -36,13 +36,13 @@ class LearningRate:
         raise_all("LearningRate", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        yield self.kind in KINDS, f"kind={self.kind!r} is unknown; known: {', '.join(KINDS)}"
+        yield self.kind in LR_SCHEDULES, f"kind={self.kind!r} is unknown; known: {', '.join(LR_SCHEDULES)}"
         yield (
             0 <= self.minimum <= self.peak,
             f"minimum={self.minimum} must be between 0 and peak={self.peak}",
         )
         yield self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must be at least 0"
-        if self.kind in ENDLESS or self.kind not in KINDS:
+        if self.kind in ENDLESS or self.kind not in LR_SCHEDULES:
             return
         total = self.total_steps
         yield total is not None, f"kind={self.kind!r} ends: give total_steps"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch.nn import Parameter
 
 from core.data_parallel import Segment
-from core.parallel_state.flat import ALIGN, is_vector
+from core.parallel_state.flat import PART_ALIGN, is_vector
 from core.parallel_state.layout import Layout, layout_of
 
 Span = tuple[int, int]
@@ -40,8 +40,8 @@ def default_decays(name: str, layout: Layout) -> bool:
 def make_runs(spans: Iterable[tuple[int, int, Key]]) -> list[ElementRun]:
     """Ascending (start, stop, key) -> as few runs as possible.
 
-    What lies before a run's first multiple of `ALIGN` is a run by itself: kernels treat the elements after the last
-    whole vector otherwise, so bits must not depend on where a bucket is cut, and cuts lie at such multiples.
+    What lies before a run's first multiple of `PART_ALIGN` is a run by itself: kernels treat the elements after the
+    last whole vector otherwise, so bits must not depend on where a bucket is cut, and cuts lie at such multiples.
     """
     merged: list[ElementRun] = []
     for start, stop, key in spans:
@@ -50,7 +50,7 @@ def make_runs(spans: Iterable[tuple[int, int, Key]]) -> list[ElementRun]:
         merged.append(ElementRun(start, stop, key))
     cut: list[ElementRun] = []
     for run in merged:
-        head = min(-(-run.start // ALIGN) * ALIGN, run.stop)
+        head = min(-(-run.start // PART_ALIGN) * PART_ALIGN, run.stop)
         cut += [
             r for r in (ElementRun(run.start, head, run.key), ElementRun(head, run.stop, run.key)) if r.start < r.stop
         ]

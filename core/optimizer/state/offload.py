@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.parallel_state.config import raise_all
-from core.parallel_state.flat import ALIGN
+from core.parallel_state.flat import PART_ALIGN
 
 KINDS = ("cpu", "disk")
 
@@ -41,8 +41,8 @@ class Offload:
             yield self.directory is not None, "kind='disk' needs a directory for its files"
 
     def cut(self, size: int) -> int:
-        """How many of a buffer's first elements are offloaded: a multiple of `ALIGN`, or all."""
-        return size if self.fraction == 1 else int(size * self.fraction) // ALIGN * ALIGN
+        """How many of a buffer's first elements are offloaded: a multiple of `PART_ALIGN`, or all."""
+        return size if self.fraction == 1 else int(size * self.fraction) // PART_ALIGN * PART_ALIGN
 
     def allocate(self, size: int, dtype: torch.dtype, name: str, *, pinned: bool) -> Tensor:
         """[size] zeros. Raises OSError: the disk has no room."""

@@ -11,7 +11,7 @@ from core.parallel_state.layout import layout_of, true_part
 from core.parallel_state.state import ParallelState
 
 ROW = 1024  # elements whose squares are summed in the gradient's own dtype
-BLOCK = 1 << 20  # a multiple of ROW: 16-bit elements widened at a time
+NORM_BLOCK = 1 << 20  # a multiple of ROW: 16-bit elements widened at a time
 
 
 def squared_grad_norm(parameters: Iterable[Parameter], ps: ParallelState) -> Tensor:
@@ -53,7 +53,7 @@ def shard_squares(parts: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of this rank's `parts` (1-D), as a float64 tensor of shape []."""
     mine = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
-        for block in part.split(BLOCK) if part.dtype.itemsize < 4 else (part,):  # widened a block at a time
+        for block in part.split(NORM_BLOCK) if part.dtype.itemsize < 4 else (part,):  # widened a block at a time
             mine = mine + _sum_of_squares([block.float() if block.dtype.itemsize < 4 else block], device)
     return mine
 

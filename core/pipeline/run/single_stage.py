@@ -15,6 +15,7 @@ from core.pipeline.run.step import (
     Batch,
     LossFn,
     StepResult,
+    call_loss_fn,
     call_stage,
     check_loss,
     evaluating,
@@ -25,7 +26,6 @@ from core.pipeline.run.step import (
     split_microbatches,
     stage_seed,
     sums,
-    told_by,
     without_autocast,
 )
 
@@ -86,7 +86,7 @@ class SingleStage:
                 sync.before_forward(model)
                 with self._begin(m):
                     output = call_stage(model, part, self._arguments)
-                    loss_sum, num_tokens = told_by(loss_fn, output, part)
+                    loss_sum, num_tokens = call_loss_fn(loss_fn, output, part)
                 del output  # before backward: the graph holds what it needs
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
@@ -105,7 +105,7 @@ class SingleStage:
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows. One all-reduce over dp-cp."""
         return self._result(
-            self._each(batch, lambda output, part: sums(*told_by(loss_fn, output, part), self.ps.device))
+            self._each(batch, lambda output, part: sums(*call_loss_fn(loss_fn, output, part), self.ps.device))
         )
 
     def forward(self, batch: Batch) -> Any:

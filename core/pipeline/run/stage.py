@@ -12,13 +12,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
-from core.autograd.compiled import give_ticket
+from core.autograd.compiled import make_compilable
 from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.boundary import alias, check_leaf, copied, flatten, left, tree_map
 from core.pipeline.run.step import (
     LossFn,
+    call_loss_fn,
     call_next_stage,
     call_stage,
     check_loss,
@@ -26,7 +27,6 @@ from core.pipeline.run.step import (
     scale_like,
     stage_seed,
     sums,
-    told_by,
     without_autocast,
 )
 
@@ -111,7 +111,7 @@ class Stage:
         self._writes: bool | None = None  # whether it writes into what it received; None until it was tried
         self._fresh: list[nn.Parameter] = []  # without a gradient so far
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
-            give_ticket(parameter)
+            make_compilable(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -246,7 +246,7 @@ class Stage:
         else:
             output = call_next_stage(self.module, received, part, self._arguments)
         if self.last and facts.loss_fn is not None and not again:
-            output = told_by(facts.loss_fn, output, part)
+            output = call_loss_fn(facts.loss_fn, output, part)
         self.context.release()  # a module of two stages defers into the one that has a bag
         return output
 

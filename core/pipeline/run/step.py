@@ -82,7 +82,7 @@ def call_next_stage(module: nn.Module, received: Any, microbatch: Any, arguments
     return module(*placed, **named)
 
 
-def told_by(loss_fn: LossFn, output: Any, microbatch: Any) -> tuple[Tensor, Tensor | float]:
+def call_loss_fn(loss_fn: LossFn, output: Any, microbatch: Any) -> tuple[Tensor, Tensor | float]:
     """What `loss_fn` says. Raises ValueError: not a pair of a loss of one number, as a tensor, and a count."""
     told = loss_fn(output, microbatch)
     if not isinstance(told, tuple) or len(told) != 2:

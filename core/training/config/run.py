@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.optimizer.config import MOST_STEPS, OptimizerConfig
-from core.optimizer.schedules.schedule import ENDLESS, KINDS
+from core.optimizer.schedules.schedule import ENDLESS, LR_SCHEDULES
 from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten
@@ -228,7 +228,7 @@ def drafted(given: Mapping[str, Any], said: Sequence[str] = ()) -> Draft:
 
 def _derived(good: dict[str, Any], wrong: set[str]) -> dict[str, str]:
     """Fill in what follows from other fields; field -> the field that it follows."""
-    own = good["optimizer.lr_schedule"] in KINDS
+    own = good["optimizer.lr_schedule"] in LR_SCHEDULES
     ends = own and (good["optimizer.lr_schedule"] not in ENDLESS or good["optimizer.lr_warmup_fraction"] > 0)
     if not ends or good[_DECAY] is not None or _DECAY in wrong:
         return {}

@@ -12,7 +12,7 @@ _HEAD_START_S = 2.0
 
 
 @contextmanager
-def told_to_user() -> Iterator[None]:
+def errors_as_one_line() -> Iterator[None]:
     """A script's outermost block: mistakes of the user end it with `error: ...` and status 1, not a traceback.
 
     What all ranks have to say is said once: torchrun ends the others when rank 0 has left, and they give it the time.

@@ -19,7 +19,7 @@ NAMES = {
 }
 
 
-class Record(Protocol):
+class LogRecord(Protocol):
     """What a sink reads of a `StepRecord`: `step`, and each of `NAMES` that is there."""
 
     @property
@@ -31,7 +31,7 @@ class Record(Protocol):
 class Sink(Protocol):
     """Is told of each record once, in order, on rank 0."""
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """Write one more record."""
         ...
 
@@ -40,7 +40,7 @@ class Sink(Protocol):
         ...
 
 
-def scalars(record: Record) -> dict[str, float]:
+def scalars(record: LogRecord) -> dict[str, float]:
     """Name in a sink -> value, without what the record does not know."""
     found = {name: getattr(record, field, None) for field, name in NAMES.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
@@ -101,7 +101,7 @@ class TensorBoardSink:
         purge = start + 1 if start else None
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge, flush_secs=10)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """A point of each curve."""
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record.step)
@@ -137,7 +137,7 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True),  # our lines stay ours
         )
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """A point of each curve."""
         self._run.log(scalars(record), step=record.step)
 

@@ -11,7 +11,7 @@ from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
-from core.pipeline.run.step import call_stage, told_by
+from core.pipeline.run.step import call_loss_fn, call_stage
 from core.training.config import TrainingConfig
 from core.training.generate import generate
 from core.training.run.checkpoint import Checkpoints
@@ -92,7 +92,7 @@ class TrainingModel(EngineFace):
         """
         self._refuse_stages()
         batch = self._move(batch)
-        total, count = told_by(self.loss_fn, call_stage(self.module, batch), batch)
+        total, count = call_loss_fn(self.loss_fn, call_stage(self.module, batch), batch)
         loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
         scale = self.optimizer.loss_scale
         if isinstance(scale, Tensor) and loss.requires_grad:

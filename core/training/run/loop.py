@@ -40,7 +40,7 @@ class Optimizer(Protocol):
         ...
 
 
-class Keeper(Protocol):
+class CheckpointHook(Protocol):
     """What the loop needs of `Checkpoints`."""
 
     def before_update(self) -> None:
@@ -113,7 +113,7 @@ def train(
     say: Callable[[str], None] = print,
     every_step: Callable[[int, float], None] | None = None,
     validate: Callable[[], float] | None = None,
-    checkpoints: Keeper | None = None,
+    checkpoints: CheckpointHook | None = None,
     start: int = 0,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
