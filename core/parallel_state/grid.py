@@ -15,7 +15,14 @@ GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "embedding", "ep", "edp", "shard", "r
 
 @dataclass(frozen=True)
 class Grid:
-    """Two views of the same ranks: dense (pp dp cp tp) and expert (pp edp ep). `config` must know `data`."""
+    """Two views of the same ranks: dense (pp dp cp tp) and expert (pp edp ep). `config` must know `data`.
+
+    The dense view is one reshape, `arange(world).reshape(pp, dp, cp, tp)` in the default order. 8 ranks, two each of
+    pp, dp and tp:
+
+        pp 0    dp 0: 0 1    dp 1: 2 3      tensor parallel groups are the rows of two, 0 1 | 2 3 | 4 5 | 6 7,
+        pp 1    dp 0: 4 5    dp 1: 6 7      data parallel 0 2 | 1 3 | 4 6 | 5 7, pipelines 0 4 | 1 5 | 2 6 | 3 7
+    """
 
     config: ParallelConfig
 

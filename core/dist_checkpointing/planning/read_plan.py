@@ -192,7 +192,7 @@ def _around(boxes: Sequence[Box]) -> Box:
 
 
 class _Takers:
-    """Several ranks, ascending."""
+    """All ranks that want any of these pieces, ascending."""
 
     def __init__(self, sets: Iterable[tuple[int, ...]]) -> None:
         self.ranks = tuple(sorted({rank for ranks in sets for rank in ranks}))

@@ -69,7 +69,7 @@ class Bucket:
         self._index.take(name, uuid)
 
     def abandon(self, name: str, uuid: str) -> None:
-        """Removes the attempt."""
+        """Remove what an attempt wrote: it will not be committed."""
         self._mark(name, uuid)
         self.files.remove(heartbeat(name, uuid))
         self._remove_all(name, uuid)

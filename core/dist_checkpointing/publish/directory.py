@@ -113,7 +113,7 @@ class Directory:
         )
 
     def abandon(self, name: str, uuid: str) -> None:
-        """Removes the temporary."""
+        """Remove the temporary directory of an attempt: it will not be committed."""
         self._discard([f".tmp-{name}-{uuid}"])
 
     def note(self, name: str, uuid: str) -> bytes:

@@ -116,7 +116,7 @@ class Watch:
         return now - since
 
     def forget(self, url: str) -> None:
-        """It is gone."""
+        """A checkpoint is removed: what was watched of it counts no more."""
         self._seen.pop(url, None)
 
 

@@ -182,7 +182,7 @@ class Root:
         self.files.remove(f"tags/{self._named(tag)}.json")
 
     def tags(self) -> dict[str, int]:
-        """Tag -> step."""
+        """The tags of this root: name -> number of the step that it protects."""
         names = [name for name in self.files.names("tags") if name.endswith(".json")]
         found = {name: parse_json(self.files.read(name), self.url + name) for name in names}
         bad = [name for name, tag in found.items() if not (isinstance(tag, dict) and type(tag.get("step")) is int)]

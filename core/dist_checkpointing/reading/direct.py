@@ -104,7 +104,7 @@ class DirectReader:
 
 
 class _Cell:
-    """One open file."""
+    """One file of an array that is open for reading."""
 
     def __init__(self, descriptor: int, chunks: Chunks) -> None:
         self._file, self._chunks, self.size = descriptor, chunks, os.fstat(descriptor).st_size

@@ -145,7 +145,6 @@ class OptimizerLoads:
         self.state = map_optimizers(state, one)
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """See `OptimizerLoad`."""
         for load in self._loads.values():
             load.check(values)
 

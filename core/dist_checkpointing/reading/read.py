@@ -33,7 +33,7 @@ class Staged:
         return torch.from_numpy(self.array).view(self.dtype)
 
     def give_out(self) -> None:
-        """To the targets."""
+        """Copy what was read into every target that lies in it."""
         for box, target in self.targets:
             target.copy_(self.data[slices(relative(box, self.box))])
 

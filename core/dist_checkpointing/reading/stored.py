@@ -77,7 +77,7 @@ class Stored:
         return str(value.get("attributes", {}).get("torch_dtype", value["data_type"]))
 
     def info(self, key: str) -> ArrayInfo:
-        """What it is."""
+        """Shape, dtype and grid of an array."""
         return info_of(self.metadata[key])
 
     def nbytes(self, key: str) -> int:
@@ -86,7 +86,7 @@ class Stored:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Every array, sorted."""
+        """The keys of all arrays, sorted."""
         return sorted(self.metadata)
 
     def dtype_differs(self, key: str, found: str, info: ArrayInfo, *, cast: bool) -> str | None:
@@ -109,14 +109,14 @@ class Stored:
 
 
 class Checker:
-    """See `Stored.checker`."""
+    """Checks cells against the sizes and digests of the manifest; made by `Stored.checker`."""
 
     def __init__(self, stored: Stored, pool: ThreadPoolExecutor | None) -> None:
         self._stored, self._pool = stored, pool
         self._running: list[Future[None]] = []
 
     def add(self, key: str, index: Index) -> None:
-        """One more cell."""
+        """Check one more cell of an array, beside others."""
         if self._pool is not None:
             self._running.append(self._pool.submit(self._check, key, index))
 
@@ -138,6 +138,6 @@ class Checker:
             )
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait until all cells that were added are checked."""
         for running in self._running:
             running.result()

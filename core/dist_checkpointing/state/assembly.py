@@ -34,7 +34,7 @@ class Leaf:
 
     @property
     def shape(self) -> Shape:
-        """Of the part."""
+        """The shape of the part that is taken."""
         return tuple(stop - start for start, stop, single in self.dims if not single)
 
     def targets(self, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:

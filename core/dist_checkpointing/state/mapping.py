@@ -132,12 +132,12 @@ class StatePart(Protocol):
 
     @property
     def tensor(self) -> Tensor:
-        """Live memory."""
+        """The live memory of this part of a state."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """Of the whole."""
+        """The layout of the whole parameter."""
         ...
 
     @property

@@ -66,7 +66,7 @@ class Fs:
         os.rename(source, target)
 
     def unlink(self, path: str) -> None:
-        """Removes a file."""
+        """Remove one file."""
         os.unlink(path)
 
     def rmdir(self, path: str) -> None:

@@ -38,7 +38,6 @@ class KvPlace:
         return KvPlace(self._store / f"{name}/", self.context, f"{self.url}{name}/", self._options, self._unsaid)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See Place."""
         if not offset and length is None:
             return self._read(name, slice(None)).value
         stop = None if length is None else offset + length
@@ -59,7 +58,6 @@ class KvPlace:
             return None
 
     def names(self, prefix: str = "") -> list[str]:
-        """See Place."""
         start = prefix.rstrip("/") + "/" if prefix else ""
         return sorted(name.decode() for name in self._store.list(_below(start)).result())
 
@@ -69,15 +67,13 @@ class KvPlace:
         return [name for name, found in asked.items() if found.result().state == "value"]
 
     def sizes(self) -> dict[str, int]:
-        """Reads everything."""
+        """See Place: here every object is read, stores tell no sizes."""
         return {name: len(self.read(name)) for name in self.names()}
 
     def write(self, name: str, data: bytes) -> None:
-        """See Place."""
         self._store.write(name, data).result()
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
-        """See Place."""
         for written in [self._store.write(name, data) for name, data in files.items()]:
             written.result()
 
@@ -90,14 +86,12 @@ class KvPlace:
         return bool(self._store.write(name, new, if_equal=found.stamp.generation).result().generation)
 
     def remove(self, name: str) -> None:
-        """See Place."""
         self._store.write(name, None).result()
 
     def make_folder(self, folder: str) -> None:
         """Nothing: there are no directories."""
 
     def remove_folder(self, folder: str) -> None:
-        """See Place."""
         self.below(folder).remove_all()
 
     def remove_all(self) -> None:
@@ -114,14 +108,12 @@ class KvPlace:
             self.read(name)
 
     def age(self, name: str) -> float:
-        """See Place."""
         try:
             return time.time() - json.loads(self.read(name))["time"]
         except FileNotFoundError:
             return math.inf
 
     def last_touch(self, name: str) -> str:
-        """See Place."""
         try:
             return str(json.loads(self.read(name))["time"])
         except FileNotFoundError:

@@ -32,11 +32,11 @@ class Place(Protocol):
 
     @property
     def address(self) -> str:
-        """See above."""
+        """What opens the same place again, options and all."""
 
     @property
     def context(self) -> ts.Context | None:
-        """See above."""
+        """What tensorstore opens this place with; None: the process's one."""
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """tensorstore's specification of the store below `prefix`."""
@@ -178,7 +178,7 @@ def _spec(url: str, options: Mapping[str, str]) -> str | dict[str, Any]:
 
 
 class PosixPlace:
-    """A directory."""
+    """A directory of a local or a mounted file system."""
 
     context: ts.Context | None = None
 
@@ -187,7 +187,7 @@ class PosixPlace:
         self.url = self.address = self.path.rstrip("/") + "/"
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
-        """The file driver."""
+        """tensorstore's file driver below this directory."""
         return {"driver": "file", "path": self.url + prefix}
 
     def below(self, name: str) -> "PosixPlace":
@@ -195,22 +195,18 @@ class PosixPlace:
         return PosixPlace(self.url + name, self.fs)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """See Place."""
         return self.fs.read(self.url + name, offset, length)
 
     def size(self, name: str, expected: int = 0) -> int | None:
-        """See Place."""
         status = self.fs.stat(self.url + name)
         if status is not None:
             check_regular(self.url + name, status)
         return None if status is None else status.st_size
 
     def names(self, prefix: str = "") -> list[str]:
-        """See Place."""
         return [os.path.join(prefix, name) for name in self.fs.walk(os.path.join(self.path, prefix))]
 
     def sizes(self) -> dict[str, int]:
-        """See Place."""
         return {name: size for name in self.names() if (size := self.size(name)) is not None}
 
     def write(self, name: str, data: bytes) -> None:
@@ -222,7 +218,6 @@ class PosixPlace:
         self.fs.sync(os.path.dirname(path))
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
-        """See Place."""
         for folder in sorted({os.path.dirname(name) for name in files}):
             self.make_folder(folder)
         self.fs.map(lambda item: self.fs.write_new(self.url + item[0], item[1]), files.items())
@@ -242,7 +237,6 @@ class PosixPlace:
                 raise FileNotFoundError(errno.ENOENT, why, self.path) from None
 
     def remove_folder(self, folder: str) -> None:
-        """See Place."""
         if self.fs.stat(self.url + folder) is not None:
             self.fs.remove_tree(self.url + folder)
 
@@ -266,7 +260,6 @@ class PosixPlace:
         return True
 
     def remove(self, name: str) -> None:
-        """See Place."""
         if self.fs.stat(self.url + name) is not None:
             self.fs.unlink(self.url + name)
 
@@ -275,12 +268,10 @@ class PosixPlace:
         self.fs.touch(self.url + name)
 
     def age(self, name: str) -> float:
-        """See Place."""
         status = self.fs.stat(self.url + name)
         return math.inf if status is None else self._now() - status.st_mtime
 
     def last_touch(self, name: str) -> str:
-        """See Place."""
         status = self.fs.stat(self.url + name)
         return "" if status is None else str(status.st_mtime_ns)
 

@@ -17,7 +17,7 @@ def say(lines: str | Iterable[str], *, error: bool = False) -> None:
 
 
 def size_text(nbytes: float) -> str:
-    """`1.5 GiB`."""
+    """A number of bytes for people: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -54,7 +54,7 @@ class Import:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays together."""
         return sum(_nbytes(tensor) for tensor in self.tensors.values())
 
     def cells(self, metadata: Mapping[str, Json], done: Callable[[int], None]) -> Cells:
@@ -192,5 +192,5 @@ def _nbytes(tensor: SavedTensor) -> int:
 
 
 def run_of(found: Import) -> dict[str, Any]:
-    """For the manifest."""
+    """What the manifest of an import says in the place of a run: where it came from, and when."""
     return {"imported": {"from": "torch.distributed.checkpoint", "version": found.version}, "time": time.time()}

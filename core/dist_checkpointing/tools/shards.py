@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes of the tensor in the file."""
         return prod(self.shape) * ArrayInfo((), self.dtype).itemsize
 
 

@@ -38,7 +38,7 @@ def _array(stored: Stored, key: str) -> dict[str, Any]:
 
 
 def text(stored: Stored) -> list[str]:
-    """Lines for people."""
+    """A checkpoint as lines for people."""
     all_ = facts(stored)
     arrays = all_["arrays"]
     rows = [("array", "shape", "dtype", "cells", "of", "tp dim", "bytes")]

@@ -23,7 +23,7 @@ class Slab:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the shared memory in bytes."""
         return self._size
 
     def reserve(self, size: int) -> None:
@@ -35,7 +35,7 @@ class Slab:
             self._memory[old :: mmap.PAGESIZE] = 0
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """A view."""
+        """A view of the shared memory as an array; nothing is copied."""
         count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         return self._memory[offset : offset + count].view(dtype).reshape(shape)
 

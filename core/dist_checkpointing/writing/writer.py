@@ -40,7 +40,7 @@ class Warnings(logging.Handler):
         self._told: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One of them."""
+        """Keep a warning for the trainer, and write it into this program's log."""
         self._told.append(record.getMessage())
         _say(f"warning: {self._told[-1]}")
 
