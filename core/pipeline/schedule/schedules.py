@@ -123,22 +123,33 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     def pattern(rank: int, count: int) -> str:
         below = ranks - rank
         both = count - 2 * ranks + 1 + rank  # rounds of the steady state until chunk 0 has no F left
+        # warm-up: the first microbatches go down the V and up again, until the last stage begins its backward
         warmup = "F0 " * (2 * below - 1) + "F1 F0 " * rank + "F1 I1 W1 " * below
+        # steady state: one F, I and W of each chunk in turn, W at once; then without the F of chunk 0
         steady = "F0 I0 W0 F1 I1 W1 " * both + "I0 W0 F1 I1 W1 " * (count - ranks - both)
-        return warmup + steady + "I0 I1 " * rank + "I0 W0 " * below + "W1 " * rank + "W0 " * rank
+        # cool-down: only I is waited for by others; the W that were put off fill what would be idle
+        cooldown = "I0 I1 " * rank + "I0 W0 " * below + "W1 " * rank + "W0 " * rank
+        return warmup + steady + cooldown
 
     return _v_pattern("zb-v", ranks, microbatches, 2 * ranks - 1, pattern)
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipe cut in half: F of one chunk beside B of the other, so that their communication can overlap."""
+    """DualPipe cut in half: F of one chunk beside B of the other, so that their communication can overlap.
+
+    The steps are those of the loop that DeepSeek published with it (DualPipeV).
+    """
 
     def pattern(rank: int, count: int) -> str:
         below = ranks - 1 - rank
+        # steps 1 to 3 of DualPipe's loop: nF0, nF0F1, nI1W1F1
         warmup = "F0 " * (2 * below) + "F0 F1 " * (rank + 1) + "I1 W1 F1 " * below
+        # step 4, the main one: nF0B1F1B0; step 5: nB1F1B0
         steady = "F0 B1 F1 B0 " * (count - 2 * ranks + rank + 1) + "B1 F1 B0 " * below
+        # step 6: nB1B0, of which the second half puts W off
         ends = ("1", "0") * (rank + 1)
         last = [f"{'B' if k <= rank else 'I'}{chunk}" for k, chunk in enumerate(ends)]
+        # steps 7 and 8: nWB0 (here W, then I, whose own W waits, too) and nW
         waiting = [f"W{chunk}" for chunk in ends[rank + 1 :]] + ["W0"] * below
         fill = [word for w in waiting[:below] for word in (w, "I0")]
         return warmup + steady + " ".join([*last, *fill, *waiting[below:]])
