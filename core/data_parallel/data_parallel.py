@@ -186,9 +186,6 @@ class DataParallel(GradSync):
         for units in self._units.values():
             units.split = split
 
-    def before_forward(self, stage: nn.Module) -> None:
-        """Nothing: modules ask for what they need."""
-
     def before_input_grad(self, stage: nn.Module) -> None:
         """Stage 3: what the whole stage needs is gathered, and its last layer asked for."""
         self._sums.backward_begins(self._known(stage))
@@ -335,14 +332,20 @@ class DataParallel(GradSync):
 
     def take_gradients(self) -> None:
         """Before an update: what somebody has made of `p.grad` counts; None is no gradient."""
-        replicas = self.ps.size("dp-cp")
-        if self._sums.take(1.0 if self.averaged or self._sums.driven else replicas):
+        if self._sums.borrowed():
+            self._wanted()
+        if self._sums.take(float(self.default_divisor)):
             self.missing = [place.name for place in self._sums.places if not (place.delivered or place.zeros)]
 
     @property
     def replicas(self) -> int:
         """What gradients are to be divided by for the mean over replicas."""
         return 1 if self.averaged else self.ps.size("dp-cp")
+
+    @property
+    def default_divisor(self) -> int:
+        """What gradients are divided by where nobody says: an executor's sums by nothing, as in one process."""
+        return 1 if self._sums.driven else self.replicas
 
     @property
     def finished(self) -> bool:

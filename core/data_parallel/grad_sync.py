@@ -222,6 +222,11 @@ class GradientSums:
         factor: what a whole gradient is multiplied by. Returns whether there are fewer or more gradients than before.
         """
         changed = False
+        others = [(place, gradient.place.fetched()) for place, gradient in self.borrowed()]
+        for place, whole in others:  # all were fetched before: two may have been exchanged
+            put_back(place, whole, factor)
+            place.parameter.grad = place.gradient
+            place.whole, changed, place.delivered = None, True, True
         with torch._C.DisableTorchFunctionSubclass():
             for place in self.places:
                 gradient = place.parameter.grad
@@ -235,6 +240,17 @@ class GradientSums:
                     part_of(place).zero_()
                     changed, place.delivered, place.zeros = True, False, False
         return changed
+
+    def borrowed(self) -> list[tuple[ParameterSlot, BucketGradient]]:
+        """The parameters whose `.grad` was set to what another's is. Raises RuntimeError: to that of another step."""
+        found = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for place in self.places:
+                gradient = place.parameter.grad
+                if type(gradient) is BucketGradient and gradient.place is not place:
+                    gradient.check_step()
+                    found.append((place, gradient))
+        return found
 
     def _arrive(self, place: ParameterSlot, *, now: bool = True) -> None:
         """One pair has delivered all to a parameter; `now`: buckets may start."""

@@ -11,7 +11,7 @@ from core.data_parallel import DataParallel
 from core.optimizer.adamw import CLIP_EPS, OptimizerShard, StepStats
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import Given, Groups, adamw_options
-from core.optimizer.state.flat_shard import Decays, Key, Span, default_decays
+from core.optimizer.state.flat_shard import Decays, Key, Span, default_decays, everything_decays
 from core.optimizer.state.kernels import Batch, Factor, Kernel, adamw
 from core.optimizer.state.offload import Offload
 from core.optimizer.state.parts import StateBuffer, allocate, make_parts
@@ -58,6 +58,8 @@ class ShardedOptimizer(TorchFace):
         self.shard, self.ps, self.config = shard, shard.ps, config
         self.step_count = self._since = 0
         self._used = False
+        if decays is None and config.weight_decay_of == "all":
+            decays = everything_decays
         self._groups = Groups(shard, config, self.options(config), groups, spares=decays is None)
         self._face(self._groups.all, self.options(config))
         self._decays = decays if decays is not None else default_decays
@@ -137,7 +139,7 @@ class ShardedOptimizer(TorchFace):
         all-gather of a few numbers over the world, `shard.publish()`. No wait for an accelerator, but for offloaded
         states, Muon, parameters without a gradient, float16 under a schedule of DeepSpeed's.
 
-        num_tokens: as in `AdamW.step`; None divides by the number of data and context replicas.
+        num_tokens: as in `AdamW.step`; None takes the mean over data and context replicas, or an executor's sums.
         loss_scale: what the loss was multiplied by; by default `self.loss_scale`, if somebody has read it.
         closure (also as the first argument, as in torch): zeroes, computes and returns the loss, which is returned.
         A norm that is not finite (also: 0 tokens) leaves parameters and states as they were on every rank.
@@ -164,7 +166,7 @@ class ShardedOptimizer(TorchFace):
         if self._scaler is not None and loss_scale is None:
             loss_scale = self._scaler.taken_out()
         replicas = self.shard.replicas
-        divisor = self._number(replicas if num_tokens is None else num_tokens)
+        divisor = self._number(self.shard.default_divisor if num_tokens is None else num_tokens)
         if num_tokens is not None and replicas != (whole := self.ps.size("dp-cp")):
             divisor = divisor * (replicas / whole)
         if loss_scale is not None:

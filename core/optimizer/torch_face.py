@@ -112,6 +112,7 @@ class TorchFace(torch.optim.Optimizer):
                         "is another rank's or another layout's part; save and load state_dict() on every rank, or "
                         "use sharded_state_dict() with core.dist_checkpointing, which opens under any layout"
                     )
+        self.shard.take_weights()  # type: ignore[attr-defined]  # a model that was loaded just before
         values = {n: {kind: tensor for kind, (tensor, _) in kinds.items()} for n, kinds in state["states"].items()}
         self.load_states(values, counts["step_count"], counts["skipped_steps"], weights=False)
         if "loss_scale" in counts and self._scaler is not None:  # type: ignore[attr-defined]

@@ -22,7 +22,8 @@ from core.parallel_state.layout import layout_of
 _REDUCTIONS = """
     norm _foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
     argmax argmin median nanmedian quantile mode sort argsort topk kthvalue logsumexp softmax log_softmax normalize
-    cumsum cumprod renorm count_nonzero unique histc svd svdvals qr eigh eigvals eigvalsh det slogdet inv pinv
+    iter unbind nonzero mse_loss l1_loss smooth_l1_loss huber_loss kl_div cross_entropy histogram fft fft2
+    rfft cumsum cumprod renorm count_nonzero unique histc svd svdvals qr eigh eigvals eigvalsh det slogdet inv pinv
     matrix_rank cosine_similarity dist cdist cov corrcoef nansum nanmean trace
 """
 _PRODUCTS = "matmul mm bmm mv dot inner outer vdot linear einsum tensordot addmm baddbmm chain_matmul multi_dot kron"
@@ -34,7 +35,7 @@ _DRAWS = """
 # rows by number are other rows of the whole one
 _INDICES = """
     getitem setitem index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy index_add narrow
-    masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy tolist
+    embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy tolist
 """
 _WHOLE = {
     **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
@@ -198,7 +199,7 @@ class ByHand:
         raise AssertionError("called without a tensor of these classes")
 
     def _follow(self, result: Tensor, source: "Heard") -> None:
-        if result.is_floating_point():
+        if result.is_floating_point() or result.dtype is torch.bool:  # a mask that is counted
             result.__class__, result.heard = self._result, source  # type: ignore[attr-defined]
             self._followed.append(weakref.ref(result))
 

@@ -237,7 +237,20 @@ def _compare_gradient(output: Tensor, group: Group) -> None:
 
 
 # each element is updated by its own gradient and states: right on every layout
-_ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+_ELEMENTWISE = (
+    "AdamW",
+    "Adam",
+    "SGD",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Lion",
+)
 
 
 def watch_optimizers(model: nn.Module) -> None:

@@ -6,6 +6,8 @@ from torch import nn
 
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedSGD
+from core.parallel_state import ParallelState
+from core.pipeline import SingleStage
 from tests.states import state
 
 PLAIN = OptimizerConfig(lr=0.1, clip_grad=0.0, weight_decay=0.0)
@@ -62,3 +64,24 @@ def older_graph(zero):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_graph_of_before_a_step_is_refused_as_in_torch(ranks, zero):
     ranks(older_graph, zero)
+
+
+def sums_of_an_executor():
+    """`step()` without num_tokens, as in one process: gradients are what `p.grad` shows."""
+    found = []
+    for ps in (state(), ParallelState.single("cpu")):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        shard = DataParallel(model, ps, zero_stage=1)
+        optimizer = ShardedSGD(shard, PLAIN)
+        rows = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+        mine = rows if ps.world is None else rows.chunk(2)[ps.rank]
+        executor = SingleStage(model, ps=ps, num_microbatches=2, grad_sync=shard)
+        executor.step({"input": mine}, lambda y, part: (y.square().sum() * 1e-3, len(y)))
+        optimizer.step()
+        found.append(model.weight.detach().clone())
+    torch.testing.assert_close(*found)
+
+
+def test_an_executor_s_sums_are_not_divided_where_nobody_says(ranks):
+    ranks(sums_of_an_executor, world=2)

@@ -78,6 +78,8 @@ class FakeShard:
     def replicas(self):
         return self.ps.size("dp-cp")
 
+    default_divisor = replicas
+
     def stepped(self):
         pass
 

@@ -277,3 +277,40 @@ def test_a_norm_per_parameter_is_no_refusal(ranks):
 @pytest.mark.parametrize("norm", [models_norm, no_norm])
 def test_other_updates_by_hand_are_nobodys_concern(ranks, norm):
     assert ranks(updated_by_hand, norm) == [[], []]
+
+
+def global_sums(ps, model, optimizer):
+    """A loop that clips weights by the norm of all of them, which it takes for the model's."""
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    for step in range(3):
+        pipeline.step(batch(step), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        norm = torch.cat([p.detach().flatten() for p in model.parameters()]).norm()
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), min(1.0, 0.5 / norm.item()))
+
+
+def joined_weights():
+    ps = state(pp=2)
+    model = stages(ps)
+    with pytest.warns(UserWarning, match="norm by hand of several weights is of this rank's stages"):
+        global_sums(ps, model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def test_a_norm_of_several_weights_is_told(ranks):
+    ranks(joined_weights, world=2)
+
+
+def lbfgs():
+    ps = state(pp=2)
+    model = stages(ps)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    pipeline.step(batch(), loss)
+    with pytest.raises(ValueError, match="sees those of 1 of 2 pipeline ranks"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+def test_an_optimizer_over_all_parameters_is_refused(ranks):
+    ranks(lbfgs, world=2)

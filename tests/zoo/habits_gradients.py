@@ -74,6 +74,20 @@ def assigned_gradient(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
+@habit("a.grad, b.grad = b.grad, a.grad: gradients of two parameters exchanged, or one given to another")
+def exchanged(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    one, two = model.layers[0], model.layers[1]
+    for step in range(3):
+        loss_of(model, side.x(step)).backward()
+        one.up.weight.grad, two.up.weight.grad = two.up.weight.grad, one.up.weight.grad
+        one.up.bias.grad = two.up.bias.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(optimizer, model)
+
+
 @habit("model.zero_grad(), or p.grad = None for every parameter, in the place of optimizer.zero_grad()")
 def zeroed_elsewhere(side: Side) -> dict[str, Tensor]:
     model = side.net()

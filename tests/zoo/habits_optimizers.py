@@ -99,6 +99,19 @@ def decay_by_hand(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
+@habit("decay of everything, as torch's: OptimizerConfig(weight_decay_of='all')")
+def decay_of_all(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    if side.ours:
+        config = OptimizerConfig(lr=RATE, weight_decay=DECAY, weight_decay_of="all", clip_grad=0.0)
+        optimizer: Any = ShardedAdamW(DataParallel(model, state(), zero_stage=side.zero, bucket_size=40), config)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    steps(side, model, optimizer)
+    return side.weights(optimizer, model)
+
+
 @habit("optimizer.step(closure)")
 def closure(side: Side) -> dict[str, Tensor]:
     model = side.net()

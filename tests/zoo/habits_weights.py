@@ -57,6 +57,20 @@ def assigned(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
+@habit("model.load_state_dict(), then optimizer.load_state_dict(): back to an earlier step", **TOLD3)
+def back(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    steps(side, model, optimizer, 1)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    states = copy.deepcopy(optimizer.state_dict())
+    steps(side, model, optimizer, 2, 1)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    steps(side, model, optimizer, 1, 3)
+    return side.weights(optimizer, model)
+
+
 @habit("optimizer.state_dict() and load_state_dict() into a new optimizer of the same run")
 def optimizer_state(side: Side) -> dict[str, Tensor]:
     model = side.net()

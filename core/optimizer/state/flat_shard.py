@@ -37,6 +37,11 @@ def default_decays(name: str, layout: Layout) -> bool:
     return not is_vector(name, layout.shape)
 
 
+def everything_decays(name: str, layout: Layout) -> bool:
+    """`weight_decay_of="all"`, as torch."""
+    return True
+
+
 def make_runs(spans: Iterable[tuple[int, int, Key]]) -> list[ElementRun]:
     """Ascending (start, stop, key) -> as few runs as possible.
 

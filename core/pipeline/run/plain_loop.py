@@ -97,6 +97,11 @@ class ScaleWatch:
         return self._steps > 0 and not self._steps & (self._steps - 1)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "
+                "ranks; use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
+            )
         if self._seen and self._factor is None:
             given = {id(p) for group in optimizer.param_groups for p in group["params"]}
             factors = [elements.factors() for elements in self._seen if id(elements.parameter) in given]
@@ -142,6 +147,11 @@ class _Hands:
     def _hear(self, heard: Heard) -> None:
         if heard.is_of_part:
             self._tell(heard.words(*self._modules))
+        elif heard.kind == "reduction" and heard.joined and not heard.of_gradient:
+            self._tell(
+                f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
+                "parallel_state.get_pipeline_model_parallel_group()"
+            )
         elif heard.of_gradient and heard.kind == "reduction":
             self._reduced.add(id(heard.parameter))
             if len(self._reduced) > 1 or heard.joined:
