@@ -34,8 +34,8 @@ _DRAWS = """
 """
 # rows by number are other rows of the whole one
 _INDICES = """
-    getitem setitem index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy index_add narrow
-    embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy tolist
+    getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
+    index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy tolist
 """
 _WHOLE = {
     **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
@@ -140,7 +140,9 @@ class ByHand:
 
     def _plain_results(self) -> None:
         for kept in self._followed:
-            if type(tensor := kept()) is self._result:
+            if hasattr(tensor := kept(), "listener"):
+                tensor.listener = None  # type: ignore[union-attr]
+            elif type(tensor) is self._result:
                 tensor.__class__ = Parameter if getattr(tensor, "_is_param", False) else Tensor
         self._followed = []
 
@@ -174,6 +176,9 @@ class ByHand:
             if name == "grad":
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
+                elif self._gradients and hasattr(result, "listener"):  # what lies in buckets
+                    result.listener = partial(self._called_inside, Heard(source.parameter, True))
+                    self._followed.append(weakref.ref(result))
                 return result
             if name == "all_reduce":
                 self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
@@ -185,6 +190,16 @@ class ByHand:
             if kind is None and type(result) is Tensor and (joins or result.numel() == part.numel()):
                 self._follow(result, source)
         return result
+
+    def _called_inside(self, source: "Heard", func: Any, result: Any) -> None:
+        """A gradient that lies in buckets was given to an operator of aten."""
+        if not self.is_open or not _is_users(sys._getframe(2)):
+            return
+        name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
+        if name in _WHOLE:
+            self._hear(replace(source, kind=_WHOLE[name], name=name))
+        elif type(result) is Tensor and result.shape == source.parameter.shape:
+            self._follow(result, source)
 
     def _listened(self, given: Iterable[Any]) -> tuple["Heard", Tensor]:
         for value in given:

@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
+from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedSGD
 from core.tensor_parallel import full_tensor
 from tests.models.gpt import batch
 from tests.zoo.case import Case, compared
@@ -219,6 +221,18 @@ def dropped(seed):
     return lambda rank, shape: (torch.rand(shape, generator=torch.Generator().manual_seed(seed(rank))) > 0.3).double()
 
 
+def in_buckets(look):
+    """`look(model)` before each update of a sharded optimizer."""
+
+    def program(model):
+        shard = DataParallel(model, model.parallel, zero_stage=1)
+        optimizer = ShardedSGD(shard, OptimizerConfig(lr=LR, clip_grad=0.0, weight_decay=0.0))
+        train(model, optimizer, between=lambda: look(model))
+        shard.remove()
+
+    return weights(program)
+
+
 def told(what, run, remedy="`core.tensor_parallel.full_tensor(p)`", says="full_tensor"):
     return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
 
@@ -287,6 +301,21 @@ CASES = [
         "different losses",
         "one weight on all tensor ranks",
         elsewhere={ONE: ("right", "")},
+    ),
+    Case(
+        "clip_grad_norm_ of torch's under DataParallel",
+        in_buckets(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)),
+    ),
+    told(
+        "a log of `(p.grad**2).sum()` under DataParallel",
+        in_buckets(lambda model: sum((p.grad**2).sum() for p in model.parameters())),
+        NORM,
+        "get_grad_norm",
+    ),
+    told(
+        "rows of a gradient by number under DataParallel, `p.grad[:3] = 0`",
+        in_buckets(lambda model: matrices(model)[0].grad[:3].zero_()),
+        says="rows and columns by number",
     ),
     Case("clipped and updated by hand", stepping(clipped), elsewhere=only_split("refused", CLIP), remedy=f"`{CLIP}`"),
 ]

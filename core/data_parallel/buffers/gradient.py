@@ -115,6 +115,7 @@ class BucketGradient(Tensor):
 
     place: ParameterSlot
     step: int  # of which it is the gradient
+    listener: Callable[[Any, Any], None] | None = None  # is told of functions by hand and their results (`by_hand`)
 
     def __new__(cls, place: ParameterSlot) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""
@@ -177,7 +178,10 @@ class BucketGradient(Tensor):
         if func is UNSCALE:
             all_reduce(args_[1], mine[0].place.buffer.ps.world, "max")
         back = {id(real[id(leaf)]): leaf for leaf in mine}
-        return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), out)
+        out = pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), out)
+        if mine[0].listener is not None:
+            mine[0].listener(func, out)
+        return out
 
 
 def _tell_of_stages(place: ParameterSlot) -> None:
