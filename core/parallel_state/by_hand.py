@@ -35,7 +35,8 @@ _DRAWS = """
 # rows by number are other rows of the whole one
 _INDICES = """
     getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
-    index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy tolist
+    index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy
+    tolist
 """
 _WHOLE = {
     **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
