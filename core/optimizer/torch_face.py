@@ -10,23 +10,26 @@ if TYPE_CHECKING:
     from core.optimizer.groups import Groups
 
 
-class _States(dict):
+class _Shown(dict):
     """A look at states that lie in buckets: their tensors may be written to, the mapping may not."""
 
     def _refused(self, *given: Any, **more: Any) -> NoReturn:
         raise ValueError(
-            f"optimizer.state shows the states of {len(self)} parameters, which lie in buckets: none can be put in "
-            "or taken out; zero their tensors, load a state_dict() of before the first step, or make the optimizer "
-            "anew"
+            f"optimizer.state shows {len(self)} entries that lie in buckets: none can be put in or taken out; zero "
+            "their tensors, load a state_dict() of before the first step, or make the optimizer anew"
         )
+
+    clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = _refused
+
+
+class _States(_Shown):
+    """Of all parameters that this rank has a part of."""
 
     def __missing__(self, parameter: Tensor) -> NoReturn:
         raise KeyError(
             f"a parameter of shape {tuple(parameter.shape)} has no state here: under ZeRO each rank holds the states "
             f"of its own part, this one those of {len(self)} parameters (optimizer.state lists them)"
         )
-
-    clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = _refused
 
 
 class TorchFace(torch.optim.Optimizer):
@@ -56,7 +59,7 @@ class TorchFace(torch.optim.Optimizer):
         named = self.shard.named_parameters()  # type: ignore[attr-defined]
         return _States(
             {
-                named[name]: {kind: part.tensor for kind, part in kinds.items() if kind != "main"}
+                named[name]: _Shown({kind: part.tensor for kind, part in kinds.items() if kind != "main"})
                 for name, kinds in self.states().items()
             }
         )

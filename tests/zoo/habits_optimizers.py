@@ -112,6 +112,20 @@ def decay_of_all(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
+@habit(
+    "optimizer.state[p].clear(): one parameter's states anew",
+    "entries that lie in buckets: none can be put in or taken out",
+    "zero its tensors",
+    outcome="refused",
+)
+def one_cleared(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    steps(side, model, optimizer, 1)
+    next(iter(optimizer.state.values())).clear()
+    return side.weights(optimizer, model)
+
+
 @habit("optimizer.step(closure)")
 def closure(side: Side) -> dict[str, Tensor]:
     model = side.net()
