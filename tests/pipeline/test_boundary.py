@@ -222,8 +222,14 @@ def one_block():
         tiny.pipeline("1f1b", 4, lambda s: nn.Sequential(nn.Linear(W, W), block))
 
 
+def same_constants():
+    """Identities and zeros, which nobody has drawn, are nobody's one block."""
+    tiny.pipeline("1f1b", 4, lambda s: nn.utils.parametrizations.orthogonal(nn.Linear(W, W)))
+
+
 def test_one_block_in_two_stages_is_told(ranks):
     ranks(one_block, world=2)
+    ranks(same_constants, world=2)
 
 
 def test_two_copies_of_a_tied_table_are_told_and_marked_ones_are_right(ranks):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import all_gather_objects, all_reduce
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
@@ -53,20 +54,26 @@ def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
     if ps.size("pp") == 1:
         return
     _refuse_other_ends(modules, ps)
-    mine = [
-        (float(p.detach().abs().sum(dtype=torch.float64)), place, is_table)
-        for place, (p, is_table) in _matrices(modules).items()
-    ]
+    matrices = _matrices(modules).items()
+    mine = [(int(checksum(p)), place, is_table) for place, (p, is_table) in matrices if not _is_constant(p)]
     first: dict[tuple, tuple[int, Place, bool]] = {}  # by values and shape
     twins = []
     for rank, theirs in enumerate(all_gather_objects(mine, ps.group("pp"))):
-        for total, place, is_table in theirs:
-            other = first.setdefault((total, place[2]), (rank, place, is_table))
-            if total and other[0] != rank:
+        for values, place, is_table in theirs:
+            other = first.setdefault((values, place[2]), (rank, place, is_table))
+            if other[0] != rank:
                 twins.append((other, (rank, place, is_table)))
     if twins:  # a table first: it is the one that can be tied
         one, two = next((pair for pair in twins if pair[0][2] or pair[1][2]), twins[0])
         warnings.warn(_told(one, two), stacklevel=4)
+
+
+def _is_constant(matrix: Tensor) -> bool:
+    """At most two values, as zeros, ones and identities have: everybody starts with those."""
+    if not matrix.numel():
+        return True
+    low, high = matrix.detach().aminmax()
+    return bool(((matrix == low) | (matrix == high)).all())
 
 
 def _told(one: tuple[int, Place, bool], two: tuple[int, Place, bool]) -> str:
