@@ -137,7 +137,7 @@ def test_stages_hold_what_they_promise(ranks, dtype, world, replicate):
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3])
 def test_nothing_grows(ranks, zero):
     for *_, growth in ranks(bytes_of, torch.float32, zero, world=2, watch=True):
-        assert growth == 0
+        assert growth <= 0  # less: what an earlier test of this process left was let go of meanwhile
 
 
 @pytest.mark.parametrize(
