@@ -153,10 +153,11 @@ class ByHand:
         def listened(hook: Callable, gradient: Tensor) -> Any:
             outside, self._followed = self._followed, []
             self._follow(gradient, Heard(parameter, True))
-            result = hook(gradient)
-            self._plain_results()
-            self._followed = outside
-            return result
+            try:
+                return hook(gradient)
+            finally:
+                self._plain_results()
+                self._followed = outside
 
         hooks: dict = parameter._backward_hooks or {}
         for key, hook in hooks.items():
