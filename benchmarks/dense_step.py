@@ -24,7 +24,7 @@ from benchmarks.harness import (
 )
 from benchmarks.llama import Shape
 from core.models.gpt import GPTModel
-from core.models.gpt.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface import from_huggingface, load_huggingface
 from core.parallel_state import ParallelState
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from benchmarks.harness import arguments, fused_adamw, report, take_turns
 from benchmarks.llama import Llama, Shape, huggingface_names, tensor_parallel
 from core.models.gpt import GPTModel, llama_spec
-from core.models.gpt.huggingface import load_huggingface
+from core.models.huggingface import load_huggingface
 from core.parallel_state import ParallelConfig, ParallelState
 from core.transformer.transformer_config import TransformerConfig
 

@@ -37,7 +37,7 @@ WITHOUT_TORCH = [
     "core.pipeline",
     "core.pipeline.search.search",
     "core.pipeline.simulate",  # and with it actions, timeline, player, passes, schedules, torch_csv, draw
-    "core.training.report.packages",  # and with it what the report says where torch is missing
+    "core.training.doctor.packages",  # and with it what the report says where torch is missing
 ]
 
 

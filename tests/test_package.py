@@ -28,7 +28,7 @@ def test_the_model_needs_only_core_dependencies():
     blocked = ("tokenizers", "tyro", "rich", "matplotlib", "transformers", "pytest", "hypothesis")
     code = (
         f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
-        "import core.models.gpt, core.models.gpt.huggingface, core.training.run.loop\n"
+        "import core.models.gpt, core.models.huggingface, core.training.run.loop\n"
         "import core.pipeline.run.single_stage, core.optimizer, core.data_parallel, core.tensor_parallel\nprint('ok')"
     )
     assert run(code).strip() == "ok"

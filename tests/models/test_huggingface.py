@@ -8,7 +8,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from core.models.gpt import GPTModel
-from core.models.gpt.huggingface import canonical, from_huggingface, load_huggingface
+from core.models.huggingface import canonical, from_huggingface, load_huggingface
 from tests.parity.whole import assert_same, whole_gradients
 from tests.states import state
 

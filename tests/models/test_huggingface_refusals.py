@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from core.models.gpt import GPTModel, llama_spec
-from core.models.gpt.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface import from_huggingface, load_huggingface
 from core.parallel_state import ParallelState
 from tests.models.test_huggingface import COMMON, CONFIGS
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from core.interop.deepspeed import from_deepspeed
 from core.training import initialize
-from core.training.deepspeed import from_deepspeed
 
 STEPS, GAS, MICRO = 3, 2, 2
 DS = {

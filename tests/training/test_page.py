@@ -13,11 +13,11 @@ import torch
 
 from core.pipeline import Action, Timeline
 from core.pipeline.schedule.timeline import Event
+from core.training.doctor.environment import environment
 from core.training.log import charts
 from core.training.log.charts import Axis, Curve, draw, short, step_axis, value_axis
 from core.training.log.metrics import StepRecord
 from core.training.log.page import embedded, write_page
-from core.training.report.environment import environment
 
 EVIL = "</script><script>document.title='pwned'</script><!-- <b>bold</b> ]]> \u2028 & &lt; \x00 \ud800 é"
 VOID = {"meta", "br", "img", "input", "link", "hr"}

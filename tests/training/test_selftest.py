@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from core.parallel_state.collectives.groups import world_group
-from core.training.report import selftest
-from core.training.report.selftest import COLLECTIVES, SelftestOutcome, as_checks, exercise
+from core.training.doctor import selftest
+from core.training.doctor.selftest import COLLECTIVES, SelftestOutcome, as_checks, exercise
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(COLLECTIVES)
@@ -107,8 +107,8 @@ def test_no_more_processes_are_told(monkeypatch):
 # forks: in a process without threads. Rank 1 dies in one collective, is stopped in another
 SCRIPT = """
 import json, os, signal, sys, time
-from core.training.report import selftest
-from core.training.report.selftest import COLLECTIVES, LocalWorld, as_checks
+from core.training.doctor import selftest
+from core.training.doctor.selftest import COLLECTIVES, LocalWorld, as_checks
 
 def on_rank_1(name, act):
     original = COLLECTIVES[name]

@@ -7,13 +7,13 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.interop.deepspeed import from_deepspeed
 from core.training import RunConfig, load_run
 from core.training.config import ConfigError
 from core.training.config.explain import explained
 from core.training.config.flags import flag_of
 from core.training.config.run import known_fields
 from core.training.config.sources import merge
-from core.training.deepspeed import from_deepspeed
 
 FILE = """\
 device = "cpu"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from core.interop.deepspeed import from_deepspeed
 from core.optimizer import OptimizerConfig
-from core.training.deepspeed import from_deepspeed
 from tests.zoo.case import Case, Family
 
 # torch.optim.SGD(lr=3e-5) before each of 12 updates under deepspeed.runtime.lr_schedules
@@ -347,6 +347,6 @@ FAMILY = Family(
     "DeepSpeed's configuration files",
     "Read by `from_deepspeed` for 8 data ranks; the fields compared with what DeepSpeed's documentation says of "
     "them, rates of schedules with its own, 12 updates long. What is told is one warning, and the table of "
-    "`python -m core.training.deepspeed`.",
+    "`python -m core.interop.deepspeed`.",
     CASES,
 )

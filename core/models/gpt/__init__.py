@@ -1,4 +1,4 @@
-"""GPT: the model, its named specs, Hugging Face's names.
+"""GPT: the model, its named layer specifications, its pipeline stages.
 
 Names are loaded at first use: a configuration is read without the code that trains.
 """
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from core.models.gpt.gpt_layer_specs import gpt2_spec as gpt2_spec
     from core.models.gpt.gpt_layer_specs import llama_spec as llama_spec
     from core.models.gpt.gpt_model import GPTModel as GPTModel
-    from core.models.gpt.huggingface import from_huggingface as from_huggingface
-    from core.models.gpt.huggingface import load_huggingface as load_huggingface
     from core.models.gpt.stages import gpt_stages as gpt_stages
     from core.models.gpt.stages import split_layers as split_layers
 
@@ -21,8 +19,6 @@ _HOME = {
     "gpt2_spec": "gpt_layer_specs",
     "llama_spec": "gpt_layer_specs",
     "GPTModel": "gpt_model",
-    "from_huggingface": "huggingface",
-    "load_huggingface": "huggingface",
     "gpt_stages": "stages",
     "split_layers": "stages",
 }

@@ -9,10 +9,10 @@ from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
 from core.pipeline.draw.draw import MEANING, draw_text, shade
 from core.training.config import Loaded, RunConfig
+from core.training.doctor.environment import environment
 from core.training.log.metrics import MetricsLog, StepRecord
 from core.training.log.page import write_page
 from core.training.log.sinks import open_sinks
-from core.training.report.environment import environment
 from core.training.run.build import count_parameters
 from core.training.run.data import Corpus
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from core.training.report.check import Check
+from core.training.doctor.check import Check
 
 MARKS = {"ok": "ok", "missing": "MISSING", "off": "off", "info": ""}
 COLOURS = {"ok": "green", "missing": "bold red", "off": "yellow", "info": "dim"}

@@ -3,11 +3,11 @@
 from core.parallel_state import launch
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.collectives.groups import world, world_group
-from core.training.report import selftest
-from core.training.report.check import Check, first_line
-from core.training.report.fast_paths import Compiler, fast_paths
-from core.training.report.machine import machine
-from core.training.report.packages import packages
+from core.training.doctor import selftest
+from core.training.doctor.check import Check, first_line
+from core.training.doctor.fast_paths import Compiler, fast_paths
+from core.training.doctor.machine import machine
+from core.training.doctor.packages import packages
 
 
 def collect(device: str | None = None, self_test: bool = True) -> list[Check]:

@@ -31,7 +31,7 @@ from core.parallel_state.collectives import (
     reduce_scatter,
 )
 from core.parallel_state.collectives.groups import init_world, world_group
-from core.training.report.check import Check
+from core.training.doctor.check import Check
 
 RANKS = 2
 BYTES = 4 << 20  # of the message whose rate is told

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from math import inf, prod
 from typing import Any
 
+from core.interop.deepspeed.reader import ConfigReader
 from core.optimizer import OptimizerConfig
 from core.optimizer.schedules.deepspeed import MOMENTUM, SCHEDULES, schedule
-from core.training.deepspeed.reader import ConfigReader
 
 DTYPES = {"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"}
 DTYPES |= {"bf16": "bfloat16", "bfloat16": "bfloat16"}

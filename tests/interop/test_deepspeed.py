@@ -11,14 +11,14 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.interop.deepspeed import PARTS, from_deepspeed
+from core.interop.deepspeed.__main__ import main
+from core.interop.deepspeed.keys import IGNORED, IGNORED_SECTIONS, MAPPED, UNSUPPORTED, UNSUPPORTED_SECTIONS
+from core.interop.deepspeed.reader import leaves
+from core.interop.deepspeed.sections import CONSTANT, solve_batch
 from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig
 from core.training import DataConfig, DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig
-from core.training.deepspeed import PARTS, from_deepspeed
-from core.training.deepspeed.__main__ import main
-from core.training.deepspeed.keys import IGNORED, IGNORED_SECTIONS, MAPPED, UNSUPPORTED, UNSUPPORTED_SECTIONS
-from core.training.deepspeed.reader import leaves
-from core.training.deepspeed.sections import CONSTANT, solve_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*keys are unsupported")
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12, "hysteresis": 2}
@@ -393,6 +393,6 @@ def test_a_stage_that_somebody_else_fills_in():
 @pytest.mark.full
 def test_as_a_program(tmp_path):
     (tmp_path / "ds.json").write_text("{}")
-    line = [sys.executable, "-m", "core.training.deepspeed", tmp_path / "ds.json"]
+    line = [sys.executable, "-m", "core.interop.deepspeed", tmp_path / "ds.json"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0 and not done.stderr, done

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from core.parallel_state import local_device
 from core.parallel_state.collectives.groups import available_backends, default_backend
-from core.training.report.check import Check, gib
+from core.training.doctor.check import Check, gib
 
 # what inductor compiles: a Python extension with OpenMP
 SOURCE = """#include <Python.h>

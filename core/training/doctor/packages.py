@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from types import ModuleType
 
-from core.training.report.check import Check, first_line
+from core.training.doctor.check import Check, first_line
 
 PYTHON = (3, 11)
 REQUIRED = {"torch": "2.11", "numpy": "1.26", "einops": "0.8", "tensorstore": "0.1.70", "zarr": "3.1"}

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from core.training import deepspeed
+from core.interop import deepspeed
 
 
 def _value(text: str) -> Any:
@@ -19,7 +19,7 @@ def _value(text: str) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m core.training.deepspeed", description=deepspeed.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m core.interop.deepspeed", description=deepspeed.__doc__)
     parser.add_argument("file")
     parser.add_argument("--data-ranks", type=int, help="data parallel ranks of the run")
     parser.add_argument("--auto", action="append", default=[], metavar="KEY=VALUE", help='what "auto" stands for')

@@ -1,4 +1,4 @@
-"""What this machine can do and what it lacks: `python -m core.training.report [--json] [--device cpu]`.
+"""What this machine can do and what it lacks: `python -m core.training.doctor [--json] [--device cpu]`.
 
 The exit code is 1 when something required is missing. Under torchrun the self-test runs over its ranks and on their
 device, and rank 0 prints.
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 BEGIN = time.perf_counter()
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nobody needs here: none to fork
 
-from core.training.report.check import Check, first_line  # noqa: E402
-from core.training.report.packages import packages  # noqa: E402
-from core.training.report.show import as_json, failures, show  # noqa: E402
+from core.training.doctor.check import Check, first_line  # noqa: E402
+from core.training.doctor.packages import packages  # noqa: E402
+from core.training.doctor.show import as_json, failures, show  # noqa: E402
 
 try:
     from core.parallel_state.environment import started_processes
-    from core.training.report import collect
+    from core.training.doctor import collect
 except (ImportError, OSError) as error:  # no torch, or one whose libraries do not load
     WITHOUT_TORCH = f"the rest needs torch: {first_line(error)}"
 else:
@@ -36,7 +36,7 @@ def _checks(device: str | None, self_test: bool) -> list[Check]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m core.training.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m core.training.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--device", help="cpu, cuda, npu, xpu; default: the accelerator if there is one")
     parser.add_argument("--no-self-test", action="store_true", help="start no processes")

@@ -1,6 +1,6 @@
 """From a ds_config.json to our configuration; every key is told: mapped to what, ignored or unsupported, and why.
 
-    python -m core.training.deepspeed ds_config.json --data-ranks 8
+    python -m core.interop.deepspeed ds_config.json --data-ranks 8
 
 prints the table and the flags; its exit status is 1 where something is unsupported.
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from core.interop.deepspeed.reader import ConfigReader, Told
+from core.interop.deepspeed.sections import batch, dtypes, optimizer, others, scheduler, zero
 from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig
 from core.training.config import DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig
-from core.training.deepspeed.reader import ConfigReader, Told
-from core.training.deepspeed.sections import batch, dtypes, optimizer, others, scheduler, zero
 
 __all__ = ["FromDeepSpeed", "Told", "from_deepspeed"]
 

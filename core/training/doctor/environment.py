@@ -2,9 +2,9 @@
 
 import torch
 
-from core.training.report.fast_paths import attention, backends, devices, fused_adamw
-from core.training.report.machine import machine
-from core.training.report.packages import packages
+from core.training.doctor.fast_paths import attention, backends, devices, fused_adamw
+from core.training.doctor.machine import machine
+from core.training.doctor.packages import packages
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from core.training.report.check import Check, first_line, gib
+from core.training.doctor.check import Check, first_line, gib
 
 LEAST_SHM = 1 << 30
 LEAST_FILES = 4096

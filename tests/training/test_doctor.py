@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.training.report import __main__ as command
-from core.training.report import collect, fast_paths, selftest
-from core.training.report import machine as here
-from core.training.report.check import Check
-from core.training.report.fast_paths import Compiler
-from core.training.report.packages import EXTRAS, PYTHON, REQUIRED, packages, required, version_numbers
-from core.training.report.show import as_json, failures, lines
+from core.training.doctor import __main__ as command
+from core.training.doctor import collect, fast_paths, selftest
+from core.training.doctor import machine as here
+from core.training.doctor.check import Check
+from core.training.doctor.fast_paths import Compiler
+from core.training.doctor.packages import EXTRAS, PYTHON, REQUIRED, packages, required, version_numbers
+from core.training.doctor.show import as_json, failures, lines
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -279,7 +279,7 @@ def test_a_machine_that_does_not_tell(monkeypatch):
 def run(*arguments, launcher=("-m",)):
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "core.training.report", *arguments]
+    command = [sys.executable, *launcher, "core.training.doctor", *arguments]
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -301,7 +301,7 @@ def test_without_torch_the_packages_are_told(arguments):
     blocked = ["torch", "numpy", "einops", "tensorstore", "zarr", "rich", "tyro"]
     code = (
         f"import runpy, sys\nfor name in {blocked}: sys.modules[name] = None\nsys.argv[1:] = {arguments}\n"
-        "runpy.run_module('core.training.report', run_name='__main__', alter_sys=True)"
+        "runpy.run_module('core.training.doctor', run_name='__main__', alter_sys=True)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr == ""

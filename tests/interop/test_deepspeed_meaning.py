@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from core.interop.deepspeed import from_deepspeed
 from core.optimizer import OptimizerConfig
 from core.training import initialize
-from core.training.deepspeed import from_deepspeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*keys are unsupported")
 

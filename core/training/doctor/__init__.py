@@ -1,0 +1,1 @@
+"""What this machine can do and what it lacks: `python -m core.training.doctor [--json] [--device cpu]`."""

@@ -1,1 +1,0 @@
-"""What this machine can do and what it lacks: `python -m core.training.report [--json] [--device cpu]`."""
