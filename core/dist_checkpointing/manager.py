@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
 from core.dist_checkpointing.planning.exchange import exchanged_cells, gather_json, local_cells
-from core.dist_checkpointing.planning.prepare import Prepared, Weights
+from core.dist_checkpointing.planning.prepare import SavePlan, Weights
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
 from core.dist_checkpointing.publish.lock import Lock
 from core.dist_checkpointing.publish.retention import Retention, checked_metrics
@@ -204,7 +204,7 @@ class CheckpointManager:
             self._writer = WriterProgram(log_file(self.root, self.ps.rank))
         return self._writer
 
-    def _bytes(self, prepared: Prepared) -> int:
+    def _bytes(self, prepared: SavePlan) -> int:
         """What this rank's cells take in the slab."""
         owned = prepared.plan.owned(self.ps.rank)
         return sum(aligned(volume(box) * prepared.arrays[key].itemsize) for key, _, box in owned)

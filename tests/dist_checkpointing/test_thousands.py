@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from core.dist_checkpointing.planning.plan import make_plan
+from core.dist_checkpointing.planning.plan import plan_writes
 from core.dist_checkpointing.state.catalog import completed, digest, merge, shortened, to_json
 from tests.dist_checkpointing.meshes import GPT_70B, SMALL, Mesh, small_cells
 
@@ -52,4 +52,4 @@ def test_the_plan_of_what_was_told_is_the_plan():
     with small_cells():
         told, kinds, arrays, holdings = catalogue(SMALL, mesh(2, 2, 3, layers=6))
         found = merge(json.loads(json.dumps(completed(told, kinds))))
-        assert make_plan(found.arrays, found.holdings) == make_plan(arrays, holdings)
+        assert plan_writes(found.arrays, found.holdings) == plan_writes(arrays, holdings)

@@ -72,3 +72,8 @@ class ArrayInfo:
 
 Arrays = Mapping[str, ArrayInfo]  # key (the array's path in the group) -> what it is
 Holdings = Mapping[str, tuple[Box, ...]]  # key -> the disjoint boxes of it that one rank holds
+
+
+def boxes_from_json(boxes: list[list[list[int]]]) -> tuple[Box, ...]:
+    """Boxes as they read back from JSON, which has lists only."""
+    return tuple([tuple([(start, stop) for start, stop in box]) for box in boxes])

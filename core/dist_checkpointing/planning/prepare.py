@@ -10,7 +10,7 @@ from core.dist_checkpointing.format.arrays import Arrays
 from core.dist_checkpointing.format.grid import cell_of, inner_shape
 from core.dist_checkpointing.format.zarr_metadata import Json, array_metadata
 from core.dist_checkpointing.planning.exchange import gather_json
-from core.dist_checkpointing.planning.plan import Plan, make_plan
+from core.dist_checkpointing.planning.plan import Plan, plan_writes
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.state.catalog import (
     Catalog,
@@ -34,7 +34,7 @@ Weights = Literal["derive", "bf16"]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class SavePlan:
     """A save that can begin. arrays, metadata: what is stored. attributes: of the root group. parts: this rank's."""
 
     uuid: str
@@ -50,7 +50,7 @@ class Prepared:
         return sum(prod(info.shape) * info.itemsize for info in self.arrays.values())
 
 
-class Preparer:
+class SavePlanner:
     """Keeps catalogue and plan from save to save, as long as no rank's part changes."""
 
     def __init__(self, ps: ParallelState, weights: Weights = "derive") -> None:
@@ -64,7 +64,7 @@ class Preparer:
         self._plan: tuple[Plan, Arrays, Mapping[str, Json]] | None = None
         self._left_out: set[str] = set()
 
-    def prepare(self, state: Any, *, failure: str | None = None) -> Prepared:
+    def prepare(self, state: Any, *, failure: str | None = None) -> SavePlan:
         """Collective. `failure`: why this rank must not save (an earlier save failed); told to all.
 
         Raises ValueError on all ranks alike: a state that cannot be saved, parts that do not make wholes.
@@ -105,7 +105,7 @@ class Preparer:
         plan, arrays, metadata, table = self._planned(stored)
         facts = {"format": TAGGED if tagged(list(objects.values())) else FORMAT, "objects": objects, "derived": table}
         parts = {key: [part.piece for part in held] for key, held in flat.parts.items() if key in arrays}
-        return Prepared(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
+        return SavePlan(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, self._ps.world, self._ps.device)
@@ -119,5 +119,5 @@ class Preparer:
             for key, info in kept.arrays.items():
                 cell = cell_of(info)
                 metadata[key] = array_metadata(info, cell, inner_shape(cell))
-            self._plan = make_plan(kept.arrays, kept.holdings), kept.arrays, metadata
+            self._plan = plan_writes(kept.arrays, kept.holdings), kept.arrays, metadata
         return *self._plan, table

@@ -5,10 +5,10 @@ from functools import partial
 
 from core.dist_checkpointing.format.arrays import Index
 from core.dist_checkpointing.format.zarr_metadata import Chunks
-from core.dist_checkpointing.planning.exchange import exchange, gather_json, held_parts
-from core.dist_checkpointing.planning.plan import Fragment
+from core.dist_checkpointing.planning.exchange import exchange, gather_json, shards_as_bits
+from core.dist_checkpointing.planning.plan import Transfer
 from core.dist_checkpointing.planning.ranks import problem_of
-from core.dist_checkpointing.planning.read_plan import Reading, ReadPlan, from_json, plan_reads, to_json
+from core.dist_checkpointing.planning.read_plan import SharedRead, ReadPlan, from_json, plan_reads, to_json
 from core.dist_checkpointing.reading.direct import fastest_reader
 from core.dist_checkpointing.reading.read import BUDGET, Staged, Target, by_cell, read, stage, torch_dtype
 from core.dist_checkpointing.reading.stored import Stored
@@ -98,24 +98,24 @@ class _Rounds:
         for _, piece in staged:
             piece.give_out()
 
-    def _exchange(self, readings: list[Reading], staged: list[tuple[str, Staged]]) -> None:
+    def _exchange(self, readings: list[SharedRead], staged: list[tuple[str, Staged]]) -> None:
         parts: dict[str, list[Staged]] = {}
         for key, piece in staged:
             parts.setdefault(key, []).append(piece)
-        wave = sorted(fragment for reading in readings for fragment in self._fragments(reading))
-        held = held_parts(self._arrays, parts)
-        for fragment, bits in exchange(wave, self._arrays, held, self._ps.rank, self._ps.world, self._ps.device):
-            data = bits.view(torch_dtype(self._arrays[fragment.key].dtype))
-            for box, target in _inside(self._cells[fragment.key][fragment.cell], fragment.box):
-                target.copy_(data[slices(relative(box, fragment.box))])
+        wave = sorted(transfer for reading in readings for transfer in self._fragments(reading))
+        held = shards_as_bits(self._arrays, parts)
+        for transfer, bits in exchange(wave, self._arrays, held, self._ps.rank, self._ps.world, self._ps.device):
+            data = bits.view(torch_dtype(self._arrays[transfer.key].dtype))
+            for box, target in _inside(self._cells[transfer.key][transfer.cell], transfer.box):
+                target.copy_(data[slices(relative(box, transfer.box))])
 
-    def _fragments(self, reading: Reading) -> Iterator[Fragment]:
+    def _fragments(self, reading: SharedRead) -> Iterator[Transfer]:
         """What of it this rank sends or receives."""
         me, (key, cell, _, reader, wants) = self._ps.rank, reading
         for box, ranks in wants:
             for taker in ranks if me == reader else [me] * (me in ranks):
                 if taker != reader:
-                    yield Fragment(key, cell, box, reader, taker)
+                    yield Transfer(key, cell, box, reader, taker)
 
     def _check(self) -> None:
         """The cells that this rank read, where their reader cannot."""

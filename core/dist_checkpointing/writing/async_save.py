@@ -33,7 +33,7 @@ MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
 class SaveStats:
     """What a save cost the training loop, in milliseconds, and what it wrote from this rank.
 
-    stall_ms: between the call and its return; exchange_ms: of that, planning and fragments that changed rank.
+    stall_ms: between the call and its return; exchange_ms: of that, planning and transfers that changed rank.
     seconds: from the call to the commit, once it is known.
     """
 

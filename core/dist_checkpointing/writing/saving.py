@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.dist_checkpointing.planning.exchange import owned_cells
-from core.dist_checkpointing.planning.prepare import Prepared, Preparer, Weights
+from core.dist_checkpointing.planning.prepare import SavePlan, SavePlanner, Weights
 from core.dist_checkpointing.planning.ranks import agree, default_state, problem_of
 from core.dist_checkpointing.publish.retention import Retention
 from core.dist_checkpointing.storage.address import root_and_name
@@ -39,13 +39,13 @@ class Saver:
         self.retention, self.durable = retention, durable
         self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
         self._run |= dict(run or {})
-        self._preparer = Preparer(ps, weights)
+        self._preparer = SavePlanner(ps, weights)
 
-    def prepare(self, state: Any, failure: str | None = None) -> Prepared:
+    def prepare(self, state: Any, failure: str | None = None) -> SavePlan:
         """Agree with all ranks on what is saved by whom. Collective."""
         return self._preparer.prepare(state, failure=failure)
 
-    def job(self, name: str, prepared: Prepared, metrics: Mapping[str, float] | None = None) -> Job:
+    def job(self, name: str, prepared: SavePlan, metrics: Mapping[str, float] | None = None) -> Job:
         """This rank's share. metrics: told in the manifest."""
         told = {"metrics": dict(metrics)} if metrics else {}
         return Job(
