@@ -14,7 +14,7 @@ from math import prod
 from benchmarks.harness import arguments, report
 from core.dist_checkpointing.planning.plan import plan_writes
 from core.dist_checkpointing.planning.read_plan import from_json, plan_reads, to_json
-from core.dist_checkpointing.state.catalog import completed, merge
+from core.dist_checkpointing.state.catalog import merge_catalogs, with_repeated_arrays
 from core.parallel_state.flat import volume
 from tests.dist_checkpointing.meshes import GPT_70B
 from tests.dist_checkpointing.test_read_plan import chunks_of, wants
@@ -33,7 +33,7 @@ def one(layout, pipe):
     messages = [json.dumps(local) for local in told]
     del told
     begin, before = time.process_time(), peak_mib()
-    found = merge(completed([json.loads(message) for message in messages], kinds))
+    found = merge_catalogs(with_repeated_arrays([json.loads(message) for message in messages], kinds))
     read = time.process_time()
     plan = plan_writes(found.arrays, found.holdings)
     seconds, peak = time.process_time() - begin, peak_mib()

@@ -18,7 +18,7 @@ from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, read_manifest
 from core.dist_checkpointing.publish.retention import MODES, Retention
 from core.dist_checkpointing.publish.root import Root, step_name
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.address import below
 from core.dist_checkpointing.storage.place import open_place
 from core.dist_checkpointing.tools.console import progress, say, size_text
@@ -58,7 +58,7 @@ def _holds_manifest(path: str) -> bool:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    stored = Stored.open(find(options.path))
+    stored = StoredCheckpoint.open(find(options.path))
     if options.json:
         print(json.dumps(facts(stored), indent=2).replace("\x7f", "\\u007f"))  # the only one it leaves as it is
     else:
@@ -92,14 +92,14 @@ def _sign(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    a, b = (Stored.open(find(path)) for path in (options.a, options.b))
+    a, b = (StoredCheckpoint.open(find(path)) for path in (options.a, options.b))
     lines = list(differences(a, b))
     say(lines or f"the same: {len(a.keys)} arrays, {len(a.objects)} objects")
     return 1 if lines else 0
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    stored, tp, pp = Stored.open(find(options.source)), options.tp, options.pp
+    stored, tp, pp = StoredCheckpoint.open(find(options.source)), options.tp, options.pp
     check_layout({key: stored.info(key) for key in stored.keys}, tp, pp)
     begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
     if options.per_rank:
@@ -114,8 +114,8 @@ def _reshard(options: argparse.Namespace) -> int:
     if not options.copy and now <= max(WELL, then):
         why = "" if now <= WELL else ", which a copy would not better because the arrays are small"
         say(
-            f"no data movement needed: of {stored.place.url} the ranks of {layout} read {now:.2f} times the bytes "
-            f"they need{why}; load it at {layout} as it is"
+            f"no data movement needed: of {stored.directory.url} the ranks of {layout} read {now:.2f} times the "
+            f"bytes they need{why}; load it at {layout} as it is"
         )
         return 0
     total = sum(map(stored.nbytes, stored.keys))
@@ -129,7 +129,7 @@ def _reshard(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    stored, begin, dtype = Stored.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
+    stored, begin, dtype = StoredCheckpoint.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
     with progress("exporting", sum(t.nbytes for t in tensors(stored, dtype))) as done:
         found = export(stored, options.destination, dtype, done)
     say(f"{options.destination}: {len(found)} tensors, {_since(begin, sum(t.nbytes for t in found))}")

@@ -8,7 +8,7 @@ import torch
 
 from core.dist_checkpointing import ShardedTensor, load, save
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.place import open_place
 from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import whole
@@ -23,7 +23,7 @@ def state(number):
 
 def streamed(url, number):
     """What commands read, by tensorstore also from local files."""
-    stored = Stored.open(url)
+    stored = StoredCheckpoint.open(url)
     wanted = [(key, whole(stored.shape(key))) for key in stored.keys]
     for (key, _), values in zip(wanted, stream(stored, wanted), strict=True):
         assert np.all(values == number + (int(key[1:]) if key[0] == "w" else 0)), key

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.digest import file_crc
 from core.dist_checkpointing.format.grid import cells
-from core.dist_checkpointing.format.zarr_metadata import Chunks, array_metadata
+from core.dist_checkpointing.format.zarr_metadata import Chunking, array_metadata
 from core.dist_checkpointing.reading import direct
 from core.dist_checkpointing.reading.direct import DirectReader, fastest_reader
 from core.dist_checkpointing.storage.place import open_store
@@ -42,7 +42,7 @@ def saved(tmp_path_factory):
     }
     values, writer = {}, Writer(place, metadata, durable=False)
     for key, found in metadata.items():
-        chunks = Chunks.of(found)
+        chunks = Chunking.from_metadata(found)
         values[key] = random.integers(0, 2 if key == "truth" else 1000, chunks.shape).astype(chunks.data_type)
         for _, box in cells(chunks.shape, chunks.cell):
             writer.write(key, box, values[key][(*slices(box), ...)])
@@ -97,7 +97,7 @@ def test_a_system_call_may_read_less(saved, monkeypatch, most):
 
 def test_long_cells_take_several_calls(saved, monkeypatch):
     place, metadata, values, files = saved
-    monkeypatch.setattr(direct, "_BUFFERS", 2)
+    monkeypatch.setattr(direct, "_MAX_BUFFERS", 2)
     read = all_of(DirectReader(place, metadata, files), metadata)
     assert all(np.array_equal(read[key], values[key]) for key in values)
 
@@ -150,7 +150,7 @@ def written(kind, place, saved, *, strided=False, durable=False):
     _, metadata, values, _ = saved
     writer = kind(place, metadata, durable=durable, budget_bytes=1 << 10)
     for key, value in values.items():
-        chunks = Chunks.of(metadata[key])
+        chunks = Chunking.from_metadata(metadata[key])
         wide = np.repeat(value, 2, axis=-1)[..., ::2] if strided and value.shape else value
         for _, box in cells(chunks.shape, chunks.cell):
             writer.write(key, box, wide[(*slices(box), ...)])

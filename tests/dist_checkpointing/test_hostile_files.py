@@ -19,9 +19,9 @@ from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.format.digest import file_crc
 from core.dist_checkpointing.format.json_files import canonical_json, parse_json
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.publish.manifest import least_bytes, read_manifest
+from core.dist_checkpointing.publish.manifest import min_manifest_bytes, read_manifest
 from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.place import open_place
 from core.dist_checkpointing.writing import job
 from tests.dist_checkpointing.test_hostile_metadata import W, at, forged, saved  # noqa: F401
@@ -243,11 +243,11 @@ def test_nothing_is_written_that_is_not_read():
 
 
 def test_what_no_reader_takes_is_refused_before_it_is_written(saved, tmp_path, single, monkeypatch):  # noqa: F811
-    stored = Stored.open(saved)
+    stored = StoredCheckpoint.open(saved)
     cells = [f'"{path}":[{size},{crc}],' for path, (size, crc) in stored.manifest.files.items() if "/c" in path]
-    least, exactly = least_bytes(stored.metadata), len("".join(cells))
+    least, exactly = min_manifest_bytes(stored.metadata), len("".join(cells))
     assert exactly - 20 * len(cells) < least < exactly
-    monkeypatch.setattr(job, "MOST_BYTES", least - 1)
+    monkeypatch.setattr(job, "MAX_JSON_BYTES", least - 1)
     with pytest.raises(ValueError, match=rf"x would have a manifest of {least} bytes, readers take {least - 1}"):
         save({"model": {"w": W}, "optimizer": {"main": {"v": W}}}, tmp_path / "x", ps=single)
     assert not list(tmp_path.iterdir())

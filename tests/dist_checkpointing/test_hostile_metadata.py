@@ -203,7 +203,7 @@ def test_a_shape_that_fits_the_template_but_not_the_files(saved, tmp_path, singl
 
 
 def test_a_link_out_of_the_directory_of_checkpoints_is_not_swept(tmp_path, single):
-    """Names of temporaries are names: what they link to stays."""
+    """KeyMapping of temporaries are names: what they link to stays."""
     outside = tmp_path / "precious"
     outside.mkdir()
     (outside / "file").write_text("x")

@@ -13,7 +13,7 @@ from core.dist_checkpointing.publish.commit import write_receipt
 from core.dist_checkpointing.publish.lock import Orphaned, Others
 from core.dist_checkpointing.publish.root import Root
 from core.dist_checkpointing.writing.job import Job
-from core.dist_checkpointing.writing.writer import LOG_BYTES
+from core.dist_checkpointing.writing.writer import MAX_LOG_BYTES
 from tests.dist_checkpointing import toy
 from tests.dist_checkpointing.test_async_save import program
 
@@ -131,12 +131,12 @@ def test_a_log_does_not_grow_for_ever(tmp_path, single):
     log = tmp_path / ".logs" / "writer-00000.log"
     log.parent.mkdir()
     log.write_text("".join(f"line {n} of before\n" for n in range(100_000)))
-    assert log.stat().st_size > LOG_BYTES
+    assert log.stat().st_size > MAX_LOG_BYTES
     manager = CheckpointManager(tmp_path, ps=single)
     manager.save_async(1, {"a": 1}).wait()
     manager.close()
     told = log.read_text().splitlines()
-    assert log.stat().st_size < LOG_BYTES / 2
+    assert log.stat().st_size < MAX_LOG_BYTES / 2
     assert told[0].startswith("line ") and "line 99999 of before" in told and "step-00000001: done after" in told[-1]
     before = len(told)
     manager.save_async(2, {"a": 1}).wait()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.dist_checkpointing.format.grid import cell_of, cells, inner_shape
-from core.dist_checkpointing.format.zarr_metadata import Chunks
+from core.dist_checkpointing.format.zarr_metadata import Chunking
 from core.dist_checkpointing.planning.plan import padded_bytes
 from core.dist_checkpointing.planning.read_plan import from_json, plan_reads, to_json
 from core.parallel_state.flat import intersect, slices, volume
@@ -22,7 +22,7 @@ from tests.dist_checkpointing.test_thousands import mesh
 def chunks_of(arrays):
     def one(info):
         cell = cell_of(info)
-        return Chunks(info.shape, info.dtype, cell, inner_shape(cell))
+        return Chunking(info.shape, info.dtype, cell, inner_shape(cell))
 
     return {key: one(info) for key, info in arrays.items()}
 

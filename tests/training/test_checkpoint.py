@@ -207,7 +207,7 @@ def writer_dies(directory, on_failure):
     def before(step):
         manager = run.checkpoints.manager
         if step == 1:
-            manager._settle()
+            manager._wait_for_save()
             os.kill(manager._writer._process.pid, signal.SIGSTOP)
         if step == 2:
             os.kill(manager._writer._process.pid, signal.SIGKILL)
@@ -232,7 +232,7 @@ def every_save_fails(directory, on_failure):
 
     def before(step):
         if step:
-            run.checkpoints.manager._settle()
+            run.checkpoints.manager._wait_for_save()
             run.checkpoints.manager._failure = f"the save of step {step} failed: so the test says"
 
     if on_failure == "warn":

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.format.arrays import STORED, ArrayInfo, Arrays, Index
+from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo, Arrays, Index
 from core.dist_checkpointing.planning.plan import Transfer, WritePlan, transfer_bytes
 from core.parallel_state.collectives import Group, all_gather, all_to_all
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
@@ -156,7 +156,7 @@ def shards_as_bits(arrays: Arrays, shards: ShardsByKey) -> dict[str, list[ShardB
 
 
 def _as_stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
-    stored_dtype, _ = STORED[info.dtype]
+    stored_dtype, _ = STORED_DTYPES[info.dtype]
     return bits.cpu().numpy().view(stored_dtype)
 
 
@@ -173,7 +173,7 @@ def _local_cell(key: str, info: ArrayInfo, shards: Sequence[ShardBits], cell: Bo
 
 def _assemble(info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> tuple[np.ndarray, int]:
     """A cell filled with what this rank holds of it, and how many elements it lacks: those are not initialized."""
-    array, missing = np.empty(extent(cell), STORED[info.dtype][0]), volume(cell)
+    array, missing = np.empty(extent(cell), STORED_DTYPES[info.dtype][0]), volume(cell)
     for shard in shards:
         if (overlap := intersect(shard.box, cell)) is not None:
             array[slices(relative(overlap, cell))] = shard.stored(overlap, info)

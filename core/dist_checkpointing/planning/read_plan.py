@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from core.dist_checkpointing.format.arrays import Holdings, Index, boxes_from_json
 from core.dist_checkpointing.format.grid import cells
-from core.dist_checkpointing.format.zarr_metadata import Chunks
+from core.dist_checkpointing.format.zarr_metadata import Chunking
 from core.dist_checkpointing.planning.plan import padded_bytes
 from core.parallel_state.flat import Box, flat_boxes, flat_intervals, intersect, volume
 
@@ -85,7 +85,7 @@ def _joined(boxes: Sequence[Box]) -> tuple[Box, ...]:
 
 
 def plan_reads(
-    chunks: Mapping[str, Chunks],
+    chunks: Mapping[str, Chunking],
     requested: Sequence[Holdings],
     rank: int | None = None,
     *,
@@ -113,7 +113,7 @@ def plan_reads(
 def _plan_cell(
     plan: ReadPlan,
     rounds: "_Rounds",
-    cell: tuple[Chunks, list[str], Index, Requesters],
+    cell: tuple[Chunking, list[str], Index, Requesters],
     rank: int | None,
     round_bytes: int,
 ) -> None:
@@ -145,7 +145,7 @@ def _is_shared(requesters: Requesters) -> bool:
     return any(len(ranks) > 1 or ranks[0] != first_rank for ranks in requesters.values())
 
 
-def _array_classes(chunks: Mapping[str, Chunks], requested: Sequence[Holdings]) -> list[list[str]]:
+def _array_classes(chunks: Mapping[str, Chunking], requested: Sequence[Holdings]) -> list[list[str]]:
     """The keys of arrays of one geometry that the ranks request alike: their cells are cut once."""
     keys: set[str] = set()
     for rank_requests in requested:
@@ -158,7 +158,7 @@ def _array_classes(chunks: Mapping[str, Chunks], requested: Sequence[Holdings]) 
     return list(classes.values())
 
 
-def _cells_of_class(chunks: Chunks, boxes_by_rank: Sequence[tuple[Box, ...]]) -> Iterator[tuple[Index, Requesters]]:
+def _cells_of_class(chunks: Chunking, boxes_by_rank: Sequence[tuple[Box, ...]]) -> Iterator[tuple[Index, Requesters]]:
     """Every requested cell, with which boxes of it are requested, and by which ranks."""
     # replicas request equal boxes: these are cut into cells once for all of them
     ranks_by_boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
@@ -176,7 +176,7 @@ def _cells_of_class(chunks: Chunks, boxes_by_rank: Sequence[tuple[Box, ...]]) ->
     yield from sorted(requesters_by_cell.items())
 
 
-def _unit_runs(chunks: Chunks, index: Index, requesters: Requesters) -> Iterator[tuple[tuple[int, int], list[Box]]]:
+def _unit_runs(chunks: Chunking, index: Index, requesters: Requesters) -> Iterator[tuple[tuple[int, int], list[Box]]]:
     """Runs of units in C order that the same requests touch, as ((first, end), the requested boxes).
 
     A sweep: each requested box opens and closes at unit numbers; between two of these the open boxes do not change.
@@ -205,7 +205,7 @@ def _unit_runs(chunks: Chunks, index: Index, requesters: Requesters) -> Iterator
 
 
 def _blocks(
-    chunks: Chunks, index: Index, units: tuple[int, int], boxes: list[Box], block_bytes: int
+    chunks: Chunking, index: Index, units: tuple[int, int], boxes: list[Box], block_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[Box, Box]]]]:
     """A run of units in blocks of at most `block_bytes`, or of one unit.
 
@@ -278,7 +278,9 @@ class _Rounds:
         current = receivers.pick(self._current)
         number = max(current)
         if min(current) < number:
-            self._enter(number, [rank for rank, its_round in zip(receivers.ranks, current, strict=True) if its_round < number])
+            self._enter(
+                number, [rank for rank, its_round in zip(receivers.ranks, current, strict=True) if its_round < number]
+            )
         busiest = max(receivers.pick(self._received))
         receivers_full = busiest and busiest + receive_bytes > self._limit
         reader_full = self._sent[reader] and self._sent[reader] + send_bytes > self._limit

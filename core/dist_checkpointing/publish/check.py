@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from core.dist_checkpointing.format.contents import Contents, Held, files_of
+from core.dist_checkpointing.format.contents import Contents, ListedFiles, files_of
 from core.dist_checkpointing.format.digest import cell_crc, file_crc, json_crc
 from core.dist_checkpointing.format.grid import blocks, cell_name, cells
 from core.dist_checkpointing.format.json_files import canonical_json, parse_json
@@ -38,8 +38,8 @@ def check(place: Place, *, digests: bool = False, full: bool = False, jobs: int 
     """What is wrong with a checkpoint, each line naming its file; empty: nothing.
 
     Always: the manifest, and the size of every file. `digests`: also the crc of every file, which reads a few bytes
-    of each cell, that the arrays have all their cells, that `Stored.open` takes the metadata, and that no other
-    reader finds another one. `full`: also every byte, and files that do not belong.
+    of each cell, that the arrays have all their cells, that `StoredCheckpoint.open` takes the metadata, and that no
+    other reader finds another one. `full`: also every byte, and files that do not belong.
     """
     try:
         manifest = read_manifest(place)
@@ -54,7 +54,7 @@ def check(place: Place, *, digests: bool = False, full: bool = False, jobs: int 
         cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in found]
         found |= each(partial(_digest, place, manifest, metadata), cell_files)
     if full:
-        held = Held(manifest.files)
+        held = ListedFiles(manifest.files)
         for key, array in metadata.items():
             found |= _payload(place, key, array, held, found)
         extra = set(place.names()) - manifest.files.keys() - {MANIFEST, SIGNATURE}
@@ -135,7 +135,7 @@ def _contents(manifest: Manifest, nodes: Mapping[str, Node], found: Problems) ->
     if "" not in nodes:
         return {"zarr.json": "is not in the manifest"}
     try:
-        expected = Contents.of(nodes[""], manifest.files).nodes
+        expected = Contents.from_root(nodes[""], manifest.files).nodes
     except ValueError as error:
         return {"zarr.json": str(error)}
     both = {file: path for file, path in files_of(expected).items() if path in nodes}
@@ -155,7 +155,7 @@ def _digest(place: Place, manifest: Manifest, metadata: Mapping[str, Node], path
     return None if crc == expected else f"is damaged: its digest is {crc}, the manifest says {expected}"
 
 
-def _payload(place: Place, key: str, array: Node, held: Held, found: Problems) -> Problems:
+def _payload(place: Place, key: str, array: Node, held: ListedFiles, found: Problems) -> Problems:
     """Reads every cell of an array not known to be bad: all at once, one by one if there is something wrong."""
     try:
         held.check(key, array)

@@ -75,7 +75,7 @@ def planned_files(metadata: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return files
 
 
-def least_bytes(metadata: Mapping[str, Mapping[str, Any]]) -> int:
+def min_manifest_bytes(metadata: Mapping[str, Mapping[str, Any]]) -> int:
     """What a manifest has at least that lists the cells of these arrays, without naming them."""
     short = {key: f'"{key}/{cell_name((0,) * len(node["shape"]))}":[9,9],' for key, node in metadata.items()}
     return sum(prod(grid_shape(node)) * len(short[key]) for key, node in metadata.items())

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-MOST_BYTES = 64 << 20  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+MAX_JSON_BYTES = 64 << 20  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -85,8 +85,10 @@ class Fs:
         Raises ValueError: no regular file, or a large one that all is asked of.
         """
         with open(open_regular(path), "rb", buffering=0) as file:
-            if length is None and (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
-                raise ValueError(f"{path} has {size} bytes, of JSON at most {MOST_BYTES} are read; use another step")
+            if length is None and (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
+                raise ValueError(
+                    f"{path} has {size} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
+                )
             file.seek(offset)
             return file.read() if length is None else file.read(length)
 

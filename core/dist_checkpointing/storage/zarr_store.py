@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from core.dist_checkpointing.format.arrays import ITEMSIZE
 from core.dist_checkpointing.format.grid import cell_name, cells
-from core.dist_checkpointing.format.zarr_metadata import Chunks, Json, check_metadata
+from core.dist_checkpointing.format.zarr_metadata import Chunking, Json, check_metadata
 from core.dist_checkpointing.storage.context import CONTEXT, UNSYNCED
 from core.dist_checkpointing.storage.fs import check_regular
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, whole
@@ -124,13 +124,13 @@ class _Arrays:
         for key, value in metadata.items():
             check_metadata(key, value)
         self._place, self._metadata, self._write, self._durable = place, metadata, write, durable
-        self._open: dict[str, tuple[ts.TensorStore, Chunks]] = {}
+        self._open: dict[str, tuple[ts.TensorStore, Chunking]] = {}
 
-    def __getitem__(self, key: str) -> tuple[ts.TensorStore, Chunks]:
+    def __getitem__(self, key: str) -> tuple[ts.TensorStore, Chunking]:
         if key not in self._open:
             if key not in self._metadata:
                 raise ValueError(f"{self._place.url}: no array {key!r}")
-            self._open[key] = self._opened(key), Chunks.of(self._metadata[key])
+            self._open[key] = self._opened(key), Chunking.from_metadata(self._metadata[key])
         return self._open[key]
 
     def _opened(self, key: str) -> ts.TensorStore:
@@ -187,7 +187,7 @@ class _Flight:
         self._bytes -= size
 
 
-def _check(key: str, box: Box, chunks: Chunks, array: np.ndarray) -> None:
+def _check(key: str, box: Box, chunks: Chunking, array: np.ndarray) -> None:
     if len(box) != len(chunks.shape) or intersect(box, whole(chunks.shape)) != box:
         raise ValueError(f"array {key!r}: {box} is not inside its shape {chunks.shape}")
     if array.shape != extent(box) or array.dtype != np.dtype(chunks.data_type):
@@ -195,15 +195,15 @@ def _check(key: str, box: Box, chunks: Chunks, array: np.ndarray) -> None:
         raise ValueError(f"array {key!r}: {wanted} expected for {box}, got {array.dtype} of shape {array.shape}")
 
 
-def _check_file(path: str, chunks: Chunks) -> None:
+def _check_file(path: str, chunks: Chunking) -> None:
     """tensorstore would wait for a FIFO, and end the process where it has no memory for the whole of a file."""
     status = os.stat(path)
     check_regular(path, status)
-    if status.st_size > chunks.most_bytes:
-        raise ValueError(f"{path} has {status.st_size} bytes, a cell of this array at most {chunks.most_bytes}")
+    if status.st_size > chunks.max_file_bytes:
+        raise ValueError(f"{path} has {status.st_size} bytes, a cell of this array at most {chunks.max_file_bytes}")
 
 
-def _bytes_to_read(box: Box, chunks: Chunks) -> int:
+def _bytes_to_read(box: Box, chunks: Chunking) -> int:
     """What is decoded for a box: everything that shares a checksum with it."""
     touched = (-(-stop // n) * n - start // n * n for (start, stop), n in zip(box, chunks.unit, strict=True))
     return prod(touched) * ITEMSIZE[chunks.data_type]
