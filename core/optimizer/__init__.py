@@ -1,5 +1,5 @@
-"""One step over parameters that are spread and repeated: AdamW, its schedule, the global gradient norm; the same over
-flat buffers, sharded, offloaded, with SGD and Muon.
+"""The optimizer step over sharded and replicated parameters: AdamW, SGD and Muon over flat buffers, mixed precision
+with main weights, gradient clipping by the global norm, learning-rate schedules, offloading.
 
 Names are loaded at first use: a configuration is read without the code that trains.
 """
@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from core.optimizer.adamw import ShardedAdamW as ShardedAdamW
     from core.optimizer.build import build_optimizer as build_optimizer
     from core.optimizer.clip_grads import GradScaler as GradScaler
     from core.optimizer.clip_grads import clip_grad_norm_ as clip_grad_norm_
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from core.optimizer.muon import ShardedMuon as ShardedMuon
     from core.optimizer.schedules.schedule import LearningRate as LearningRate
     from core.optimizer.sgd import ShardedSGD as ShardedSGD
-    from core.optimizer.sharded import ShardedAdamW as ShardedAdamW
     from core.optimizer.sharded import ShardedOptimizer as ShardedOptimizer
     from core.optimizer.state.offload import Offload as Offload
     from core.optimizer.state.sharded_states import OptimizerShard as OptimizerShard
@@ -35,7 +35,7 @@ _HOME = {
     "Offload": "state.offload",
     "LearningRate": "schedules.schedule",
     "ShardedSGD": "sgd",
-    "ShardedAdamW": "sharded",
+    "ShardedAdamW": "adamw",
     "ShardedOptimizer": "sharded",
     "sharded_state_dict": "state.sharded_states",
 }
