@@ -8,9 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from core.optimizer.adamw import AdamW as AdamW
-    from core.optimizer.adamw import OptimizerShard as OptimizerShard
-    from core.optimizer.adamw import StepStats as StepStats
     from core.optimizer.build import build_optimizer as build_optimizer
     from core.optimizer.clip_grads import GradScaler as GradScaler
     from core.optimizer.clip_grads import clip_grad_norm_ as clip_grad_norm_
@@ -22,19 +19,18 @@ if TYPE_CHECKING:
     from core.optimizer.sharded import ShardedAdamW as ShardedAdamW
     from core.optimizer.sharded import ShardedOptimizer as ShardedOptimizer
     from core.optimizer.state.offload import Offload as Offload
+    from core.optimizer.state.sharded_states import OptimizerShard as OptimizerShard
     from core.optimizer.state.sharded_states import sharded_state_dict as sharded_state_dict
-    from core.optimizer.step.grad_norm import squared_grad_norm as squared_grad_norm
+    from core.optimizer.step.step_stats import StepStats as StepStats
 
 _HOME = {
-    "AdamW": "adamw",
-    "OptimizerShard": "adamw",
-    "StepStats": "adamw",
+    "OptimizerShard": "state.sharded_states",
+    "StepStats": "step.step_stats",
     "build_optimizer": "build",
     "GradScaler": "clip_grads",
     "clip_grad_norm_": "clip_grads",
     "get_grad_norm": "clip_grads",
     "OptimizerConfig": "config",
-    "squared_grad_norm": "step.grad_norm",
     "ShardedMuon": "muon",
     "Offload": "state.offload",
     "LearningRate": "schedules.schedule",

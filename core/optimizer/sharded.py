@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
-from core.optimizer.adamw import CLIP_EPS, OptimizerShard, StepStats
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import Given, Groups, adamw_options
 from core.optimizer.state.flat_shard import Decays, Key, Span, default_decays, everything_decays
@@ -16,10 +15,11 @@ from core.optimizer.state.kernels import Batch, Factor, Kernel, adamw
 from core.optimizer.state.offload import Offload
 from core.optimizer.state.parts import StateBuffer, allocate, make_parts
 from core.optimizer.state.rounding import Rounding
-from core.optimizer.state.sharded_states import States, load_states, sharded_parts, state_parts
+from core.optimizer.state.sharded_states import OptimizerShard, States, load_states, sharded_parts, state_parts
 from core.optimizer.state.streamed import Streamer
 from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
+from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import GradientWatch, OptionsWatch
 from core.optimizer.torch_face import TorchFace
 from core.parallel_state.layout import Layout

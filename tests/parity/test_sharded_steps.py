@@ -5,11 +5,13 @@ import torch
 from torch import nn
 
 from core import dist_checkpointing
-from core.data_parallel import DataParallel, PerParameterGradSync
-from core.optimizer import AdamW, Offload, OptimizerConfig, ShardedAdamW, sharded_state_dict
+from core.data_parallel import DataParallel
+from core.optimizer import Offload, OptimizerConfig, ShardedAdamW, sharded_state_dict
 from core.parallel_state import Layout
 from core.parallel_state.layout import set_layout
 from tests.states import state
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 CONFIG = OptimizerConfig(lr=0.05, weight_decay=0.3, clip_grad=0.5, lr_warmup_steps=2)
 

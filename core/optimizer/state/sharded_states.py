@@ -1,6 +1,7 @@
 """A sharded optimizer's states by name: as live parts, as sharded tensors of a checkpoint, and back."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +10,27 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.dist_checkpointing.state.mapping import Mapper, ShardedObject, ShardedTensor
 from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
-from core.optimizer.adamw import OptimizerShard
 from core.optimizer.state.flat_shard import ParameterPiece, pieces_of
 from core.optimizer.state.parts import StateBuffer
-from core.parallel_state.layout import Layout, layout_of, true_part
+from core.parallel_state.layout import Box, Layout, layout_of, true_part
 from core.parallel_state.modules import named_buffers, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerShard:
+    """This rank's shard (no padded rows) of one state tensor of one parameter: a live view, and where it lies.
+
+    layout: of the full tensor, the parameter's. box: the slices of the full tensor that `tensor` is. interval: where
+    ZeRO cuts flat buffers, `tensor` is 1-D, elements [start, stop) of the local tensor's flat form, padded rows
+    included.
+    """
+
+    tensor: Tensor
+    layout: Layout
+    box: Box
+    interval: tuple[int, int] | None = None
+
 
 Pieces = list[tuple[Tensor, ParameterPiece]]  # live elements of one state of one parameter, ascending
 States = Mapping[str, Mapping[str, Tensor | OptimizerShard]]

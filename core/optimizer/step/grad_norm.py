@@ -4,34 +4,16 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from core.parallel_state.collectives import all_gather, all_reduce
-from core.parallel_state.layout import layout_of, true_part
+from core.parallel_state.collectives import all_gather
 from core.parallel_state.state import ParallelState
 
 ROW = 1024  # elements whose squares are summed in the gradient's own dtype
 NORM_BLOCK = 1 << 20  # a multiple of ROW: 16-bit elements widened at a time
 
 
-def squared_grad_norm(parameters: Iterable[Parameter], ps: ParallelState) -> Tensor:
-    """Sum of squares of all (already summed) `main_grad`, as a float64 tensor of shape [].
-
-    A rank counts the parameters that it owns by their `Layout`, without padded rows. One all-reduce over
-    `ps.world`; every rank gets the same bits, and nothing waits for an accelerator.
-    """
-    owned = []
-    for parameter in parameters:
-        layout = layout_of(parameter)
-        if layout.owned_by(ps.coordinate):
-            gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-            part = true_part(gradient, layout, ps.coordinate, ps.sizes).detach()
-            owned.append(part.float() if part.dtype.itemsize < 4 else part)  # a 16-bit norm would be 16-bit exact
-    total = _sum_of_squares([g for g in owned if g.numel()], ps.device).reshape(1)
-    return all_reduce(total, ps.world)[0]
-
-
-def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of all elements, as a float64 tensor of shape []; nothing is communicated."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type != "cpu":  # reductions are trees there: exact enough, in one launch
@@ -54,7 +36,7 @@ def shard_squares(parts: Iterable[Tensor], device: torch.device) -> Tensor:
     mine = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
         for block in part.split(NORM_BLOCK) if part.dtype.itemsize < 4 else (part,):  # widened a block at a time
-            mine = mine + _sum_of_squares([block.float() if block.dtype.itemsize < 4 else block], device)
+            mine = mine + sum_of_squares([block.float() if block.dtype.itemsize < 4 else block], device)
     return mine
 
 

@@ -1,7 +1,6 @@
-"""AdamW over the parameters of one rank: unscaling, averaging and clipping are one factor in one fused call."""
+"""The plain twin of `core.optimizer.ShardedAdamW`: torch's AdamW over the parameters of one rank, without buckets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,13 +9,14 @@ from torch.nn import Parameter
 
 from core.dist_checkpointing.state.mapping import ShardedObject, sharded_states
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.step.grad_norm import squared_grad_norm
-from core.parallel_state.layout import Box, Layout, layout_of, true_part
+from core.optimizer.state.sharded_states import OptimizerShard
+from core.optimizer.step.step_stats import CLIP_EPS, StepStats
+from core.parallel_state.layout import layout_of, true_part
 from core.parallel_state.modules import Modules, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState
+from tests.twins.grad_norm import squared_grad_norm
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Gradients(Protocol):
@@ -25,33 +25,6 @@ class Gradients(Protocol):
     def zero_grad(self) -> None:
         """Zero every `main_grad` in place."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class StepStats:
-    """What one step did, as tensors of shape [] on the parameters' device; `.item()` waits for them.
-
-    grad_norm: float64, global, after averaging and unscaling, before clipping.
-    found_inf: bool, the norm was not finite. skipped: bool, nothing was updated.
-    """
-
-    grad_norm: Tensor
-    found_inf: Tensor
-    skipped: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerShard:
-    """This rank's true part (no padded rows) of one whole state tensor: a live view, and where it lies.
-
-    layout: of the whole tensor, the parameter's. box: the slices of the whole that `tensor` is. interval: of a
-    sharded optimizer: `tensor` is 1-D, elements [start, stop) of the local tensor's flat form, padded rows included.
-    """
-
-    tensor: Tensor
-    layout: Layout
-    box: Box
-    interval: tuple[int, int] | None = None
 
 
 class AdamW:
