@@ -186,8 +186,7 @@ class Pipeline:
             return self._result(self._forward(batch, loss_fn).total(self.ps.device))
 
     def forward(self, batch: Batch | None) -> Any:
-        """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0; None on ranks
-        without the last stage."""
+        """The outputs in eval mode without gradients, joined along dim 0; None on ranks without the last stage."""
         with self._told_to_all("forward"):
             outputs = self._forward(batch, None).outputs
         return join_outputs([outputs[m] for m in sorted(outputs)]) if outputs else None
