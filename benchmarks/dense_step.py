@@ -64,17 +64,15 @@ def stepper(loss_fn, optimizer):
 
 def with_main_parameters(model, tokens, labels):
     """Our step with float32 main parameters and main gradients."""
-    from core.data_parallel import PerParameterGradSync
-    from core.optimizer import AdamW, OptimizerConfig
+    from core.data_parallel import DataParallel
+    from core.optimizer import OptimizerConfig, ShardedAdamW
 
-    ps = ParallelState.single("cpu")
-    sync = PerParameterGradSync(model, ps)
-    optimizer = AdamW(model, ps, OptimizerConfig(lr=3e-4, weight_decay=0.01, clip_grad=0.0), grad_sync=sync)
+    shard = DataParallel(model, ParallelState.single("cpu"))
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=3e-4, weight_decay=0.01, clip_grad=0.0))
 
     def step():
         loss = model(tokens, labels=labels).sum()
         loss.backward()
-        sync.finish()
         optimizer.step(num_tokens=labels.numel())
         optimizer.zero_grad()
 

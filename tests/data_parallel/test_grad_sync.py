@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from core.autograd import StageContext, WeightGradBag, deferred_linear
-from core.data_parallel import PerParameterGradSync, check_replicas
+from core.data_parallel import check_replicas
 from core.parallel_state import Layout, ParallelState
 from core.parallel_state.layout import set_layout
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 ALONE = ParallelState.single("cpu")
 

@@ -5,14 +5,15 @@ import json
 import pytest
 import torch
 
-from core.data_parallel import PerParameterGradSync
 from core.dist_checkpointing import ShardedTensor, load
 from core.dist_checkpointing.state.derive import stored_source
 from core.dist_checkpointing.state.mapping import sharded_state_dict
 from core.dist_checkpointing.writing.saving import Saver
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from tests.dist_checkpointing import small
 from tests.states import state as parallel
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 MAIN = torch.linspace(-3, 3, 20, dtype=torch.float32).view(4, 5)
 

@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import PerParameterGradSync
 from core.dist_checkpointing import CheckpointManager, load, load_tensors_metadata, save
 from core.dist_checkpointing.state.mapping import sharded_state_dict
 from core.dist_checkpointing.writing.saving import Saver
 from core.models.gpt import gpt2_spec, gpt_stages
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from core.parallel_state import layout_of
 from core.parallel_state.modules import named_parameters
 from tests.dist_checkpointing import small
 from tests.dist_checkpointing.test_dtensor import contents, fully_sharded, placed
 from tests.models import gpt
 from tests.states import state as parallel
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 
 def quick(state, place, ps):

@@ -9,6 +9,7 @@ import pytest
 
 from core.dist_checkpointing.publish.commit import commit, planned_files
 from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.fs import Fs
 from core.dist_checkpointing.storage.kv_place import KvPlace
 from tests.dist_checkpointing.toy import (
     METADATA,
@@ -192,6 +193,48 @@ def test_a_replaced_checkpoint_without_successor(tmp_path):
     assert not (tmp_path / "step-00000002").exists() and root.steps() == [2]
     root.sweep()
     assert sorted(os.listdir(tmp_path)) == ["step-00000002"] and version_of(root.open(2)) == 20
+
+
+class SeenFs(Fs):
+    """Counts the listings of the root; a callback runs between two looks of a reader."""
+
+    def __init__(self, root):
+        super().__init__()
+        self.root, self.listings, self.before_listing = str(root), 0, []
+
+    def listdir(self, path):
+        if os.path.normpath(path) == self.root:
+            self.listings += 1
+            if self.before_listing:
+                self.before_listing.pop()()
+        return super().listdir(path)
+
+
+def test_a_step_that_is_replaced_between_two_looks_is_found(tmp_path):
+    """The name is away for a moment, under which it is `.replaced-`; then its successor has it."""
+    fs = SeenFs(tmp_path)
+    reader, old, aside = Root(tmp_path, fs=fs), tmp_path / "step-00000002", tmp_path / f".replaced-step-00000002-{A}"
+    save(Root(tmp_path), 2, 20)
+    os.rename(old, aside)
+    fs.before_listing = [lambda: os.rename(aside, old)]
+    assert version_of(reader.open(2)) == 20 and not fs.before_listing
+
+
+def test_a_directory_of_thousands_is_listed_a_few_times(tmp_path):
+    fs = SeenFs(tmp_path)
+    fill(Root(tmp_path), *range(4))
+    root = Root(tmp_path, fs=fs)
+    root.latest()
+    assert fs.listings == 1
+    fs.listings = 0
+    root.sweep()
+    assert fs.listings == 1
+    fs.listings = 0
+    save(root, 4, 4)
+    assert fs.listings == 3  # the new name: before it is written, before it is published, and what it replaced
+    fs.listings = 0
+    root.retain(keep_last=3, keep_every=1, keep_hours=1.0)
+    assert fs.listings == 1
 
 
 def test_a_directory_of_something_else_is_not_replaced(tmp_path):

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from core.autograd import WeightGradBag, apply_recompute
-from core.data_parallel import PerParameterGradSync
 from core.parallel_state import ParallelState
 from tests.models.gpt import batch, gpt
 from tests.parity.whole import assert_same
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 MICROBATCHES = 3
 POLICIES = ["layer", "selective", ["mlp"]]

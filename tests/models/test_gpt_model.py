@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt2_spec
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.initial import fill
@@ -14,6 +13,7 @@ from core.tensor_parallel.embedding import padded_vocab_rows
 from tests.models.gpt import POSITIONS, VOCAB, B, S, batch, config, gpt
 from tests.parity.whole import assert_same, whole_gradients, whole_parameters
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 
 def logits_here(style, tp, sp):

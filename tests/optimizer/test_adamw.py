@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import PerParameterGradSync
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from core.parallel_state import Layout, ParallelState
 from core.parallel_state.layout import set_layout
 from tests.states import state
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 ALONE = ParallelState.single("cpu")
 CONFIG = OptimizerConfig(

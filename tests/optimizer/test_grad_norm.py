@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from core.optimizer.step.grad_norm import _sum_of_squares, squared_grad_norm
+from core.optimizer.step.grad_norm import sum_of_squares
 from core.parallel_state import Layout, ParallelState
 from core.parallel_state.layout import set_layout, true_part
 from tests.states import state
+from tests.twins.grad_norm import squared_grad_norm
 
 LAYOUTS = {
     "rows": Layout((8, 3), {"tp": 0}),
@@ -91,8 +92,8 @@ def test_16_bit_gradients_are_summed_in_float32():
 def test_both_ways_of_summing(kind):
     device = torch.device("cpu") if kind == "cpu" else torch.device("meta")  # any other kind takes the other way
     grads = [torch.full((3, 700), 2.0), torch.full((5,), 3.0, dtype=torch.float64), torch.full((1024,), 1.0)]
-    assert _sum_of_squares(grads, device).item() == pytest.approx(4 * 2100 + 9 * 5 + 1024, rel=1e-6)
-    assert _sum_of_squares(grads, device).dtype == torch.float64
+    assert sum_of_squares(grads, device).item() == pytest.approx(4 * 2100 + 9 * 5 + 1024, rel=1e-6)
+    assert sum_of_squares(grads, device).dtype == torch.float64
 
 
 def test_a_rank_that_owns_nothing_contributes_zero():

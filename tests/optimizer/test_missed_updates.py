@@ -2,14 +2,16 @@
 
 import pytest
 
-from core.data_parallel import DataParallel, PerParameterGradSync
+from core.data_parallel import DataParallel
 from core.models.gpt import gpt_stages, llama_spec
-from core.optimizer import AdamW, OptimizerConfig, ShardedAdamW
+from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline
 from core.training import next_token_loss
 from tests.models.gpt import POSITIONS, VOCAB, batch, config, gpt
 from tests.states import state
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 NAME = "decoder.layers.{}.mlp.linear_fc1.weight"
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import PerParameterGradSync
-from core.optimizer import AdamW, OptimizerConfig, ShardedAdamW
+from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
 from tests.optimizer.fake_shard import FakeShard
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 ALONE = ParallelState.single("cpu")
 CONFIG = OptimizerConfig(

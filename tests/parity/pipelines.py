@@ -5,15 +5,15 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt2_spec, gpt_stages, llama_spec
-from core.optimizer.step.grad_norm import squared_grad_norm
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.states import state
+from tests.twins.grad_norm import squared_grad_norm
+from tests.twins.per_parameter import PerParameterGradSync
 
 VOCAB, S, LAYERS, SEED = 53, 8, 8, 7
 LLAMA = {

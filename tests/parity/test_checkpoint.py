@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from core import dist_checkpointing
-from core.data_parallel import PerParameterGradSync
 from core.dist_checkpointing.state.mapping import sharded_state_dict, sharded_states
 from core.models.gpt import gpt_stages, llama_spec
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from core.parallel_state import layout_of
 from core.parallel_state.modules import named_parameters, named_stacks
 from core.transformer import TransformerConfig
 from tests.states import state
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 VOCABULARY, KINDS = 2731, ("main", "exp_avg", "exp_avg_sq")
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from core.data_parallel import PerParameterGradSync
 from core.parallel_state.collectives import all_reduce
 from core.pipeline.schedule import schedules as named
 from tests.parity import pipelines
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 M = 2
 

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from core import dist_checkpointing
-from core.data_parallel import PerParameterGradSync
 from core.dist_checkpointing import sharded_state_dict
 from core.models.gpt import gpt_stages, llama_spec
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.states import state
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 VOCABULARY, S, BATCH, STEPS, SAVED = 67, 8, 8, 6, 3
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt2_spec, llama_spec
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.tensor_parallel.embedding import padded_vocab_rows
@@ -18,6 +17,8 @@ from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.parity.whole import assert_same, whole_gradients, whole_parameters
 from tests.states import state
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 STYLES = {
     "llama": {

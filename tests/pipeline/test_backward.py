@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 from benchmarks.pipeline_backward import GeluLayer, Ours, Stage, Torch, extra_forwards, held
 from core.autograd import StageContext, WeightGradBag, deferred_linear, reroute
 from core.pipeline import stage_backward, stage_backward_input, stage_backward_weight
+from core.pipeline.run import stage as stage_module
 from core.testing import LiveBytes
 from tests.flops import matmul_flops
+from tests.pipeline import tiny
 
 
 def stage_of(layers=4):
@@ -258,3 +261,49 @@ def test_trap_18_gradients_in_views_of_a_flat_buffer():
     stage_backward(deferred_linear(x, weight, stage=stage), gy, x, bag)
     torch.testing.assert_close(flat[2:14].view(3, 4), gy.reshape(-1, 3).t() @ x.reshape(-1, 4))
     assert not flat[:2].any() and not flat[14:].any() and weight.grad is None
+
+
+def executed_split(schedule, microbatches):
+    """How often the executor called the public I and W, and how many such actions there are."""
+    pipe = tiny.pipeline(schedule, microbatches)
+    calls = Counter()
+
+    def counted(function):
+        def call(*args, **kwargs):
+            calls[function.__name__] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in (stage_backward_input, stage_backward_weight):
+            patch.setattr(stage_module, function.__name__, counted(function))
+        pipe.step(tiny.rows(microbatches), tiny.squares)
+    pipe.close()
+    return calls, len(pipe.stages) * microbatches
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_executor_runs_these_functions(ranks, schedule):
+    for calls, actions in ranks(executed_split, schedule, 4, world=2):
+        assert calls == {"stage_backward_input": actions, "stage_backward_weight": actions}
+
+
+def test_a_parameter_is_ready_after_its_last_use():
+    torch.manual_seed(0)
+    tied, single, context = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), StageContext()
+    module = nn.Sequential(tied, single, tied)
+    reroute(module, context)
+    bag = begin(context)
+    x = torch.randn(2, 4, requires_grad=True)
+    stage_backward_input(module(x).sum(), None, x)
+    ready = []
+    stage_backward_weight(bag, on_ready=lambda parameter: ready.append((parameter, len(bag))))
+    # newest first: the last backward was that of the first layer, which is the tied one's second use
+    assert [(id(parameter), waiting) for parameter, waiting in ready] == [
+        (id(single.weight), 1),
+        (id(tied.weight), 0),
+    ]
+    expected = torch.autograd.grad(nn.Sequential(tied, single, tied)(x).sum(), [tied.weight, single.weight])
+    torch.testing.assert_close(tied.weight.grad, expected[0])
+    torch.testing.assert_close(single.weight.grad, expected[1])

@@ -93,7 +93,7 @@ def fails(where, stage, schedule, recompute="none", during="step"):
     try:
         getattr(pipe, during)(tiny.rows(M), loss)
     except PipelineError as error:
-        assert not any(s.context.driven or s._held for s in pipe.stages.values()), "nothing is held"
+        assert not any(s.context.driven or s._in_flight for s in pipe.stages.values()), "nothing is held"
         return time.perf_counter() - begin, str(error)
     return None
 

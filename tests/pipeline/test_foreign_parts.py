@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import PerParameterGradSync
 from core.models.gpt import gpt2_spec
 from core.pipeline import SingleStage
 from core.training import next_token_loss
 from tests.models.gpt import batch, gpt
 from tests.parity.whole import whole_gradients
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 
 class Dropping(nn.Module):

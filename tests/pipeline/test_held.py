@@ -88,10 +88,10 @@ def watched_step(schedule, recompute, microbatches):
         def call(*args, **kwargs):
             result = method(*args, **kwargs)
             if method.__name__ == "forward" and not stage.first:  # the first one's input is the batch
-                held = stage._held[args[0]]
-                key = "input", stage.index, held.microbatch
+                held = stage._in_flight[args[0]]
+                key = "input", stage.index, held.global_index
                 alive[key] += 1
-                weakref.finalize(held.leaves[0], alive.subtract, [key])
+                weakref.finalize(held.input_leaves[0], alive.subtract, [key])
             peak[0] = max(peak[0], units(alive))
             return result
 

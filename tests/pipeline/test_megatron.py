@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 
-from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt_stages, llama_spec
 from core.parallel_state import ParallelState
 from core.pipeline import get_forward_backward_func, looped
 from tests.models.gpt import POSITIONS, VOCAB, batch, config, gpt
 from tests.parity.whole import assert_same
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 MICROBATCHES, B = 4, 2
 

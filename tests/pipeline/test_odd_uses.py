@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import PerParameterGradSync
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules as named
 from core.pipeline.schedule.actions import Action, Schedule
 from tests.pipeline import tiny
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 
 def shared(recompute):

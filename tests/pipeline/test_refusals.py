@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from core.autograd import apply_recompute
-from core.data_parallel import PerParameterGradSync
 from core.pipeline import Action, Pipeline, PipelineError, Schedule
 from core.pipeline.schedule import schedules as named
 from tests.pipeline import tiny
+from tests.twins.per_parameter import PerParameterGradSync
 
 
 def told(**by_rank):

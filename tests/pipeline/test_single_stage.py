@@ -6,12 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from core.autograd import StageContext
-from core.data_parallel import PerParameterGradSync
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.pipeline.run.step import stage_seed
 from tests.states import state
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 ALONE = ParallelState.single("cpu")
 MASK = [

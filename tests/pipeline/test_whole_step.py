@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel, gpt_stages
 from core.parallel_state import ParallelState
 from core.pipeline import Action, Pipeline, SingleStage
@@ -18,6 +17,7 @@ from core.training.generate import generate
 from tests.parity.pipelines import VOCAB, S, batch, config, spec
 from tests.pipeline import tiny
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 
 def timelines(cases):

@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from core.data_parallel import PerParameterGradSync
 from core.models.gpt import GPTModel
-from core.optimizer import AdamW, OptimizerConfig, StepStats
+from core.optimizer import OptimizerConfig, StepStats
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage, StepResult
 from core.training import evaluate_bits_per_byte, next_token_loss, train
@@ -17,6 +16,8 @@ from core.training.run.compare import first_step_alone
 from core.training.run.data import open_corpus
 from tests.states import state
 from tests.training.tiny import MODEL, S, data_config, prepared, training_config
+from tests.twins.adamw import AdamW
+from tests.twins.per_parameter import PerParameterGradSync
 
 
 @pytest.fixture(scope="module")

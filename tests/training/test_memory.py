@@ -5,15 +5,16 @@ import re
 import pytest
 import torch
 
-from core.data_parallel import DataParallel, PerParameterGradSync
+from core.data_parallel import DataParallel
 from core.models.gpt import gpt_stages
-from core.optimizer import AdamW, Offload, OptimizerConfig, build_optimizer
+from core.optimizer import Offload, OptimizerConfig, build_optimizer
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule.schedules import placement
 from core.training import ModelConfig, next_token_loss
 from core.training.log.memory import MemoryReport
 from tests.states import state
+from tests.twins.per_parameter import PerParameterGradSync
 
 S, VOCAB, ROWS = 16, 101, 4
 BUCKETS = 12  # at most, of the models below
@@ -122,15 +123,13 @@ def test_on_a_pipeline_the_ranks_are_told_together(ranks, stage, world):
     )
 
 
-def test_without_flat_buffers_states_are_counted_and_not_predicted(single):
+def test_without_flat_buffers_gradients_are_counted_and_nothing_is_predicted(single):
     said = []
     stages = stages_on(single)
-    sync = PerParameterGradSync(stages, single)
-    optimizer = AdamW(stages, single, OptimizerConfig(), grad_sync=sync)
+    PerParameterGradSync(stages, single)
     report = MemoryReport(stages, single, say=said.append)
-    report.holds(optimizer=optimizer)
-    (usage,) = report.at("optimizer init")
-    assert usage.gradients == usage.parameters and usage.optimizer == 2 * usage.parameters, "no copy of float32"
+    (usage,) = report.at("gradients")
+    assert usage.gradients == usage.parameters and usage.optimizer == 0
     with pytest.raises(ValueError, match=r"of 1 DataParallel and its optimizer, 0 given; call holds"):
         report.predict()
 

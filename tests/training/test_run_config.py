@@ -164,7 +164,7 @@ def test_a_wrong_run_is_refused_without_files_and_processes(given, world, messag
 
 
 def test_a_configuration_is_read_without_the_code_that_trains():
-    heavy = "core.autograd core.models.gpt.gpt_model core.optimizer.adamw torch._dynamo tensorstore tyro"
+    heavy = "core.autograd core.models.gpt.gpt_model core.optimizer.sharded torch._dynamo tensorstore tyro"
     code = f"import sys, core.training.config; print([m for m in {heavy.split()} if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert said.stdout == "[]\n"

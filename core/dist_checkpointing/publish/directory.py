@@ -38,15 +38,23 @@ class Directory:
 
     def names(self) -> list[str]:
         """Every committed checkpoint, sorted."""
-        plain = {entry for entry in self._fs.listdir(self.files.path) if not entry.startswith(".")}
-        return sorted(plain | {name for name, _, _ in self._marked("replaced")})
+        entries = self._entries()
+        plain = {entry for entry in entries if not entry.startswith(".")}
+        return sorted(plain | {name for name, _, _ in _marked("replaced", entries)})
 
     def open(self, name: str) -> PosixPlace | None:
         """A committed checkpoint, None if there is none of that name."""
-        for entry in (name, *self._replaced(name)):
-            if self._fs.stat(self.files.url + entry) is not None:
+        # The name itself first: a listing of thousands of steps costs more than all else here.
+        if self._is_there(name):
+            return self.files.below(name)
+        for entry in self._replaced(name):
+            if self._is_there(entry):
                 return self.files.below(entry)
-        return None
+        # Replaced and swept between the two looks: its successor has the name now.
+        return self.files.below(name) if self._is_there(name) else None
+
+    def _is_there(self, entry: str) -> bool:
+        return self._fs.stat(self.files.url + entry) is not None
 
     def identity(self, name: str) -> str:
         """The uuid of the checkpoint `name`, "damaged" if it cannot be told, "" if there is none."""
@@ -130,8 +138,13 @@ class Directory:
 
     def ages(self) -> dict[tuple[str, str], float]:
         """The age of each temporary, by name and uuid."""
-        found = [(name, uuid) for name, uuid, entry in self._marked("tmp") if is_remains(self.files.below(entry))]
-        return {(name, uuid): self.age(name, uuid) for name, uuid in found}
+        return self._ages(self._entries())
+
+    def _ages(self, entries: Iterable[str]) -> dict[tuple[str, str], float]:
+        temporaries = [
+            (name, uuid) for name, uuid, entry in _marked("tmp", entries) if is_remains(self.files.below(entry))
+        ]
+        return {(name, uuid): self.age(name, uuid) for name, uuid in temporaries}
 
     def exists(self, name: str, uuid: str) -> bool:
         """Whether the temporary is there."""
@@ -187,41 +200,45 @@ class Directory:
     def sweep(self, stale_s: float, name: str = "", *, thorough: bool = False) -> list[str]:
         """Removes what no one will finish and returns its names; a replaced checkpoint without successor is back.
         `name` and `thorough` are for stores in which a listing is dear."""
-        swept = self.leftovers(stale_s)
-        for other, _, entry in self._ownerless(stale_s):
-            if self._fs.stat(self.files.url + other) is None:
+        leftovers, ownerless = self._leftovers(stale_s)
+        for name, entry in ownerless:
+            if not self._is_there(name):
                 with contextlib.suppress(OSError):  # another job does the same; it counts as the step anyhow
-                    self._fs.rename(self.files.url + entry, self.files.url + other)
-        self._discard(entry for entry in swept if not _TRASH.fullmatch(entry))
-        for entry in filter(_TRASH.fullmatch, swept):
+                    self._fs.rename(self.files.url + entry, self.files.url + name)
+        self._discard(entry for entry in leftovers if not _TRASH.fullmatch(entry))
+        for entry in filter(_TRASH.fullmatch, leftovers):
             self._remove(entry)
-        return swept
+        return leftovers
 
     def watch(self, stale_s: float) -> None:
         """Nothing: the file server's clock tells the age of each heartbeat."""
 
     def leftovers(self, stale_s: float, *, thorough: bool = False) -> list[str]:
         """What `sweep` would remove."""
-        found = [f".tmp-{name}-{uuid}" for (name, uuid), age in self.ages().items() if age >= stale_s]
-        found += [e for name, _, e in self._ownerless(stale_s) if self._fs.stat(self.files.url + name) is not None]
-        return found + list(filter(self._is_trash, self._fs.listdir(self.files.path)))
+        return self._leftovers(stale_s)[0]
 
-    def _ownerless(self, stale_s: float) -> list[tuple[str, str, str]]:
-        """(name, uuid, entry) of replaced checkpoints that no live attempt replaces."""
-        live = {key for key, age in self.ages().items() if age < stale_s}
-        return [
-            (name, uuid, entry)
-            for name, uuid, entry in self._marked("replaced")
+    def _leftovers(self, stale_s: float) -> tuple[list[str], list[tuple[str, str]]]:
+        """Entries that nobody needs, and (name, entry) of each replaced checkpoint that no live attempt replaces.
+
+        One listing serves all: looks at different times would tell of different moments of a commit.
+        """
+        entries = self._entries()
+        ages = self._ages(entries)
+        live = {attempt for attempt, age in ages.items() if age < stale_s}
+        ownerless = [
+            (name, entry)
+            for name, uuid, entry in _marked("replaced", entries)
             if (name, uuid) not in live and self._is_checkpoint(entry)
         ]
+        stale = [f".tmp-{name}-{uuid}" for name, uuid in ages if (name, uuid) not in live]
+        succeeded = [entry for name, entry in ownerless if self._is_there(name)]
+        return [*stale, *succeeded, *filter(self._is_trash, entries)], ownerless
 
-    def _marked(self, mark: str) -> list[tuple[str, str, str]]:
-        """(name, uuid, entry) of each entry `.mark-name-uuid`."""
-        found = map(_MARKED.fullmatch, self._fs.listdir(self.files.path))
-        return [(match[2], match[3], match[0]) for match in found if match and match[1] == mark]
+    def _entries(self) -> list[str]:
+        return self._fs.listdir(self.files.path)
 
     def _replaced(self, name: str) -> list[str]:
-        return [entry for other, _, entry in self._marked("replaced") if other == name]
+        return [entry for other, _, entry in _marked("replaced", self._entries()) if other == name]
 
     def _is_checkpoint(self, entry: str) -> bool:
         try:
@@ -272,6 +289,12 @@ class Directory:
             self._fs.remove_tree(path, last=mark)
         except OSError as error:
             log.warning("%s is left to be removed later: %s", path, error)
+
+
+def _marked(mark: str, entries: Iterable[str]) -> list[tuple[str, str, str]]:
+    """(name, uuid, entry) of each entry `.mark-name-uuid`."""
+    matches = map(_MARKED.fullmatch, entries)
+    return [(match[2], match[3], match[0]) for match in matches if match and match[1] == mark]
 
 
 def _heartbeat(uuid: str) -> str:

@@ -1,119 +1,160 @@
-"""Backward in two halves: I (input gradients) is one ordinary backward, W (weight gradients) empties a bag.
+"""The split backward of zero-bubble schedules: I computes input gradients, W computes weight gradients.
 
-The bag is not an argument of I: the operations that defer took it from their `StageContext` in forward.
+I is one ordinary autograd backward in which linear layers leave their weight gradients undone, in a `WeightGradBag`;
+W empties that bag. The bag is not an argument of I: the operations took it from their `StageContext` in forward.
+The executor runs these functions for every microbatch, and users may call them for a schedule of their own.
 """
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from core.autograd import WeightGradBag
 
+_OUTPUT_TYPES = {Tensor, GradientEdge, type(None)}
+_TENSOR_ONLY = {Tensor}
 
-def _leaves(tree: Any) -> list:
+
+def _is_flat_list(tree: Any, leaf_types: set[Any]) -> bool:
+    """Whether pytree can be skipped: the executor passes flat lists, and pytree costs as much as a small backward."""
+    return type(tree) is list and leaf_types.issuperset(map(type, tree))
+
+
+def _flatten_outputs(tree: Any) -> list[Any]:
+    if _is_flat_list(tree, _OUTPUT_TYPES):
+        return list(tree)
     return pytree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, GradientEdge))
 
 
-def _facts(output: Tensor | GradientEdge) -> tuple[torch.Size, torch.dtype, torch.device]:
+def _metadata(output: Tensor | GradientEdge) -> tuple[torch.Size, torch.dtype, torch.device]:
     if isinstance(output, Tensor):
         return output.shape, output.dtype, output.device
-    made = output.node._input_metadata[output.output_nr]
-    return torch.Size(made.shape), made.dtype, made.device
+    metadata = output.node._input_metadata[output.output_nr]
+    return torch.Size(metadata.shape), metadata.dtype, metadata.device
 
 
 def _has_graph(output: Any) -> bool:
-    return isinstance(output, GradientEdge) or (isinstance(output, Tensor) and output.requires_grad)
+    if isinstance(output, GradientEdge):
+        return True
+    return isinstance(output, Tensor) and output.requires_grad
 
 
-def _with_ones(outputs: list) -> list:
-    """No gradients given: every output is a loss."""
-    ones: list[Tensor | None] = []
+def _loss_gradients(outputs: Iterable[Any]) -> list[Tensor | None]:
+    """Without output gradients every output must be a loss, whose gradient is 1."""
+    gradients: list[Tensor | None] = []
     for output in outputs:
         if not _has_graph(output):
-            ones.append(None)
+            gradients.append(None)
             continue
-        shape, dtype, device = _facts(output)
+        shape, dtype, device = _metadata(output)
         if shape.numel() != 1:
             raise ValueError(
                 f"an output of shape {tuple(shape)} is not a loss of 1 number and has no gradient; pass output_grads"
             )
-        ones.append(torch.ones(shape, dtype=dtype, device=device))
-    return ones
+        gradients.append(torch.ones(shape, dtype=dtype, device=device))
+    return gradients
 
 
-def _check(place: int, output: Tensor | GradientEdge, gradient: Any) -> None:
-    """Autograd itself accepts a wrong dtype, and its words on a wrong shape name no output."""
-    shape, dtype, _ = _facts(output)
+def _check_output_gradient(index: int, output: Tensor | GradientEdge, gradient: Any) -> None:
+    # autograd accepts a wrong dtype, and its own error about a wrong shape does not name the output
+    shape, dtype, _ = _metadata(output)
     if not isinstance(gradient, Tensor):
-        raise ValueError(f"the gradient of output {place} is a {type(gradient).__name__}, not a tensor or None")
+        raise ValueError(f"the gradient of output {index} is a {type(gradient).__name__}, not a tensor or None")
     if gradient.shape != shape or gradient.dtype != dtype:
         raise ValueError(
-            f"output {place} is {tuple(shape)} of {dtype}, its gradient is {tuple(gradient.shape)} of "
+            f"output {index} is {tuple(shape)} of {dtype}, its gradient is {tuple(gradient.shape)} of "
             f"{gradient.dtype}; they must agree"
         )
 
 
-def _check_input(place: int, tensor: Any) -> bool:
-    wanted = isinstance(tensor, Tensor) and tensor.requires_grad
-    if wanted and not tensor.is_leaf:
+def _check_input_leaf(index: int, tensor: Tensor) -> None:
+    if not tensor.is_leaf:
         raise ValueError(
-            f"input {place} of shape {tuple(tensor.shape)} was computed from other tensors (1 graph for 2 stages); "
+            f"input {index} of shape {tuple(tensor.shape)} was computed from other tensors (1 graph for 2 stages); "
             "give the stage x.detach().requires_grad_()"
         )
-    return wanted
 
 
 def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
-    """I: the gradients of `inputs`, in their nesting, None where there is none; the graph dies here.
+    """I: returns the gradients of `inputs`, in their nesting, None where there is none; the graph is freed.
 
-    outputs: any nesting of tensors and gradient edges (`torch.autograd.graph.get_gradient_edge`, which lets
-    the tensor itself go). What is no tensor, or has no graph, is passed over.
-    output_grads: the same nesting, None for an output that nobody used; or None as a whole: losses of one
-    number each.
-    inputs: any nesting of what the stage was called with. Weight gradients wait in the bag of the forward;
-    what does not wait is in `main_grad` or `.grad` when this returns. No input keeps a `.grad`.
+    outputs: any nesting of tensors and gradient edges (`torch.autograd.graph.get_gradient_edge`, which keeps the
+    graph without the memory of the tensor itself). Anything else, or a tensor without a graph, is skipped.
+    output_grads: the same nesting, None for an output that nobody used. `output_grads=None`: every output is a
+    loss of one number.
+    inputs: any nesting of what the stage was called with. Deferred weight gradients wait in the bag that forward
+    saw; all others are in `main_grad` or `.grad` when this returns. No input keeps a `.grad`.
     Raises ValueError: a gradient of another shape or dtype than its output, another number of gradients than
     of outputs, an output without gradient that is no loss, an input that is not a leaf.
     """
-    flat = _leaves(outputs)
-    gradients = _with_ones(flat) if output_grads is None else _leaves(output_grads)
-    if len(gradients) != len(flat):
-        raise ValueError(f"{len(flat)} outputs but {len(gradients)} gradients; pass None for an output without one")
-    ends, starts = [], []
-    for place, (output, gradient) in enumerate(zip(flat, gradients, strict=True)):
+    flat_outputs = _flatten_outputs(outputs)
+    if output_grads is None:
+        flat_grads = _loss_gradients(flat_outputs)
+    else:
+        flat_grads = _flatten_outputs(output_grads)
+    if len(flat_grads) != len(flat_outputs):
+        raise ValueError(
+            f"{len(flat_outputs)} outputs but {len(flat_grads)} gradients; pass None for an output without one"
+        )
+
+    # the roots of the backward: outputs that have both a graph and a gradient
+    roots, root_grads = [], []
+    for index, (output, gradient) in enumerate(zip(flat_outputs, flat_grads, strict=True)):
         if gradient is not None and _has_graph(output):
-            _check(place, output, gradient)
-            ends.append(output)
-            starts.append(gradient)
-    leaves, spec = pytree.tree_flatten(inputs)
-    wanted = [_check_input(place, leaf) for place, leaf in enumerate(leaves)]
-    for leaf, want in zip(leaves, wanted, strict=True):
-        if want:
-            leaf.grad = None
-    if ends:
-        torch.autograd.backward(ends, starts)
-    found: list[Tensor | None] = []
-    for leaf, want in zip(leaves, wanted, strict=True):
-        found.append(leaf.grad if want else None)  # an input given twice: once its gradient, then None
-        if want:
-            leaf.grad = None
-    return pytree.tree_unflatten(found, spec)
+            _check_output_gradient(index, output, gradient)
+            roots.append(output)
+            root_grads.append(gradient)
+
+    if _is_flat_list(inputs, _TENSOR_ONLY):
+        leaves, nesting = inputs, None
+    else:
+        leaves, nesting = pytree.tree_flatten(inputs)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            _check_input_leaf(index, leaf)
+            leaf.grad = None  # autograd would add to what an earlier use left there
+
+    if roots:
+        torch.autograd.backward(roots, root_grads)
+
+    input_grads: list[Tensor | None] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            input_grads.append(leaf.grad)
+            leaf.grad = None  # an input that stands twice in `inputs` gets its gradient once, then None
+        else:
+            input_grads.append(None)
+    return input_grads if nesting is None else pytree.tree_unflatten(input_grads, nesting)
 
 
-def stage_backward_weight(bag: WeightGradBag) -> None:
-    """W: every weight gradient that waits in the bag, newest first."""
-    bag.run()
+def stage_backward_weight(bag: WeightGradBag, on_ready: Callable[[nn.Parameter], None] | None = None) -> None:
+    """W: computes every weight gradient that waits in the bag, newest first, so that memory falls with each.
+
+    on_ready: called with each parameter after its last use in this bag was added to its gradient, while others
+    still wait: data parallelism starts to reduce full buckets there.
+    """
+    if on_ready is None:
+        bag.run()
+        return
+    remaining_uses = Counter(bag.parameters())
+    while len(bag):
+        parameter = bag.run_one()
+        remaining_uses[parameter] -= 1
+        if not remaining_uses[parameter]:
+            on_ready(parameter)
 
 
 def stage_backward(outputs: Any, output_grads: Any, inputs: Any, bag: WeightGradBag | None = None) -> Any:
-    """I, then W of `bag` (the one that the stage's forward saw); returns what I returns.
+    """I, then W of `bag` (the one that the stage's forward saw); returns the input gradients, as I does.
 
     Raises ValueError as `stage_backward_input`.
     """
-    gradients = stage_backward_input(outputs, output_grads, inputs)
+    input_grads = stage_backward_input(outputs, output_grads, inputs)
     if bag is not None:
-        bag.run()
-    return gradients
+        stage_backward_weight(bag)
+    return input_grads

@@ -1,6 +1,6 @@
 """What crosses the boundary between two stages: tensors in any nesting, dataclasses included, and plain constants.
 
-A tensor says itself, by `requires_grad`, whether it wants a gradient from the next stage.
+A tensor says by its `requires_grad` whether it wants a gradient from the next stage.
 """
 
 import dataclasses
@@ -14,72 +14,79 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_PLAIN = (
+_PLAIN_TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, slice, range, type, enum.Enum),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
 )
 
 
-class _Opened:
-    """A dataclass's instance as a node of the nesting: the user's class need not be registered anywhere."""
+class _DataclassNode:
+    """A dataclass instance as a node of a pytree, so that users need not register their class with torch."""
 
-    def __init__(self, kind: type, fields: dict[str, Any]) -> None:
-        self.kind, self.fields = kind, fields
+    def __init__(self, dataclass_type: type, fields: dict[str, Any]) -> None:
+        self.dataclass_type, self.fields = dataclass_type, fields
 
 
-def _close(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
-    kind, names = context
-    made: Any = object.__new__(kind)  # as it was: nobody's __init__ or __post_init__ runs again
+def _flatten_node(node: _DataclassNode) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+    return list(node.fields.values()), (node.dataclass_type, tuple(node.fields))
+
+
+def _rebuild_dataclass(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
+    dataclass_type, names = context
+    # the fields as they were: neither __init__ nor __post_init__ of the user's class runs a second time
+    instance: Any = object.__new__(dataclass_type)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
-pytree.register_pytree_node(
-    _Opened, lambda node: (list(node.fields.values()), (node.kind, tuple(node.fields))), _close
-)
+pytree.register_pytree_node(_DataclassNode, _flatten_node, _rebuild_dataclass)
 
 
-def _is_open(value: Any) -> bool:
+def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _open(value: Any) -> Any:
-    if not _is_open(value):
+def _dataclass_to_node(value: Any) -> Any:
+    if not _is_dataclass_instance(value):
         return value
-    names = [*(f.name for f in dataclasses.fields(value)), *getattr(value, "__dict__", ())]
-    fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return _Opened(type(value), {name: pytree.tree_map(_open, field) for name, field in fields.items()})
+    # declared fields, and attributes that somebody set on the instance beside them
+    names = [*(field.name for field in dataclasses.fields(value)), *getattr(value, "__dict__", ())]
+    fields = {}
+    for name in names:
+        if hasattr(value, name):
+            fields[name] = pytree.tree_map(_dataclass_to_node, getattr(value, name))
+    return _DataclassNode(type(value), fields)
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
     """As torch's `tree_flatten`, with dataclasses as nodes; its `tree_unflatten` gives them back."""
-    leaves, spec = pytree.tree_flatten(value)
-    if any(_is_open(leaf) for leaf in leaves):
-        return pytree.tree_flatten(pytree.tree_map(_open, value))
-    return leaves, spec
+    leaves, nesting = pytree.tree_flatten(value)
+    if any(_is_dataclass_instance(leaf) for leaf in leaves):
+        return pytree.tree_flatten(pytree.tree_map(_dataclass_to_node, value))
+    return leaves, nesting
 
 
-def tree_map(fn: Callable[[Any], Any], value: Any) -> Any:
-    """`fn` of every leaf, in the nesting of `value`."""
-    leaves, spec = flatten(value)
-    return pytree.tree_unflatten([fn(leaf) for leaf in leaves], spec)
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` of every leaf, in the nesting of `value`."""
+    leaves, nesting = flatten(value)
+    return pytree.tree_unflatten([function(leaf) for leaf in leaves], nesting)
 
 
-class _Search(pickle.Pickler):
-    """Looks through an object for tensors."""
+class _TensorSearch(pickle.Pickler):
+    """Pickles an object into nothing, and notes whether a tensor is inside."""
 
-    found = False
+    has_tensor = False
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return None
-        self.found = True
+        self.has_tensor = True
         return "tensor"
 
 
 def check_leaf(stage: int, leaf: Any) -> None:
-    """Raise ValueError for what cannot be handed to the next stage; with the remedy."""
+    """Raise ValueError for what cannot be handed to the next stage, with the remedy."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided or leaf.is_nested:
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
@@ -88,12 +95,13 @@ def check_leaf(stage: int, leaf: Any) -> None:
                 "parts (values, offsets, ...) or a padded one, and make it again in the next stage"
             )
         return
-    if isinstance(leaf, _PLAIN):
+    if isinstance(leaf, _PLAIN_TYPES):
         return
-    search = _Search(io.BytesIO())
+    # any other object is sent as a constant, if it can be pickled and hides no tensor
+    search = _TensorSearch(io.BytesIO())
     try:
         search.dump(leaf)
-        problem = "that holds a tensor, whose gradient would be nobody's" if search.found else ""
+        problem = "that holds a tensor, whose gradient would be nobody's" if search.has_tensor else ""
     except Exception as error:
         problem = f"that is neither a tensor nor a plain constant ({error})"
     if problem:
@@ -103,45 +111,48 @@ def check_leaf(stage: int, leaf: Any) -> None:
         )
 
 
-class _Alias(torch.autograd.Function):
+class _WritableView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> Tensor:
-        return gy
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
 
 
-class _Left(torch.autograd.Function):
+class _GraphlessView(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, where: str) -> Tensor:
-        ctx.where = where
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, owner: str) -> Tensor:
+        ctx.owner = owner
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         raise RuntimeError(
-            f"{ctx.where} was used outside of its stage, which is recomputed as a whole: it would get no gradient; "
+            f"{ctx.owner} was used outside of its stage, which is recomputed as a whole: it would get no gradient; "
             "return it from the stage, or use another recompute policy"
         )
 
 
-def left(value: Tensor, where: str) -> Tensor:
-    """A tensor that a forward without a graph leaves on a module: to be read, not to be differentiated."""
+def graphless_view(value: Tensor, owner: str) -> Tensor:
+    """`value`, which a forward without a graph left on a module: it can be read; its backward raises RuntimeError."""
     with torch.enable_grad():
-        made: Tensor = _Left.apply(torch.zeros((), requires_grad=True), value, where)
-    return made
+        # a Function without an input that requires grad would record no backward: the anchor is one
+        anchor = torch.zeros((), requires_grad=True)
+        view: Tensor = _GraphlessView.apply(anchor, value, owner)
+    return view
 
 
-def alias(value: Any) -> Any:
-    """What a stage is given for what it received: as in one process it may be written to in place.
+def writable_view(value: Any) -> Any:
+    """A received tensor as the module may take it: like any activation, it may be written in place.
 
-    A leaf that wants a gradient may not; this has the same memory and the leaf as its input. 3 us.
+    Autograd refuses that for a leaf that requires grad; this view has the same memory and the leaf as its input.
+    Costs 3 us.
     """
-    return _Alias.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
+    return _WritableView.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
-def copied(value: Any) -> Any:
-    """A copy, for a stage that may write into what it must start from again."""
+def clone_tensor(value: Any) -> Any:
+    """A copy of a tensor; anything else as it is."""
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""One loop over the actions of one rank: what a schedule says is what happens, in that order."""
+"""The executor: one loop over the actions of one rank. What a schedule says is what happens, in that order."""
 
 import time
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from core.pipeline.run.channel import Channel
-from core.pipeline.run.stage import Stage, StepFacts
+from core.pipeline.run.microbatch import StepContext
+from core.pipeline.run.stage import Stage
 from core.pipeline.schedule.actions import Action
 from core.pipeline.schedule.lower import RankPlan
 from core.pipeline.schedule.memory import MemoryWatch
@@ -17,11 +18,11 @@ from core.pipeline.schedule.timeline import Event, Measured
 
 
 class Clock:
-    """Starts and ends of actions: of the process on a CPU, of the device's own stream elsewhere."""
+    """Starts and ends of actions: process time on a CPU, events on the device's own stream elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[Action, Any, Any]] = []
+        self._marks: list[tuple[Action, Any, Any]] = []  # (action, start, end)
         self.begin = self._end = self.now()
 
     def now(self) -> Any:
@@ -41,26 +42,27 @@ class Clock:
         self._end = self.now()
 
     def measured(self) -> Measured:
-        """What was added, in seconds since the clock was made, and when it was stopped; waits for the device."""
+        """All actions and the end of the step, in seconds since the clock was made; waits for the device."""
         if self._device.type == "cpu":
 
-            def since(mark: Any) -> float:
-                return float(mark - self.begin)
+            def seconds(moment: Any) -> float:
+                return float(moment - self.begin)
         else:
             torch.accelerator.synchronize(self._device)
 
-            def since(mark: Any) -> float:
-                return float(self.begin.elapsed_time(mark)) / 1e3
+            def seconds(moment: Any) -> float:
+                return float(self.begin.elapsed_time(moment)) / 1e3  # elapsed_time is in milliseconds
 
-        return Measured(tuple(Event(a, since(start), since(end)) for a, start, end in self._marks), since(self._end))
+        events = tuple(Event(action, seconds(start), seconds(end)) for action, start, end in self._marks)
+        return Measured(events, seconds(self._end))
 
 
 class Executor:
     """Runs a rank's plan for one batch.
 
-    stages: the stages of this rank by index. outputs[m]: what the last stage gave for microbatch m, on the rank
-    that has it: [2] sums with a loss, else the output. where: what is under way, for the report of a failure.
-    watch: counts bytes, in a step for the automatic schedule.
+    stages: this rank's stages by index.
+    outputs: by microbatch, on the rank of the last stage: [2] sums of loss and tokens, or the output without a loss.
+    watch: counts bytes, in the measured step of the automatic schedule.
     """
 
     def __init__(
@@ -68,90 +70,107 @@ class Executor:
         plan: RankPlan,
         stages: Mapping[int, Stage],
         channel: Channel,
-        facts: StepFacts,
+        step: StepContext,
         watch: MemoryWatch | None = None,
     ) -> None:
-        self.plan, self.stages, self.channel, self.facts = plan, stages, channel, facts
+        self.plan, self.stages, self.channel, self.step = plan, stages, channel, step
         self._watch = watch
         self.outputs: dict[int, Any] = {}
-        self.doing: Action | None = None
-        self._here: dict[tuple[str, int, int | None], Any] = {}  # (F or B, stage that needs it, microbatch)
-        self._again = {(a.stage, a.microbatch) for a in plan.order if a.kind == "R"}
+        self.current_action: Action | None = None
+        # activations and gradients that wait on this rank: (F or B, stage that will take it, microbatch)
+        self._pending: dict[tuple[str, int, int | None], Any] = {}
+        self._recomputed = {(action.stage, action.microbatch) for action in plan.order if action.kind == "R"}
 
     def run(self, clock: Clock) -> None:
-        """Every action in order, then wait until what was sent has arrived."""
-        compute = self._compute if self._watch is None else partial(self._watched, self._watch)
+        """Every action in order, then wait until everything sent has arrived."""
+        compute = self._compute if self._watch is None else partial(self._compute_watched, self._watch)
         for action in self.plan.order:
-            self.doing = action
+            self.current_action = action
             if action.kind in "FIWR":
                 start = clock.now()
                 compute(action)
                 clock.add(action, start)
             else:
                 self._communicate(action)
-        self.doing = None
+        self.current_action = None
         self.channel.finish()
 
     @property
-    def where(self) -> str:
-        """Stage, microbatch and action under way, in words."""
-        if self.doing is None:
+    def position(self) -> str:
+        """Stage, microbatch and action under way, for the report of a failure."""
+        if self.current_action is None:
             return "after its last action"
-        kind, stage, microbatch = self.doing
-        of = "" if microbatch is None else f", microbatch {microbatch}"
-        return f"stage {stage}{of}, action {kind} ({self.doing})"
+        kind, stage, microbatch = self.current_action
+        microbatch_text = "" if microbatch is None else f", microbatch {microbatch}"
+        return f"stage {stage}{microbatch_text}, action {kind} ({self.current_action})"
 
-    def _watched(self, watch: MemoryWatch, action: Action) -> None:
-        kind, s, m = action
-        assert m is not None
+    def _compute_watched(self, watch: MemoryWatch, action: Action) -> None:
+        kind, stage, microbatch = action
+        assert microbatch is not None
 
         def run() -> tuple[Any, Any]:
             self._compute(action)
-            handed = self._here.get(("F", s + 1, m) if kind == "F" else ("B", s - 1, m))
-            return handed, self.stages[s].waiting(m) if kind == "I" else (s, m) not in self._again or kind == "R"
+            if kind == "F":
+                handed_on = self._pending.get(("F", stage + 1, microbatch))
+            else:
+                handed_on = self._pending.get(("B", stage - 1, microbatch))
+            if kind == "I":
+                return handed_on, self.stages[stage].tensors_until_weight_grad(microbatch)
+            leaves_graph = kind == "R" or (stage, microbatch) not in self._recomputed
+            return handed_on, leaves_graph
 
-        received = self._here.get(("F" if kind == "F" else "B", s, m)) if kind in "FI" else None
-        watch.around(action, self.stages[s].module, self.facts.parts[m], received, run)
+        received = None
+        if kind in "FI":
+            received = self._pending.get(("F" if kind == "F" else "B", stage, microbatch))
+        watch.around(action, self.stages[stage].module, self.step.microbatches[microbatch], received, run)
 
     def _compute(self, action: Action) -> None:
-        kind, s, m = action
-        assert m is not None
-        stage, facts = self.stages[s], self.facts
+        kind, index, microbatch = action
+        assert microbatch is not None
+        stage, step = self.stages[index], self.step
         match kind:
             case "F":
-                keep = facts.training and (s, m) not in self._again
-                output = stage.forward(m, self._here.pop(("F", s, m), None), facts, keep=keep)
+                # activation checkpointing: where an R follows, F keeps no graph
+                keep_graph = step.training and (index, microbatch) not in self._recomputed
+                received = self._pending.pop(("F", index, microbatch), None)
+                output = stage.forward(microbatch, received, step, keep_graph=keep_graph)
                 if not stage.last:
-                    self._here["F", s + 1, m] = output
-                elif keep or not facts.training:
-                    self.outputs[m] = output
+                    self._pending["F", index + 1, microbatch] = output
+                elif keep_graph or not step.training:
+                    self.outputs[microbatch] = output
             case "R":
-                output = stage.recompute(m, facts)
+                output = stage.recompute(microbatch, step)
                 if stage.last:
-                    self.outputs[m] = output
+                    self.outputs[microbatch] = output
             case "I":
-                gradients = None if stage.last else self._here.pop(("B", s, m))
-                found = stage.input_gradients(m, gradients, facts)
+                output_grads = None if stage.last else self._pending.pop(("B", index, microbatch))
+                input_grads = stage.input_gradients(microbatch, output_grads, step)
                 if not stage.first:
-                    self._here["B", s - 1, m] = found
+                    self._pending["B", index - 1, microbatch] = input_grads
             case "W":
-                stage.weight_gradients(m, facts)
+                stage.weight_gradients(microbatch, step)
 
     def _communicate(self, action: Action) -> None:
-        kind, s, m = action
+        kind, stage, microbatch = action
+        sync = self.step.sync
         match kind:
             case "RECV_F" | "RECV_B":
-                self._here[kind[-1], s, m] = self.channel.take(action)
-            case "SEND_F" | "SEND_B":
-                self.channel.send(action, self._here.pop((kind[-1], s + (1 if kind == "SEND_F" else -1), m)))
+                self._pending[kind[-1], stage, microbatch] = self.channel.take(action)
+            case "SEND_F":
+                self.channel.send(action, self._pending.pop(("F", stage + 1, microbatch)))
+            case "SEND_B":
+                self.channel.send(action, self._pending.pop(("B", stage - 1, microbatch)))
             case "REDUCE_GRAD":
-                self.facts.sync.stage_done(self.stages[s].module)
-            case "UNSHARD":
-                self.facts.sync.unshard(self.stages[s].module)
+                sync.stage_done(self.stages[stage].module)
+            case "UNSHARD":  # ZeRO-3: all-gather this stage's weights
+                sync.unshard(self.stages[stage].module)
             case "RESHARD":
-                self.facts.sync.reshard(self.stages[s].module)
+                sync.reshard(self.stages[stage].module)
 
-    def sums(self, device: torch.device) -> Tensor:
-        """[2] loss and tokens of all microbatches; zeros where the last stage is not."""
-        found = [self.outputs[m] for m in sorted(self.outputs)]
-        return torch.stack(found).sum(0) if found else torch.zeros(2, dtype=torch.float64, device=device)
+    def total(self, device: torch.device) -> Tensor:
+        """[2] loss and tokens of all microbatches; zeros on ranks without the last stage."""
+        # in the order of microbatches, not of the schedule: float sums must not depend on the schedule
+        sums = [self.outputs[microbatch] for microbatch in sorted(self.outputs)]
+        if not sums:
+            return torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.stack(sums).sum(0)

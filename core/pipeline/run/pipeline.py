@@ -16,8 +16,9 @@ from core.parallel_state.state import ParallelState
 from core.pipeline.run.channel import Channel
 from core.pipeline.run.executor import Clock, Executor
 from core.pipeline.run.failure import ToldToAll
+from core.pipeline.run.microbatch import StepContext
 from core.pipeline.run.plain_loop import BatchWatch, LossWatch, ScaleWatch, refuse_other_groups
-from core.pipeline.run.stage import Stage, StepFacts
+from core.pipeline.run.stage import Stage
 from core.pipeline.run.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
 from core.pipeline.run.tied import check_tables, set_apart, sum_apart
 from core.pipeline.schedule.actions import Schedule, check_placement
@@ -169,7 +170,7 @@ class Pipeline:
             self._run(executor, clock)
             self.grad_sync.finish()
             sum_apart(tied, self.ps)
-            result = self._result(executor.sums(self.ps.device))
+            result = self._result(executor.total(self.ps.device))
             clock.stop()
             self._batches.after_step()
             if alone and self._scales is not None:
@@ -182,11 +183,10 @@ class Pipeline:
     def evaluate(self, batch: Batch | None, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows."""
         with self._told_to_all("evaluate"):
-            return self._result(self._forward(batch, loss_fn).sums(self.ps.device))
+            return self._result(self._forward(batch, loss_fn).total(self.ps.device))
 
     def forward(self, batch: Batch | None) -> Any:
-        """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0; None on ranks
-        without the last stage."""
+        """The outputs in eval mode without gradients, joined along dim 0; None on ranks without the last stage."""
         with self._told_to_all("forward"):
             outputs = self._forward(batch, None).outputs
         return join_outputs([outputs[m] for m in sorted(outputs)]) if outputs else None
@@ -223,10 +223,10 @@ class Pipeline:
             self._run(executor, Clock(self.ps.device))
         return executor
 
-    def _facts(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **more: Any) -> StepFacts:
+    def _facts(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **more: Any) -> StepContext:
         parts = split_microbatches(batch, count) if batch is not None else [None] * count
         first = self.ps.index("dp") * count
-        return StepFacts(self.step_index, first, parts, loss_fn, self.grad_sync, **more)
+        return StepContext(self.step_index, first, parts, loss_fn, self.grad_sync, **more)
 
     def _tune(self) -> None:
         """After the first steps of "auto": measured costs, and the schedule that they lead to."""
@@ -261,7 +261,7 @@ class Pipeline:
         """The global rank of a pipeline rank; of this one for -1."""
         return self.ps.rank if index == -1 else self._ranks[index]
 
-    def _executor(self, schedule: Schedule, facts: StepFacts, batch: Batch | None) -> Executor:
+    def _executor(self, schedule: Schedule, facts: StepContext, batch: Batch | None) -> Executor:
         todo = self._connect(schedule)
         made = self.ps.connect((self._rank(a), self._rank(b)) for a, b in todo.links)
         groups = {(a, b): made[self._rank(a), self._rank(b)] for a, b in todo.links}
@@ -282,7 +282,7 @@ class Pipeline:
         finally:
             for generator, state in states:
                 generator.set_state(state)
-            self._where = executor.where
+            self._where = executor.position
             for stage in self.stages.values():
                 stage.clear()
 

@@ -21,11 +21,11 @@ from core.pipeline.run.step import (
     evaluating,
     forward_arguments,
     join_outputs,
+    loss_and_tokens,
     parts_of,
     scale_like,
     split_microbatches,
     stage_seed,
-    sums,
     without_autocast,
 )
 
@@ -94,7 +94,7 @@ class SingleStage:
                         loss_sum.backward(scale_like(loss_sum, loss_scale))
                 sync.after_input_grad(model)
                 sync.after_weight_grad(model)
-                found.append(sums(loss_sum, num_tokens, self.ps.device))
+                found.append(loss_and_tokens(loss_sum, num_tokens, self.ps.device))
         finally:
             self.stage.release()
         sync.stage_done(model)
@@ -105,7 +105,9 @@ class SingleStage:
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows. One all-reduce over dp-cp."""
         return self._result(
-            self._each(batch, lambda output, part: sums(*call_loss_fn(loss_fn, output, part), self.ps.device))
+            self._each(
+                batch, lambda output, part: loss_and_tokens(*call_loss_fn(loss_fn, output, part), self.ps.device)
+            )
         )
 
     def forward(self, batch: Batch) -> Any:

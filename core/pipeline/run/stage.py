@@ -1,354 +1,358 @@
-"""One stage on its rank: forward, recomputation, input gradients and weight gradients of its microbatches."""
+"""One pipeline stage on its rank: forward, recomputation, input gradients and weight gradients of microbatches."""
 
-from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from core.autograd import GradSync, NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
+from core.autograd import NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.compiled import make_compilable
 from core.autograd.module_state import Before, ModuleState
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
-from core.pipeline.run.boundary import alias, check_leaf, copied, flatten, left, tree_map
+from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
+from core.pipeline.run.boundary import check_leaf, clone_tensor, flatten, graphless_view, tree_map, writable_view
+from core.pipeline.run.microbatch import MicrobatchState, StepContext
 from core.pipeline.run.step import (
-    LossFn,
     call_loss_fn,
     call_next_stage,
     call_stage,
     check_loss,
     forward_arguments,
+    loss_and_tokens,
     scale_like,
     stage_seed,
-    sums,
     without_autocast,
 )
 
 
-@dataclass(eq=False)
-class _HeldForward:
-    """What a microbatch leaves behind between its F and its W.
-
-    received: the output of the stage before; its tensors that want a gradient are leaves of this stage's graph
-    (`leaves`).
-    ends: one per tensor of the output that `wants` a gradient: where that enters the graph, None if it has none. As
-    an edge and not as a tensor, so that the output itself is let go at once.
-    """
-
-    received: Any
-    leaves: list[Tensor]
-    microbatch: int
-    bag: WeightGradBag
-    ends: list[GradientEdge | None] = field(default_factory=list)
-    wants: list[bool] = field(default_factory=list)  # of each tensor of the output, as the next stage was told
-    seed: list[Tensor] = field(default_factory=list)  # the loss's own gradient, on the last stage
-    versions: list[int] = field(default_factory=list)  # of what an R will start from, before F
-    before: Before = field(default_factory=Before)  # the state of the modules before F, for R
-    given: Any = None  # the copy that F works on, where it may write into it
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """What every stage is told about a step.
-
-    step: its number. first: the global index of this replica's first microbatch. parts: the microbatches.
-    loss_fn: None where outputs are wanted. training: whether backward follows. sync: who reduces gradients.
-    """
-
-    step: int
-    first: int
-    parts: list[Any]
-    loss_fn: LossFn | None
-    sync: GradSync
-    training: bool = False
-    loss_scale: float | Tensor = 1.0
-
-
-def _versions(*values: Any) -> list[int]:
-    return [version_of(leaf) for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
+def _write_counts(*values: Any) -> list[int]:
+    """How often each tensor in `values` was written in place so far."""
+    leaves, _ = flatten(values)
+    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Stage:
-    """Runs one module as stage `index` of `stages`, any `nn.Module`.
+    """Runs any `nn.Module` as stage `index` of `stage_count`.
 
-    policy: "none", "layer", "selective", names or classes (see `apply_recompute`), or "stage": the executor
-    recomputes by R.
+    policy: activation recomputation: "none", "layer", "selective", names or classes (see `apply_recompute`), or
+    "stage": the schedule recomputes the whole stage by R actions.
     """
 
     def __init__(
-        self, module: nn.Module, index: int, stages: int, *, policy: Any, seed: int, device: torch.device
+        self, module: nn.Module, index: int, stage_count: int, *, policy: Any, seed: int, device: torch.device
     ) -> None:
-        if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+        if lazy:
             raise ValueError(
                 f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
                 "theirs from a forward; run one on a sample before you build the pipeline"
             )
-        own = getattr(module, "stage", None)
         self.module, self.index, self.device, self.seed = module, index, device, seed
-        self.first, self.last = index == 0, index == stages - 1
-        self.context = own if isinstance(own, StageContext) else StageContext()
-        self._undo: list[Any] = [reroute(module, self.context)]
+        self.first, self.last = index == 0, index == stage_count - 1
+
+        # our own models carry a context that their operations already hold; foreign modules get a new one
+        module_context = getattr(module, "stage", None)
+        self.context = module_context if isinstance(module_context, StageContext) else StageContext()
+        self._patches: list[Any] = [reroute(module, self.context)]
         if policy not in ("none", "stage"):
             try:
-                self._undo.append(apply_recompute(module, policy, stage=self.context))
+                self._patches.append(apply_recompute(module, policy, stage=self.context))
             except Exception:
                 self.close()
                 raise
-        self._arguments = forward_arguments(module)
-        self._held: dict[int, _HeldForward] = {}
-        self._compiled, self._state = False, ModuleState(module)
-        self._wants: list[bool] | None = None  # of the output's tensors in this step, once known
-        self._learnt: dict[Any, list[bool]] = {}  # by what is trained and what is received
-        self._left: set[tuple[int, str]] = set()  # attributes that want a gradient
-        self._trained: tuple[bool, ...] = ()
-        self._key: Any = None
-        self._writes: bool | None = None  # whether it writes into what it received; None until it was tried
-        self._fresh: list[nn.Parameter] = []  # without a gradient so far
+
+        self._forward_arguments = forward_arguments(module)
+        self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
+        self._has_compiled_code, self._module_state = False, ModuleState(module)
+        self._outputs_want_grad: list[bool] | None = None  # per output tensor, once known in this step
+        # the same from earlier steps, by what is trained and which inputs want a gradient
+        self._known_wants: dict[Any, list[bool]] = {}
+        self._known_wants_key: Any = None
+        self._trained_flags: tuple[bool, ...] = ()
+        self._grad_attributes: set[tuple[int, str]] = set()  # (module id, attribute) whose tensor wants a gradient
+        self._writes_inputs: bool | None = None  # whether the module writes into its inputs; None until tried
+        self._params_without_grad: list[nn.Parameter] = []
         for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
             make_compilable(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained now."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+        """The parameters that are trained now."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def close(self) -> None:
         """Give the module its own forwards back."""
-        while self._undo:
-            self._undo.pop().remove()
+        while self._patches:
+            self._patches.pop().remove()
 
     def prepare(self) -> None:
-        """Before a step: what is trained, which buffers there are, whether compiled code needs a bag it can reach."""
-        self._state.refresh(list(self.module.modules()))
-        self._compiled = any(
-            m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.module.modules()
+        """Before a step: note what is trained, which buffers exist and whether parts are compiled by torch."""
+        self._module_state.refresh(list(self.module.modules()))
+        self._has_compiled_code = any(
+            part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in self.module.modules()
         )
-        self._fresh = [p for p in self.parameters if p.grad is None]
-        self._wants, self._trained = None, tuple(p.requires_grad for p in self.module.parameters())
+        self._params_without_grad = [parameter for parameter in self.parameters if parameter.grad is None]
+        self._outputs_want_grad = None
+        self._trained_flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
 
-    def waiting(self, m: int) -> list[Tensor]:
-        """What waits for W of a microbatch."""
-        return self._held[m].bag.tensors()
+    def tensors_until_weight_grad(self, microbatch: int) -> list[Tensor]:
+        """Linear inputs and output gradients that the W of a microbatch still needs."""
+        return self._in_flight[microbatch].bag.tensors()
 
     def clear(self) -> None:
-        """Forget everything held, after a step or a failure."""
-        self._held.clear()
+        """Forget all microbatches, after a step or a failure."""
+        self._in_flight.clear()
         self.context.release()
 
-    def forward(self, m: int, received: Any, facts: StepFacts, *, keep: bool) -> Any:
-        """F: the output, detached, for the next stage, each tensor saying by `requires_grad` whether it wants a
-        gradient; [2] sums on the last stage (the output without a loss; None where R will make the sums).
+    def forward(self, microbatch: int, received: Any, step: StepContext, *, keep_graph: bool) -> Any:
+        """F: returns the output, detached, for the next stage; each tensor's `requires_grad` says whether this
+        stage wants a gradient for it. On the last stage [2] sums of loss and tokens (the output itself without a
+        loss; None where R will compute the sums).
 
-        keep: whether backward follows from this graph; otherwise R makes it.
+        keep_graph: whether I uses the graph of this forward; otherwise R makes it again.
         """
-        leaves: list[Tensor] = []
+        # cut the graph: what arrives becomes a leaf, whose gradient I sends back
+        input_leaves: list[Tensor] = []
 
-        def leaf(value: Any) -> Any:
+        def make_leaf(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
-            leaves.append(value.detach().requires_grad_())
-            return leaves[-1]
+            input_leaves.append(value.detach().requires_grad_())
+            return input_leaves[-1]
 
-        if facts.training:  # one tensor is the common case, and quicker
-            received = leaf(received) if isinstance(received, Tensor) else tree_map(leaf, received)
-        held = _HeldForward(received, leaves, facts.first + m, WeightGradBag(compiled=self._compiled, open=False))
-        again = facts.training and not keep
-        if again:
-            held.versions, held.before = _versions(received, facts.parts[m]), self._state.before()
-        facts.sync.before_forward(self.module)
-        # the first F that R will repeat has a graph as well, until it returns: it says which outputs want gradients
-        told = keep or (again and not self.last and self._wants is None and not self._has_learnt(received))
-        with torch.set_grad_enabled(told):
-            output = self._call(m, held, facts, again=again)
-        if not facts.training:
-            return (
-                sums(output[0], output[1], self.device)
-                if self.last and facts.loss_fn is not None
-                else self._evaluated(output)
-            )
-        self._held[m] = held
-        if again:
-            self._state.after(held.before)
-            self._mark_left(held.before, told)
-            self._see_writes(held)
-        if self.last:
-            if again:
-                return None
-            self._keep_loss(held, output, facts)
-            return sums(output[0], output[1], self.device)
-        return self._hand_over(held, output, keep=keep, told=told)
+        if step.training:  # a single tensor is the common case, and needs no pytree
+            received = make_leaf(received) if isinstance(received, Tensor) else tree_map(make_leaf, received)
+        bag = WeightGradBag(compiled=self._has_compiled_code, open=False)
+        state = MicrobatchState(received, input_leaves, step.first_microbatch + microbatch, bag)
 
-    def _mark_left(self, before: Before, told: bool) -> None:
-        """After an F that R will repeat: what it put on modules and wanted a gradient has none."""
+        will_recompute = step.training and not keep_graph
+        if will_recompute:
+            state.input_versions = _write_counts(received, step.microbatches[microbatch])
+            state.modules_before = self._module_state.before()
+        step.sync.before_forward(self.module)
+
+        # activation checkpointing runs F without a graph. Only the very first such F makes one, and drops it at its
+        # end: it tells which outputs want a gradient, and so what the next stage must send back
+        wants_unknown = will_recompute and not self.last and self._outputs_want_grad is None
+        with_graph = keep_graph or (wants_unknown and not self._recall_wants(received))
+        with torch.set_grad_enabled(with_graph):
+            output = self._call(microbatch, state, step, will_recompute=will_recompute)
+        if not step.training:
+            return self._evaluation_output(output, step)
+
+        self._in_flight[microbatch] = state
+        if will_recompute:
+            self._module_state.after(state.modules_before)
+            self._guard_attributes(state.modules_before, with_graph)
+            self._notice_input_writes(state)
+        if not self.last:
+            return self._hand_over(state, output, keep_graph=keep_graph, with_graph=with_graph)
+        if will_recompute:
+            return None
+        self._remember_loss_edge(state, output, step)
+        return loss_and_tokens(output[0], output[1], self.device)
+
+    def _guard_attributes(self, before: Before, with_graph: bool) -> None:
+        """Tensors that a graphless F left on modules cannot be differentiated: using them in a loss must raise."""
         for module, name, _ in before.attributes:
             value = module.__dict__.get(name)
             if not isinstance(value, Tensor):
                 continue
-            if told and value.requires_grad:
-                self._left.add((id(module), name))
-            if (id(module), name) in self._left:
-                module.__dict__[name] = left(value, f"`{name}` of a {type(module).__name__} of stage {self.index}")
+            if with_graph and value.requires_grad:
+                self._grad_attributes.add((id(module), name))
+            if (id(module), name) in self._grad_attributes:
+                owner = f"`{name}` of a {type(module).__name__} of stage {self.index}"
+                module.__dict__[name] = graphless_view(value, owner)
 
-    def _has_learnt(self, received: Any) -> bool:
-        """Whether an earlier step, with the same parameters trained, told which outputs want gradients."""
-        self._key = self._trained, tuple(x.requires_grad for x in flatten(received)[0] if isinstance(x, Tensor))
-        self._wants = self._learnt.get(self._key)
-        return self._wants is not None
+    def _recall_wants(self, received: Any) -> bool:
+        """Whether an earlier step, with the same parameters trained, showed which outputs want gradients."""
+        leaves, _ = flatten(received)
+        inputs_want_grad = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor))
+        self._known_wants_key = self._trained_flags, inputs_want_grad
+        self._outputs_want_grad = self._known_wants.get(self._known_wants_key)
+        return self._outputs_want_grad is not None
 
-    def _evaluated(self, output: Any) -> Any:
-        """An output that nothing follows from, for the next stage or the caller."""
+    def _evaluation_output(self, output: Any, step: StepContext) -> Any:
+        """What a forward without backward returns: sums of a loss, or the output without a graph."""
+        if self.last and step.loss_fn is not None:
+            return loss_and_tokens(output[0], output[1], self.device)
         if not self.last:
             tree_map(partial(check_leaf, self.index), output)
-        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
-    def recompute(self, m: int, facts: StepFacts) -> Tensor | None:
-        """R: the graph of the microbatch again, from the same input, weights and random numbers.
+    def recompute(self, microbatch: int, step: StepContext) -> Tensor | None:
+        """R, activation checkpointing of a whole stage: builds the graph of a microbatch from the same input,
+        weights and random numbers as F.
 
-        Returns [2] sums on the last stage, whose loss is computed here and not in F.
+        Returns [2] sums of loss and tokens on the last stage, whose loss is computed here and not in F.
+        Raises RuntimeError: the input was written in place since F, or another output wants a gradient now.
         """
-        held = self._held[m]
-        if held.versions != _versions(held.received, facts.parts[m]):
+        state = self._in_flight[microbatch]
+        if state.input_versions != _write_counts(state.received, step.microbatches[microbatch]):
             raise RuntimeError(
                 f"stage {self.index} changed its input or its microbatch in place: it cannot be recomputed from it; "
                 "clone it in the stage, or use recompute='none'"
             )
-        facts.sync.before_forward(self.module)
-        with torch.enable_grad(), self._state.as_before(held.before):
-            output = self._call(m, held, facts)
+        step.sync.before_forward(self.module)
+        with torch.enable_grad(), self._module_state.as_before(state.modules_before):
+            output = self._call(microbatch, state, step)
         if self.last:
-            self._keep_loss(held, output, facts)
-            return sums(output[0], output[1], self.device)
+            self._remember_loss_edge(state, output, step)
+            return loss_and_tokens(output[0], output[1], self.device)
+
+        # the next stage was told in F which gradients to send; what wants one only now would never get it
         tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-        if any(y.requires_grad and not want for y, want in zip(tensors, held.wants, strict=True)):
-            raise RuntimeError(
-                f"stage {self.index} returned a tensor that wants a gradient for microbatch {m}, and wanted none "
-                "before in this step; let it depend on trained parameters in every microbatch, or in none"
-            )
-        self._keep(held, tensors)
+        for tensor, wanted in zip(tensors, state.outputs_want_grad, strict=True):
+            if tensor.requires_grad and not wanted:
+                raise RuntimeError(
+                    f"stage {self.index} returned a tensor that wants a gradient for microbatch {microbatch}, and "
+                    "wanted none before in this step; let it depend on trained parameters in every microbatch, or "
+                    "in none"
+                )
+        self._remember_output_edges(state, tensors)
         return None
 
-    def _call(self, m: int, held: _HeldForward, facts: StepFacts, *, again: bool = False) -> Any:
-        """The module's output; on the last stage (loss_sum, num_tokens), which is R's where it will run `again`."""
-        self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
-        part = facts.parts[m]
-        seed = stage_seed(self.seed, facts.step, held.microbatch, self.index)
-        for generator in generators_of(self.device):  # whose states the pipeline puts back after the step
+    def _call(
+        self, microbatch: int, state: MicrobatchState, step: StepContext, *, will_recompute: bool = False
+    ) -> Any:
+        """The module's output; on the last stage (loss_sum, num_tokens), unless R will compute the loss."""
+        # every random number is a function of seed, step and microbatch, so that R draws the dropout mask of F
+        self.context.begin(seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag)
+        seed = stage_seed(self.seed, step.step, state.global_index, self.index)
+        for generator in generators_of(self.device):  # for foreign modules; the pipeline restores them after the step
             generator.manual_seed(seed)
-        received, part = self._given(held, part, again)
+
+        received, batch = self._module_inputs(state, step.microbatches[microbatch], will_recompute)
         if self.first:
-            output = call_stage(self.module, part, self._arguments)
+            output = call_stage(self.module, batch, self._forward_arguments)
         else:
-            output = call_next_stage(self.module, received, part, self._arguments)
-        if self.last and facts.loss_fn is not None and not again:
-            output = call_loss_fn(facts.loss_fn, output, part)
-        self.context.release()  # a module of two stages defers into the one that has a bag
+            output = call_next_stage(self.module, received, batch, self._forward_arguments)
+        if self.last and step.loss_fn is not None and not will_recompute:
+            output = call_loss_fn(step.loss_fn, output, batch)
+        self.context.release()  # a module that stands in two stages must not defer into this microbatch's bag
         return output
 
-    def _given(self, held: _HeldForward, part: Any, again: bool) -> tuple[Any, Any]:
-        """What the module is called with: it may write into it, as in one process; R starts from what is held."""
-        received = held.received
-        if not again or self._writes is False:
-            return alias(received) if isinstance(received, Tensor) else tree_map(alias, received), part
-        held.given = tree_map(copied, (received, part))
-        return held.given
+    def _module_inputs(self, state: MicrobatchState, batch: Any, will_recompute: bool) -> tuple[Any, Any]:
+        """What the module is called with. It may write into it, as in one process; R needs the original."""
+        received = state.received
+        if will_recompute and self._writes_inputs is not False:
+            state.writable_copy = tree_map(clone_tensor, (received, batch))
+            return state.writable_copy
+        if isinstance(received, Tensor):
+            return writable_view(received), batch
+        return tree_map(writable_view, received), batch
 
-    def _see_writes(self, held: _HeldForward) -> None:
-        """After a first F that R will repeat: whether the module wrote into the copy that it was given."""
-        if held.given is not None:
-            self._writes = bool(self._writes) or any(_versions(held.given))
-            held.given = None
+    def _notice_input_writes(self, state: MicrobatchState) -> None:
+        """After a first F that R will repeat: if the module wrote into its copy, later ones need copies as well."""
+        if state.writable_copy is not None:
+            self._writes_inputs = bool(self._writes_inputs) or any(_write_counts(state.writable_copy))
+            state.writable_copy = None
 
-    def _hand_over(self, held: _HeldForward, output: Any, *, keep: bool, told: bool) -> Any:
-        """The output for the next stage; `told`: its tensors say whether they want a gradient."""
-        leaves, spec = ([output], None) if isinstance(output, Tensor) else flatten(output)
+    def _hand_over(self, state: MicrobatchState, output: Any, *, keep_graph: bool, with_graph: bool) -> Any:
+        """The output for the next stage, without its graph, each tensor marked by whether it wants a gradient."""
+        leaves, nesting = ([output], None) if isinstance(output, Tensor) else flatten(output)
         for leaf in leaves:
             check_leaf(self.index, leaf)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        before = self._wants
-        if before is not None and len(before) == len(tensors):
-            wants = [a or y.requires_grad for a, y in zip(before, tensors, strict=True)]
-        elif told:
-            wants = [y.requires_grad for y in tensors]
-        else:  # nobody could tell
-            wants = [y.is_floating_point() or y.is_complex() for y in tensors]
-        held.wants = wants
-        if before is None:
-            self._wants = wants
-            if told and not keep:
-                self._learnt[self._key] = wants
-        if keep:
-            self._keep(held, tensors)
-        rest = iter(wants)
-        made = [leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return made[0] if spec is None else pytree.tree_unflatten(made, spec)
 
-    def _keep(self, held: _HeldForward, tensors: list[Tensor]) -> None:
-        """Remember where gradients enter the graph of these outputs."""
-        wanted = [y for y, want in zip(tensors, held.wants, strict=True) if want]
-        held.ends = [get_gradient_edge(y) if y.requires_grad else None for y in wanted]
+        earlier_wants = self._outputs_want_grad
+        if earlier_wants is not None and len(earlier_wants) == len(tensors):
+            pairs = zip(earlier_wants, tensors, strict=True)
+            wants_grad = [earlier or tensor.requires_grad for earlier, tensor in pairs]
+        elif with_graph:
+            wants_grad = [tensor.requires_grad for tensor in tensors]
+        else:  # a graphless F with another number of outputs: ask for every gradient that could be needed
+            wants_grad = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+        state.outputs_want_grad = wants_grad
+        if earlier_wants is None:
+            self._outputs_want_grad = wants_grad
+            if with_graph and not keep_graph:
+                self._known_wants[self._known_wants_key] = wants_grad
+        if keep_graph:
+            self._remember_output_edges(state, tensors)
 
-    def _keep_loss(self, held: _HeldForward, output: tuple[Tensor, Tensor | float], facts: StepFacts) -> None:
-        """The same for the loss, whose gradient is known."""
-        if check_loss(*output):
-            held.ends, held.seed = [get_gradient_edge(output[0])], [scale_like(output[0], facts.loss_scale)]
+        remaining_wants = iter(wants_grad)
+        detached = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                leaf = leaf.detach().requires_grad_(next(remaining_wants))
+            detached.append(leaf)
+        return detached[0] if nesting is None else pytree.tree_unflatten(detached, nesting)
 
-    def input_gradients(self, m: int, gradients: list[Tensor] | None, facts: StepFacts) -> list[Tensor]:
-        """I: gradients of the outputs that want one in, those of the inputs that do out; the graph is gone after it.
+    def _remember_output_edges(self, state: MicrobatchState, tensors: list[Tensor]) -> None:
+        """Keep where gradients enter the graph of these outputs, for I."""
+        edges = []
+        for tensor, wanted in zip(tensors, state.outputs_want_grad, strict=True):
+            if wanted:
+                edges.append(get_gradient_edge(tensor) if tensor.requires_grad else None)
+        state.output_edges = edges
 
-        gradients: None on the last stage. An input that nothing depends on gets zeros: the stage before waits.
-        Without autocast, as torch recommends: every operation's backward has the dtype of its forward.
+    def _remember_loss_edge(
+        self, state: MicrobatchState, loss: tuple[Tensor, Tensor | float], step: StepContext
+    ) -> None:
+        """The same for the loss, whose gradient is the loss scale."""
+        loss_sum, num_tokens = loss
+        if check_loss(loss_sum, num_tokens):
+            state.output_edges = [get_gradient_edge(loss_sum)]
+            state.loss_gradient = [scale_like(loss_sum, step.loss_scale)]
+
+    def input_gradients(self, microbatch: int, output_grads: list[Tensor] | None, step: StepContext) -> list[Tensor]:
+        """I: takes the gradients of the outputs that want one, returns those of the inputs that do; frees the graph.
+
+        output_grads: None on the last stage. An input that nothing depends on gets zeros: the previous stage waits
+        for a message in any case. Autocast is off, as torch recommends for backward: every operation's backward has
+        the dtype of its forward.
         """
-        held = self._held[m]
-        facts.sync.before_input_grad(self.module)
-        given = zip(held.ends, held.seed if gradients is None else gradients, strict=True)
-        pairs = [(end, gradient) for end, gradient in given if end is not None]
-        if pairs:
-            # whoever runs a forward again in here (torch's checkpoint) finds the context of the first time
-            self.context.begin(seed=self.seed, step=facts.step, microbatch=held.microbatch, bag=held.bag)
-            held.bag.open = True
-            with without_autocast(self.device):
-                torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
-            held.bag.open = False
-            self.context.release()
-        facts.sync.after_input_grad(self.module, held.bag.parameters())
-        found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in held.leaves]
-        self._own_gradients([*held.bag.tensors(), *found])
-        held.received, held.leaves, held.ends, held.seed = None, [], [], []
-        return found
-
-    def _own_gradients(self, kept: list[Tensor]) -> None:
-        """Autograd may make a view of an output gradient a parameter's `.grad`, and add the next microbatch's into
-        it: into what waits for W, or is being sent."""
-        first = [(p, p.grad) for p in self._fresh if p.grad is not None]  # none with main_grad, whose owner takes it
-        if not first:
-            return
-        memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        for parameter, gradient in first:
-            if gradient.layout is torch.strided and gradient.untyped_storage().data_ptr() in memory:
-                parameter.grad = gradient.clone()
-        self._fresh = [p for p in self._fresh if p.grad is None]
-
-    def weight_gradients(self, m: int, facts: StepFacts) -> None:
-        """W: empty the bag; a parameter is ready when the last of its thunks has run."""
-        bag, sync = self._held.pop(m).bag, facts.sync
+        state = self._in_flight[microbatch]
+        if output_grads is None:
+            output_grads = state.loss_gradient
+        step.sync.before_input_grad(self.module)
+        # torch's own checkpoint may run a forward again in here: it must find the context of the first time
+        self.context.begin(seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag)
+        state.bag.open = True
         with without_autocast(self.device):
-            self._empty(bag, sync)
+            gradients = stage_backward_input(state.output_edges, output_grads, state.input_leaves)
+        state.bag.open = False
+        self.context.release()
+        step.sync.after_input_grad(self.module, state.bag.parameters())
 
-    def _empty(self, bag: WeightGradBag, sync: GradSync) -> None:
-        if isinstance(sync, NullGradSync):
-            bag.run()
+        input_grads = []
+        for leaf, gradient in zip(state.input_leaves, gradients, strict=True):
+            input_grads.append(gradient if gradient is not None else torch.zeros_like(leaf))
+        self._unshare_new_gradients([*state.bag.tensors(), *input_grads])
+        state.received, state.input_leaves, state.output_edges, state.loss_gradient = None, [], [], []
+        return input_grads
+
+    def _unshare_new_gradients(self, needed_later: list[Tensor]) -> None:
+        """Copy new `.grad`s that share memory with tensors needed later.
+
+        Autograd may make a parameter's first `.grad` a view of an output gradient; the next microbatch would add
+        into it, and so into what waits for W or is being sent.
+        """
+        # parameters with main_grad have no .grad: the owner of main_grad takes the gradient
+        with_new_grad = [parameter for parameter in self._params_without_grad if parameter.grad is not None]
+        if not with_new_grad:
             return
-        sync.before_weight_grad(self.module)
-        left = Counter(bag.parameters())
-        while len(bag):
-            parameter = bag.run_one()
-            left[parameter] -= 1
-            if not left[parameter]:
-                sync.ready(parameter)
-        sync.after_weight_grad(self.module)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in needed_later}
+        for parameter in with_new_grad:
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.layout is torch.strided and gradient.untyped_storage().data_ptr() in addresses:
+                parameter.grad = gradient.clone()
+        self._params_without_grad = [parameter for parameter in self._params_without_grad if parameter.grad is None]
+
+    def weight_gradients(self, microbatch: int, step: StepContext) -> None:
+        """W: empties the bag; `sync` hears of each parameter whose gradient of this microbatch is complete."""
+        bag, sync = self._in_flight.pop(microbatch).bag, step.sync
+        with without_autocast(self.device):
+            if isinstance(sync, NullGradSync):
+                stage_backward_weight(bag)
+            else:
+                sync.before_weight_grad(self.module)
+                stage_backward_weight(bag, on_ready=sync.ready)
+                sync.after_weight_grad(self.module)

@@ -122,7 +122,7 @@ def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:
     return torch.full_like(loss, scale, requires_grad=False)
 
 
-def sums(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
+def loss_and_tokens(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
     """[2] float64: loss and tokens of a microbatch, detached."""
     if not isinstance(num_tokens, Tensor):  # filled in on the device, not copied there
         num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=device)

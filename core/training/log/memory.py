@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from core.data_parallel import DataParallel
 from core.data_parallel.memory import StateBytes, expected_bytes
-from core.optimizer import AdamW, Offload, ShardedOptimizer
+from core.optimizer import Offload, ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of
@@ -47,10 +47,10 @@ class MemoryReport:
     def __init__(self, stages: Modules, ps: ParallelState, *, say: Callable[[str], None] = print) -> None:
         self.stages, self.ps, self._say = stages, ps, say
         self.shard: DataParallel | None = None
-        self.optimizer: AdamW | ShardedOptimizer | None = None
+        self.optimizer: ShardedOptimizer | None = None
         self.usages: dict[str, list[Usage]] = {}
 
-    def holds(self, shard: DataParallel | None = None, optimizer: AdamW | ShardedOptimizer | None = None) -> None:
+    def holds(self, shard: DataParallel | None = None, optimizer: ShardedOptimizer | None = None) -> None:
         """From now on these are counted too."""
         self.shard = shard if shard is not None else self.shard
         self.optimizer = optimizer if optimizer is not None else self.optimizer
@@ -66,17 +66,14 @@ class MemoryReport:
         for buffer in self.shard.buffers if self.shard is not None else ():
             weights += buffer.memory["weights"]
             gradients += buffer.memory["gradients"]
-        states = []
-        if isinstance(self.optimizer, AdamW):
-            states = [part.tensor for parts in self.optimizer.states().values() for part in parts.values()]
         buffers = [b for module in modules for b in module.buffers()]
-        return {"parameters": weights, "gradients": gradients, "optimizer": states, "buffers": buffers}
+        return {"parameters": weights, "gradients": gradients, "buffers": buffers}
 
     def here(self, activations: int = 0) -> Usage:
         """This rank's bytes of now; nothing is communicated."""
         seen: set[int] = set()
         found = {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
-        if isinstance(self.optimizer, ShardedOptimizer):
+        if self.optimizer is not None:
             found["optimizer"], found["host"] = self.optimizer.memory()
         return Usage(**found, activations=activations, **_accelerator(self.ps.device))
 
@@ -107,7 +104,7 @@ class MemoryReport:
 
         Collective, as `at`. Raises ValueError: no `DataParallel` and sharded optimizer were given to `holds`.
         """
-        if self.shard is None or not isinstance(self.optimizer, ShardedOptimizer):
+        if self.shard is None or self.optimizer is None:
             raise ValueError(
                 "the formulas are of 1 DataParallel and its optimizer, 0 given; call holds(shard, optimizer)"
             )

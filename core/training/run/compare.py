@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from core.data_parallel import PerParameterGradSync
+from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel
-from core.optimizer import AdamW, OptimizerConfig
+from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
@@ -29,13 +29,13 @@ def first_step_alone(
         parallel=alone,
         seed=model.seed,
     )
-    sync = PerParameterGradSync(whole, alone)
-    optimizer = AdamW(whole, alone, OptimizerConfig(lr=0.0), grad_sync=sync)
+    shard = DataParallel(whole, alone)
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))
     executor = SingleStage(
         whole,
         ps=alone,
         num_microbatches=training.global_batch_size // training.micro_batch_size,
-        grad_sync=sync,
+        grad_sync=shard,
         seed=training.seed,
     )
     result = executor.step(batches.batch(0), next_token_loss)
