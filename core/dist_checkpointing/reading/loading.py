@@ -110,10 +110,7 @@ def load(
     # read: the first step that writes into tensors
     fill = partial(read_once, ps=ps) if _shares_reads(stored, ps, share_reads) else read
     targets = partial(_targets, _without_misfits(local, report), stored, key_mapping)
-    problem = problem_of(lambda: fill(stored, targets(), verify=verify))
-    if isinstance(problem, (OSError, ValueError)):
-        problem = DamagedCheckpoint(str(problem))
-    agree(problem, ps)
+    agree(_as_damage(problem_of(lambda: fill(stored, targets(), verify=verify))), ps)
 
     values = this_load.values
     state = this_load.optimizers.finish(lambda path, leaf: _loaded_leaf(path, leaf, values), values)
@@ -171,6 +168,13 @@ def open_stored(checkpoint_dir: str | Path, *, sizes: bool = True) -> StoredChec
         raise
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(str(error)) from error
+
+
+def _as_damage(problem: Exception | None) -> Exception | None:
+    """An error of reading files as `DamagedCheckpoint`, which has a manager fall back to an older step."""
+    if isinstance(problem, (OSError, ValueError)):
+        return DamagedCheckpoint(str(problem))
+    return problem
 
 
 def _writable(leaf: Any) -> Any:
