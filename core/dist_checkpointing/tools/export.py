@@ -9,7 +9,7 @@ from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.planning.cuts import cuts
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
-from core.dist_checkpointing.storage.place import open_store, space_for
+from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
 from core.dist_checkpointing.tools.shards import SHARD, Tensor, new_folder, write
 from core.parallel_state.flat import Box
 
@@ -81,7 +81,7 @@ def export(
     """The whole model in safetensors files, streamed; returns what was written."""
     found = tensors(stored, dtype)
     total = sum(t.nbytes for t in found)
-    with new_folder(folder) as temporary, space_for(open_store(temporary), total):
+    with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
         write(stored, found, temporary, done, shard_bytes)
     return found
 
@@ -95,7 +95,7 @@ def per_rank(
         name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1)
         ranks[name] = tensors(stored, tp=(rank, tp), pp=(stage, pp))
     total = sum(t.nbytes for found in ranks.values() for t in found)
-    with new_folder(folder) as temporary, space_for(open_store(temporary), total):
+    with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
         for name, found in ranks.items():
             (temporary / name).mkdir()
             write(stored, found, temporary / name, done, shard_bytes)

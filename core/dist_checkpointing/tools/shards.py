@@ -15,7 +15,7 @@ import numpy as np
 
 from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.dist_checkpointing.format.grid import blocks
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.address import root_and_name
 from core.dist_checkpointing.tools.stream import stream
@@ -135,7 +135,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     if "://" in os.fspath(path):
         raise ValueError(f"{path}: these files are written into a local directory only; copy them from there")
     folder, name = root_and_name(path)
-    final, root, uuid = Path(folder, name), Root(folder), uuid4().hex
+    final, root, uuid = Path(folder, name), CheckpointRoot(folder), uuid4().hex
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{final} is there already; give a directory that is to be made")
     root.sweep()
