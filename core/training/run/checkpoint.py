@@ -12,7 +12,7 @@ import torch
 from core.dist_checkpointing.manager import CheckpointManager
 from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.reading.loading import load
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
@@ -117,7 +117,7 @@ class Checkpoints(AbstractContextManager):
             )
         self.optimizer.load_state_dict(state["optimizer"])
         optimizer = self.optimizer
-        layouts = Stored.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
+        layouts = StoredCheckpoint.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
         before, after = (" ".join(f"{axis}={layout[axis]}" for axis in sorted(layout)) for layout in layouts)
         self.say(
             f"resumed from {url}: step {told['step']}, next sample {told['samples']}, optimizer "
