@@ -1,7 +1,6 @@
 """One model on many data-parallel ranks: who holds which shard of weights, gradients and states, and when it moves.
 
-The stages of ZeRO (arXiv 1910.02054); sums and gathers are those of a ring all-reduce taken apart, a reduce-scatter
-and an all-gather, so that stage 1 sends no more than plain data parallelism.
+An all-reduce is a reduce-scatter and an all-gather; ZeRO (arXiv 1910.02054) updates between the two.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -108,8 +107,8 @@ class DataParallel(GradSync):
         self._units: dict[nn.Module, StageUnits] = {}
         for members in stages.values():
             stage = members.module
-            stage_buffers = {buffer_of[parameter] for parameter in members.parameters}
-            holders[stage] = [buffer for buffer in self.buffers if buffer in stage_buffers]
+            in_stage = {buffer_of[parameter] for parameter in members.parameters}
+            holders[stage] = [buffer for buffer in self.buffers if buffer in in_stage]
             if needs_units(holders[stage], zero_stage, self.overlap):
                 begins = partial(self._plain_backward, stage)
                 self._units[stage] = make_units(members, holders[stage], zero_stage, begins)
@@ -390,7 +389,7 @@ class DataParallel(GradSync):
         return list(self._unused)
 
     def remove(self) -> None:
-        """Undo: full parameters in memory of their own, the next gradients in `.grad` again. All-gather at stage 3."""
+        """Undo: full parameters in memory of their own, and gradients in `.grad` again. All-gather at stage 3."""
         for hook in self._hooks:
             hook.remove()
         self.copies.remove()
