@@ -110,8 +110,8 @@ class DataParallel(GradSync):
             in_stage = {buffer_of[parameter] for parameter in members.parameters}
             holders[stage] = [buffer for buffer in self.buffers if buffer in in_stage]
             if needs_units(holders[stage], zero_stage, self.overlap):
-                begins = partial(self._plain_backward, stage)
-                self._units[stage] = make_units(members, holders[stage], zero_stage, begins)
+                backward_begins = partial(self._plain_backward, stage)
+                self._units[stage] = make_units(members, holders[stage], zero_stage, backward_begins)
         unit_of: dict[Parameter, Unit] = {}
         for units in self._units.values():
             for unit in units.layers:
@@ -167,7 +167,6 @@ class DataParallel(GradSync):
         return {name: p for p, name in self._names.items()}
 
     # what executors call
-
     def _own_stage(self, stage: nn.Module) -> nn.Module:
         """The stage as it was given to us: an executor may have a wrapped or compiled one, if there is only one."""
         if stage in self._stages:

@@ -1,8 +1,8 @@
 """A parameter whose memory was freed (ZeRO-3): its shape and its gradient are there, its values must be gathered.
 
 Outside of its unit a program may well read it: `state_dict`, a deep copy, a penalty over all weights, a method that
-is not `forward`, a layer that uses another one's weight. Then its bucket is gathered on the spot and lent until the next
-step, with a warning the first time.
+is not `forward`, a layer that uses another one's weight. Then its bucket is gathered on the spot and lent until the
+next step, with a warning the first time.
 """
 
 from typing import Any
