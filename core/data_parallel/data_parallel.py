@@ -14,14 +14,14 @@ from torch.nn import Parameter
 from core.autograd.protocols import GradSync
 from core.data_parallel.buffers.buffer_copies import BufferCopies
 from core.data_parallel.buffers.buffers import Buffer, partial_views, sum_views
-from core.data_parallel.buffers.gradient import ParameterSlot
+from core.data_parallel.buffers.gradient import ParameterSlot, make_slots, set_units
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
-from core.data_parallel.buffers.units import StageUnits, Unit, make_units, needs_units
+from core.data_parallel.buffers.units import StageUnits, make_units, needs_units
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.weights.start import same_on_all
-from core.data_parallel.weights.table import Units, entries_of, stages_of
+from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.flat import Bucket, bucket_table
 from core.parallel_state.modules import Modules, named_parameters
@@ -99,25 +99,10 @@ class DataParallel(GradSync):
             overlap = runs_beside_us or zero_stage >= 2 or backward_passes is not None
         self.overlap = overlap
 
-        # Who holds what: pipeline stages hold buckets, units (layers) are gathered and freed together.
-        slots = self._make_slots()
-        buffer_of = {slot.parameter: slot.buffer for slot in slots}
+        slots = make_slots(self.buffers, self._names)
         self._stages = [members.module for members in stages.values()]
-        holders: dict[nn.Module, list[Buffer]] = {}
         self._units: dict[nn.Module, StageUnits] = {}
-        for members in stages.values():
-            stage = members.module
-            in_stage = {buffer_of[parameter] for parameter in members.parameters}
-            holders[stage] = [buffer for buffer in self.buffers if buffer in in_stage]
-            if needs_units(holders[stage], zero_stage, self.overlap):
-                backward_begins = partial(self._plain_backward, stage)
-                self._units[stage] = make_units(members, holders[stage], zero_stage, backward_begins)
-        unit_of: dict[Parameter, Unit] = {}
-        for units in self._units.values():
-            for unit in units.layers:
-                unit_of.update(dict.fromkeys(unit.parameters, unit))
-        for slot in slots:
-            slot.unit = unit_of.get(slot.parameter)
+        holders = self._assign_units(stages, slots)
         self._gradient_sums = GradientSums(
             holders,
             slots,
@@ -146,11 +131,21 @@ class DataParallel(GradSync):
             buffers.append(buffer)
         return tuple(buffers)
 
-    def _make_slots(self) -> list[ParameterSlot]:
-        numbered = ((buffer, index, p) for buffer in self.buffers for index, p in enumerate(buffer.parameters))
-        return [
-            ParameterSlot(parameter, self._names[parameter], buffer, index) for buffer, index, parameter in numbered
-        ]
+    def _assign_units(
+        self, stages: Mapping[int, Members], slots: Sequence[ParameterSlot]
+    ) -> dict[nn.Module, list[Buffer]]:
+        """Who holds what: pipeline stages hold buckets (returned), units (layers) are gathered and freed together."""
+        buffer_of = {slot.parameter: slot.buffer for slot in slots}
+        holders: dict[nn.Module, list[Buffer]] = {}
+        for members in stages.values():
+            stage = members.module
+            in_stage = {buffer_of[parameter] for parameter in members.parameters}
+            holders[stage] = [buffer for buffer in self.buffers if buffer in in_stage]
+            if needs_units(holders[stage], self.zero_stage, self.overlap):
+                backward_begins = partial(self._plain_backward, stage)
+                self._units[stage] = make_units(members, holders[stage], self.zero_stage, backward_begins)
+        set_units(slots, self._units.values())
+        return holders
 
     def _refuse_owned(self) -> None:
         if owned := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:

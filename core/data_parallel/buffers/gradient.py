@@ -8,7 +8,7 @@ which is then what counts until the step.
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.life import Phase
-from core.data_parallel.buffers.units import Unit
+from core.data_parallel.buffers.units import StageUnits, Unit
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.parallel_state.layout import layout_of
 
@@ -282,3 +282,22 @@ def store_gradient(slot: ParameterSlot, full: Tensor, factor: float) -> None:
     if first < last:
         elements = full.detach().reshape(-1)[first - lies_at.start : last - lies_at.start]
         local_gradient_of(slot).copy_(elements.to(slot.buffer.grad_dtype) * factor)
+
+
+def make_slots(buffers: Iterable[Buffer], names: Mapping[Parameter, str]) -> list[ParameterSlot]:
+    """One per parameter, in the order of the buckets."""
+    slots = []
+    for buffer in buffers:
+        for index, parameter in enumerate(buffer.parameters):
+            slots.append(ParameterSlot(parameter, names[parameter], buffer, index))
+    return slots
+
+
+def set_units(slots: Iterable[ParameterSlot], stage_units: Iterable[StageUnits]) -> None:
+    """Tell each slot which layer is gathered and freed with its parameter."""
+    unit_of: dict[Parameter, Unit] = {}
+    for units in stage_units:
+        for unit in units.layers:
+            unit_of.update(dict.fromkeys(unit.parameters, unit))
+    for slot in slots:
+        slot.unit = unit_of.get(slot.parameter)
