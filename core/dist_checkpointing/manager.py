@@ -12,11 +12,11 @@ from typing import Any, Literal, SupportsFloat
 from core.dist_checkpointing.planning.exchange import exchanged_cells, gather_json, local_cells
 from core.dist_checkpointing.planning.prepare import SavePlan, Weights
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.lock import Lock
 from core.dist_checkpointing.publish.retention import Retention, checked_metrics
-from core.dist_checkpointing.publish.root import Root, step_name
 from core.dist_checkpointing.reading.loading import load
-from core.dist_checkpointing.storage.place import PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from core.dist_checkpointing.writing.async_save import BackgroundCall, SaveStats, WriterProgram
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.saving import Saver
@@ -106,11 +106,11 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Every committed step, ascending."""
-        return Root(self.root).steps()
+        return CheckpointRoot(self.root).steps()
 
     def url(self, step: int) -> str:
         """Where a step lies. ValueError: there is none, with those that there are."""
-        return Root(self.root).open(step).address
+        return CheckpointRoot(self.root).open(step).address
 
     # Saving
 
@@ -192,7 +192,7 @@ class CheckpointManager:
             return
 
         def enter() -> None:
-            root = Root(self.root, stale_s=self.stale_s)
+            root = CheckpointRoot(self.root, stale_s=self.stale_s)
             self._lock = root.lock()
             root.wait_for_writers(self.timeout_s)
             root.sweep()
@@ -303,7 +303,7 @@ class CheckpointManager:
         """
 
         def find() -> list[int]:
-            Root(self.root, stale_s=self.stale_s).wait_for_writers(self.timeout_s)
+            CheckpointRoot(self.root, stale_s=self.stale_s).wait_for_writers(self.timeout_s)
             return self.steps()
 
         self._wait_for_save()
@@ -337,8 +337,8 @@ class CheckpointManager:
 
 def log_file(root: str, rank: int) -> str | None:
     """The log file of a rank's writer program; None beside an object store."""
-    directory = Root(root).files
-    if not isinstance(directory, PosixPlace):
+    directory = CheckpointRoot(root).files
+    if not isinstance(directory, PosixCheckpointDir):
         return None
     folder = os.path.join(directory.path, ".logs")
     os.makedirs(folder, exist_ok=True)

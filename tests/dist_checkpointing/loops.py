@@ -9,7 +9,7 @@ import torch
 from core.dist_checkpointing import ShardedTensor, load, save
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import whole
 
@@ -35,7 +35,7 @@ def rounds(folder, count):
     for number in range(count):
         url = urls[number % 2]
         save(state(number), url)
-        assert check(open_place(url), full=True) == []
+        assert check(open_checkpoint_dir(url), full=True) == []
         found = load(state(-9), url)
         assert found["step"] == number and bool((found["w3"] == number + 3).all())
         streamed(url, number)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import CheckpointManager
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import write_receipt
 from core.dist_checkpointing.publish.lock import Orphaned, Others
-from core.dist_checkpointing.publish.root import Root
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.writer import MAX_LOG_BYTES
 from tests.dist_checkpointing import toy
@@ -37,14 +37,16 @@ def test_who_beats_is_waited_for():
 
 def test_an_orphan_gives_up_its_own_attempt_alone(tmp_path):
     """In this process, as rank 0 of 2; another attempt, a step and a user's file stay."""
-    root = Root(tmp_path)
+    root = CheckpointRoot(tmp_path)
     toy.save(root, 2, 1)
     root.begin(1, "b" * 32)
     (tmp_path / "notes.txt").write_text("mine")
     before = set(os.listdir(tmp_path))
     writer, job = program(tmp_path, world_size=2, timeout_s=600)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core.dist_checkpointing.publish.root.Others", lambda *told: Others(*told, silent_s=0.1))
+        patch.setattr(
+            "core.dist_checkpointing.publish.checkpoint_root.Others", lambda *told: Others(*told, silent_s=0.1)
+        )
         with pytest.raises(Orphaned):
             job.conclude(lambda: True)
     job.abandon()
@@ -96,7 +98,7 @@ def wait_until(done, seconds=120):
 @pytest.mark.full
 def test_a_writer_leaves_when_its_job_is_gone(ranks, tmp_path):
     """It would wait for a receipt that nobody writes, for ten minutes."""
-    root = Root(tmp_path)
+    root = CheckpointRoot(tmp_path)
     toy.save(root, 2, 1)
     root.begin(1, "b" * 32)
     before = set(os.listdir(tmp_path))
@@ -109,7 +111,7 @@ def test_a_writer_leaves_when_its_job_is_gone(ranks, tmp_path):
 def test_a_writer_waits_for_ranks_that_go_on(ranks, tmp_path):
     """The writer of another rank outlives the job, too: what both have written is a checkpoint."""
     pid = orphan(ranks, tmp_path)
-    root = Root(tmp_path)
+    root = CheckpointRoot(tmp_path)
     with root.beating(1, UUID, every=0.2):
         time.sleep(7)
         assert is_there(pid) and root.steps() == []

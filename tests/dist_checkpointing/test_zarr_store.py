@@ -11,7 +11,7 @@ import zarr
 
 from core.dist_checkpointing.format.arrays import STORED_DTYPES
 from core.dist_checkpointing.format.digest import file_crc
-from core.dist_checkpointing.storage.zarr_store import Reader, Writer, _Flight
+from core.dist_checkpointing.storage.zarr_store import Reader, Writer, _Operations
 from core.parallel_state.flat import slices, whole
 from tests.dist_checkpointing.places import (
     Folder,
@@ -276,7 +276,7 @@ class FakeFuture:
 
 
 def test_the_budget():
-    log, flight = [], _Flight(100)
+    log, flight = [], _Operations(100)
     for size in (60, 30, 20, 250, 10):
         flight.start("x", size, lambda size=size: FakeFuture(log, size), None)
     assert log == [60, 30, -60, 20, -30, -20, 250, -250, 10]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import read_manifest
-from core.dist_checkpointing.publish.root import Root
 from core.optimizer import OptimizerConfig
 from core.training import (
     CheckpointConfig,
@@ -255,5 +255,8 @@ def keeps_the_best(directory):
 def test_a_run_keeps_its_best_checkpoint(ranks, tmp_path):
     """Of which the loss was largest: the first, before it learned."""
     ranks(keeps_the_best, str(tmp_path), world=1)
-    found = {step: read_manifest(Root(tmp_path).open(step)).run["metrics"]["loss"] for step in Root(tmp_path).steps()}
+    found = {
+        step: read_manifest(CheckpointRoot(tmp_path).open(step)).run["metrics"]["loss"]
+        for step in CheckpointRoot(tmp_path).steps()
+    }
     assert len(found) == 2 and max(found) == N and found[min(found)] >= found[N]

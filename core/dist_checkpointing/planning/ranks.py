@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from core.dist_checkpointing.planning.exchange import gather_json
-from core.dist_checkpointing.storage.place import DiskFullError
+from core.dist_checkpointing.storage.checkpoint_dir import DiskFullError
 from core.parallel_state import ParallelState, current_state, model_parallel_is_initialized
 
 T = TypeVar("T")

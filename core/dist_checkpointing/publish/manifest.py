@@ -8,7 +8,7 @@ from typing import Any
 
 from core.dist_checkpointing.format.grid import cell_name
 from core.dist_checkpointing.format.json_files import seal, unseal
-from core.dist_checkpointing.storage.place import Place
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 
 FORMAT = 1
 TAGGED = 2  # of the root group, where objects name types: `leaves`
@@ -32,7 +32,7 @@ class Manifest:
         return seal({"format": FORMAT, "uuid": self.uuid, "files": files, "run": dict(self.run)})
 
 
-def read_manifest(place: Place) -> Manifest:
+def read_manifest(place: CheckpointDir) -> Manifest:
     """Raises ValueError naming the file: missing, damaged, of a newer format, or with paths that lead elsewhere."""
     file = place.url + MANIFEST
     try:

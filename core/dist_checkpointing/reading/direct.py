@@ -19,8 +19,8 @@ import numpy as np
 from core.dist_checkpointing.format.grid import cell_name, cells
 from core.dist_checkpointing.format.zarr_metadata import CRC_BYTES, Chunking, Json
 from core.dist_checkpointing.publish.manifest import Files
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, PosixCheckpointDir
 from core.dist_checkpointing.storage.fs import open_regular
-from core.dist_checkpointing.storage.place import Place, PosixPlace
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, intersect, relative, slices
 
@@ -36,10 +36,10 @@ _MAX_BUFFERS = 512  # of one system call (the system's limit is 1024)
 
 
 def fastest_reader(
-    directory: Place, metadata: Mapping[str, Json], files: Files | None, *, budget_bytes: int
+    directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None, *, budget_bytes: int
 ) -> "Reader | DirectReader":
     """The fastest reader for a directory. files: what the manifest says, to be checked by a reader that can."""
-    if FAST and isinstance(directory, PosixPlace):
+    if FAST and isinstance(directory, PosixCheckpointDir):
         return DirectReader(directory, metadata, files)
     return Reader(directory, metadata, budget_bytes=budget_bytes)
 
@@ -47,7 +47,9 @@ def fastest_reader(
 class DirectReader:
     """See `zarr_store.Reader`. files: path -> (size, digest); each file read must be that one. None: unchecked."""
 
-    def __init__(self, directory: PosixPlace, metadata: Mapping[str, Json], files: Files | None = None) -> None:
+    def __init__(
+        self, directory: PosixCheckpointDir, metadata: Mapping[str, Json], files: Files | None = None
+    ) -> None:
         self._directory, self._files = directory, files
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-read")

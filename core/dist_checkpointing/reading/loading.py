@@ -27,7 +27,7 @@ from core.dist_checkpointing.state.leaves import decode
 from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, map_leaves
 from core.dist_checkpointing.state.names import KeyMapping, Renames, Source
 from core.dist_checkpointing.state.tensors import fillable, native
-from core.dist_checkpointing.storage.place import PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import whole
 
@@ -157,7 +157,7 @@ def _shares_reads(stored: StoredCheckpoint, ps: ParallelState, requested: bool |
                 "share_reads=False"
             )
     hosts = {host for _, host in reports}
-    return bool(requested) or len(hosts) > 1 or not isinstance(stored.directory, PosixPlace)
+    return bool(requested) or len(hosts) > 1 or not isinstance(stored.directory, PosixCheckpointDir)
 
 
 def open_stored(checkpoint_dir: str | Path, *, sizes: bool = True) -> StoredCheckpoint:

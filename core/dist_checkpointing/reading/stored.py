@@ -17,7 +17,7 @@ from core.dist_checkpointing.format.json_files import parse_json
 from core.dist_checkpointing.format.zarr_metadata import Json, info_of
 from core.dist_checkpointing.publish.check import check, crc_of
 from core.dist_checkpointing.publish.manifest import MANIFEST, Manifest, read_manifest
-from core.dist_checkpointing.storage.place import Place, open_place
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, open_checkpoint_dir
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StoredCheckpoint:
     objects: key -> value. derived: key -> how to get an array that is not stored. format: of the root group.
     """
 
-    directory: Place
+    directory: CheckpointDir
     manifest: Manifest
     metadata: Mapping[str, Json]
     objects: Mapping[str, Any]
@@ -42,7 +42,7 @@ class StoredCheckpoint:
         Raises FileNotFoundError: no checkpoint there. ValueError: damaged (the file is named), a newer format, or
         metadata that no checkpoint of ours has.
         """
-        directory = open_place(url)
+        directory = open_checkpoint_dir(url)
         if directory.size(MANIFEST) is None:
             raise FileNotFoundError(
                 f"{directory.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"

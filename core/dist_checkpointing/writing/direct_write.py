@@ -19,7 +19,7 @@ import numpy as np
 from core.dist_checkpointing.format.grid import cell_name, cells
 from core.dist_checkpointing.format.zarr_metadata import CRC_BYTES, Chunking, Json, check_metadata
 from core.dist_checkpointing.reading.direct import FAST, crc32c
-from core.dist_checkpointing.storage.place import Place, PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, PosixCheckpointDir
 from core.dist_checkpointing.storage.zarr_store import Writer
 from core.parallel_state.flat import Box, extent, slices
 
@@ -28,10 +28,10 @@ _MAX_UNITS = 256  # of a cell: twice as many buffers go into one system call (th
 
 
 def fastest_writer(
-    directory: Place, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int
+    directory: CheckpointDir, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int
 ) -> "Writer | DirectWriter":
     """The fastest writer for a directory."""
-    if FAST and isinstance(directory, PosixPlace):
+    if FAST and isinstance(directory, PosixCheckpointDir):
         return DirectWriter(directory, metadata, durable=durable, budget_bytes=budget_bytes)
     return Writer(directory, metadata, durable=durable, budget_bytes=budget_bytes)
 
@@ -40,7 +40,7 @@ class DirectWriter:
     """See `zarr_store.Writer`. entries: path -> (size, digest) of the files that tensorstore did not write."""
 
     def __init__(
-        self, directory: PosixPlace, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int
+        self, directory: PosixCheckpointDir, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int
     ) -> None:
         for key, node in metadata.items():
             check_metadata(key, node)

@@ -18,6 +18,7 @@ from core.dist_checkpointing.format.grid import cell_name
 from core.dist_checkpointing.format.json_files import canonical_json
 from core.dist_checkpointing.format.zarr_metadata import Json, group_metadata
 from core.dist_checkpointing.publish.check import crc_of
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import (
     commit,
     merge_receipts,
@@ -26,9 +27,8 @@ from core.dist_checkpointing.publish.commit import (
     write_receipt,
 )
 from core.dist_checkpointing.publish.manifest import min_manifest_bytes, planned_files
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, space_for
 from core.dist_checkpointing.storage.fs import MAX_JSON_BYTES
-from core.dist_checkpointing.storage.place import Place, space_for
 from core.dist_checkpointing.storage.zarr_store import Writer
 from core.dist_checkpointing.writing.direct_write import DirectWriter, fastest_writer
 from core.parallel_state.flat import Box
@@ -64,11 +64,11 @@ class Job:
     budget_bytes: int = 192 << 20
 
     @cached_property
-    def _root(self) -> Root:
-        return Root(self.root)
+    def _root(self) -> CheckpointRoot:
+        return CheckpointRoot(self.root)
 
     @property
-    def _directory(self) -> Place:
+    def _directory(self) -> CheckpointDir:
         """Where this attempt's files are written before the commit."""
         return self._root.temporary(self.name, self.uuid)
 

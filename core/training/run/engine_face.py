@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from core.dist_checkpointing import load, save
 from core.dist_checkpointing.planning.ranks import agree, from_first, problem_of
 from core.dist_checkpointing.storage.address import below, parse_address
-from core.dist_checkpointing.storage.place import open_store
+from core.dist_checkpointing.storage.checkpoint_dir import open_dir
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
 from core.training.config import TrainingConfig
 from core.training.run.checkpoint import Checkpoints
@@ -228,7 +228,7 @@ class EngineFace(nn.Module):
         where = parse_address(save_dir)
         save(state, below(where, name), ps=ps)
         if save_latest:
-            note = problem_of(lambda: open_store(where).write("latest", name.encode())) if ps.rank == 0 else None
+            note = problem_of(lambda: open_dir(where).write("latest", name.encode())) if ps.rank == 0 else None
             agree(note, ps)
 
     def load_checkpoint(
@@ -291,7 +291,7 @@ def _as_text(client_state: Mapping[str, Any]) -> str:
 
 
 def _found(where: str, tag: str | int | None) -> str | None:
-    place = open_store(where)
+    place = open_dir(where)
     if tag is None and place.size("latest") is not None:
         tag = place.read("latest").decode().strip()
     if tag is None:
