@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import ByHand, Heard
-from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import all_gather, all_gather_objects
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
 
@@ -145,8 +145,8 @@ class _Hands:
             self._by_hand.close()
 
     def _hear(self, heard: Heard) -> None:
-        if heard.is_of_part:
-            self._tell(heard.words(*self._modules))
+        if heard.sees_only_shard:
+            self._tell(heard.message(*self._modules))
         elif heard.kind == "reduction" and heard.joined and not heard.of_gradient:
             self._tell(
                 f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
