@@ -1,5 +1,6 @@
 # make          sets up .venv once      make test      the tests       make pretrain   a GPT on 4 processes
 # make lint     ruff and mypy           make test-all  every product   make pretrain-long   below gzip
+# make docs     the documentation as a site in site/
 SHELL := /bin/bash
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -12,7 +13,7 @@ LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel
 	--optimizer.lr 2e-3 --optimizer.min-lr 2e-4
 TORCHRUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
-.PHONY: setup test test-all lint format pretrain pretrain-long benchmarks
+.PHONY: setup test test-all lint docs format pretrain pretrain-long benchmarks
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -32,6 +33,10 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# links are checked; a warning is an error
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .

@@ -5,6 +5,8 @@ import contextlib
 import io
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,14 @@ def test_messages_of_the_troubleshooting_page_are_the_code_s():
     assert len(messages) > 15
     missing = [m for m in messages if any(part not in sources for part in re.split(r" ?\[?\.\.\.\]? ?", m))]
     assert not missing
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """Every link of every page leads somewhere, every exported name has its docstring's page."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    api = (tmp_path / "site/api/core.pipeline/index.html").read_text()
+    assert "core.pipeline.run.pipeline.Pipeline" in api
+    assert (tmp_path / "site/source/core/pipeline/run/stage.py/index.html").exists()

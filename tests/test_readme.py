@@ -3,6 +3,8 @@
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,12 @@ def test_python_in_the_readme_parses():
     assert blocks
     for block in blocks:
         ast.parse(block)
+
+
+def test_the_first_python_of_the_readme_runs():
+    first = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+    done = subprocess.run([sys.executable, "-c", first], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

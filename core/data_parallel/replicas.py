@@ -47,7 +47,7 @@ def check_shards(buffers: Sequence[Buffer], module: Modules, ps: ParallelState) 
     """`check_replicas` where parameters are divided (ZeRO-3): HSDP copies, tensor ranks that hold the same, and
     frozen parameters, which nobody divides."""
     held = [(buffer.weights, segment) for buffer in buffers for segment in buffer.segments]
-    parts = [(_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.at)]) for weights, s in held]
+    parts = [(_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)]) for weights, s in held]
     cut = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
     compare(parts + _whole(((name, p) for name, p in named_parameters(module) if id(p) not in cut), ps), ps)
 

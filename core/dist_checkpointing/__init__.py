@@ -1,32 +1,24 @@
 """The whole state on disk in an open format, whatever the mesh. Names are loaded at first use: the writer program
 and the command line import this package without torch."""
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "ShardedTensor": "state.mapping",
-    "ShardedObject": "state.mapping",
-    "sharded_state_dict": "state.mapping",
-    "save": "writing.saving",
-    "load": "reading.loading",
-    "load_common_state_dict": "reading.loading",
-    "load_plain_tensors": "reading.loading",
-    "lazy_tensors": "reading.lazy",
-    "load_tensors_metadata": "reading.loading",
-    "CheckpointManager": "manager",
-    "Root": "publish.root",
-    "register": "state.leaves",
-    "Source": "state.names",
-    "Concat": "state.names",
-}
+from core.lazy_exports import lazy_exports
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+if TYPE_CHECKING:
+    from core.dist_checkpointing.manager import CheckpointManager as CheckpointManager
+    from core.dist_checkpointing.publish.root import Root as Root
+    from core.dist_checkpointing.reading.lazy import lazy_tensors as lazy_tensors
+    from core.dist_checkpointing.reading.loading import load as load
+    from core.dist_checkpointing.reading.loading import load_common_state_dict as load_common_state_dict
+    from core.dist_checkpointing.reading.loading import load_plain_tensors as load_plain_tensors
+    from core.dist_checkpointing.reading.loading import load_tensors_metadata as load_tensors_metadata
+    from core.dist_checkpointing.state.leaves import register as register
+    from core.dist_checkpointing.state.mapping import ShardedObject as ShardedObject
+    from core.dist_checkpointing.state.mapping import ShardedTensor as ShardedTensor
+    from core.dist_checkpointing.state.mapping import sharded_state_dict as sharded_state_dict
+    from core.dist_checkpointing.state.names import Concat as Concat
+    from core.dist_checkpointing.state.names import Source as Source
+    from core.dist_checkpointing.writing.saving import save as save
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)

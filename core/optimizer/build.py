@@ -1,12 +1,14 @@
 """The optimizer that a configuration names."""
 
 from core.data_parallel import DataParallel
+from core.optimizer.adamw import ShardedAdamW
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.muon import ShardedMuon
 from core.optimizer.sgd import ShardedSGD
-from core.optimizer.sharded import ShardedAdamW, ShardedOptimizer
+from core.optimizer.sharded import ShardedOptimizer
 from core.optimizer.state.flat_shard import Decays
 from core.optimizer.state.offload import Offload
+from core.parallel_state.layout import Layout
 
 
 def build_optimizer(
@@ -19,12 +21,19 @@ def build_optimizer(
                 f"Muon multiplies matrices where its states are, but offload={offload.kind!r} holds a fraction "
                 f"{offload.fraction} of them on the host; use fraction 0, or optimizer='adamw'"
             )
-        return ShardedMuon(shard, config, hidden=_hidden(config.muon_except))
-    kind = ShardedSGD if config.optimizer == "sgd" else ShardedAdamW
-    return kind(shard, config, offload=offload)
+        return ShardedMuon(shard, config, hidden=_hidden_matrices(config.muon_except))
+    if config.optimizer == "sgd":
+        return ShardedSGD(shard, config, offload=offload)
+    return ShardedAdamW(shard, config, offload=offload)
 
 
-def _hidden(words: str) -> Decays | None:
-    """The matrices that have none of the words in their name."""
-    outer = [word.strip().lower() for word in words.split(",") if word.strip()]
-    return (lambda name, layout: not any(word in name.lower() for word in outer)) if outer else None
+def _hidden_matrices(muon_except: str) -> Decays | None:
+    """A test for matrices that have none of the words of `muon_except` in their name; None if it has no words."""
+    excluded = [word.strip().lower() for word in muon_except.split(",") if word.strip()]
+    if not excluded:
+        return None
+
+    def is_hidden(name: str, layout: Layout) -> bool:
+        return not any(word in name.lower() for word in excluded)
+
+    return is_hidden

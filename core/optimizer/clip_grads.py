@@ -1,7 +1,8 @@
-"""What a plain loop calls between `backward` and `step`, for a model that is split over ranks, by torch's names.
+"""Gradient clipping and loss scaling for plain loops over a model that is split over ranks, under torch's names.
 
-torch's own `clip_grad_norm_` and `GradScaler` look at one rank's part of the gradients: tensor ranks would scale
-differently and drift apart, pipeline stages be clipped by norms of their own.
+torch's own `clip_grad_norm_` and `GradScaler` look at one rank's shard of the gradients: tensor ranks would scale
+differently and drift apart, and every pipeline stage would be clipped by a norm of its own. To clip by value needs no
+norm: torch's `clip_grad_value_` is elementwise, and right on shards.
 """
 
 import math
@@ -20,7 +21,7 @@ from core.parallel_state.spread import keep_layouts
 Parameters = nn.Module | Tensor | Iterable[Tensor]
 
 
-def _listed(parameters: Parameters) -> list[Tensor]:
+def _as_list(parameters: Parameters) -> list[Tensor]:
     """All parameters, those without a gradient too: which ones have one differs between stages."""
     if isinstance(parameters, nn.Module):
         keep_layouts(parameters)
@@ -44,22 +45,26 @@ def get_grad_norm(parameters: Parameters, norm_type: float = 2.0, *, parallel: P
     Raises ValueError: parameters whose gradients a `DataParallel` keeps.
     """
     ps = parallel if parallel is not None else current_state()
-    own = _listed(parameters)
-    _refuse_main_grad(own)
-    parts = []
-    for parameter in own:
+    local_parameters = _as_list(parameters)
+    _refuse_main_grad(local_parameters)
+    gradients = []
+    for parameter in local_parameters:
         layout = layout_of(parameter)
-        if parameter.grad is not None and layout.owned_by(ps.coordinate):
-            gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
-            whole = gradient if parameter.grad.is_sparse else true_part(gradient, layout, ps.coordinate, ps.sizes)
-            parts.append(whole.detach().reshape(-1))
+        # of several ranks that hold the same elements one counts them; padded rows count nowhere
+        if parameter.grad is None or not layout.owned_by(ps.coordinate):
+            continue
+        if parameter.grad.is_sparse:
+            gradient = parameter.grad.coalesce().values()
+        else:
+            gradient = true_part(parameter.grad, layout, ps.coordinate, ps.sizes)
+        gradients.append(gradient.detach().reshape(-1))
     if norm_type == 2.0:
-        return sum_in_rank_order(shard_squares(parts, ps.device), None, ps)[0].sqrt()
-    norms = [torch.linalg.vector_norm(part, norm_type).double().reshape(1) for part in parts]
-    none = torch.zeros(1, dtype=torch.float64, device=ps.device)
+        return sum_in_rank_order(shard_squares(gradients, ps.device), None, ps)[0].sqrt()
+    norms = [torch.linalg.vector_norm(gradient, norm_type).double().reshape(1) for gradient in gradients]
+    zero = torch.zeros(1, dtype=torch.float64, device=ps.device)  # of a rank that counts nothing
     if math.isinf(norm_type):
-        return all_reduce(torch.cat([none, *norms]).max().reshape(1), ps.world, "max")[0]
-    total = torch.cat([none, *norms]).pow(norm_type).sum().reshape(1)
+        return all_reduce(torch.cat([zero, *norms]).max().reshape(1), ps.world, "max")[0]
+    total = torch.cat([zero, *norms]).pow(norm_type).sum().reshape(1)
     return all_reduce(total, ps.world)[0].pow(1.0 / norm_type)
 
 
@@ -75,17 +80,18 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model: the same factor on every rank.
 
-    Returns the norm, before; see `get_grad_norm`. Raises RuntimeError, on every rank: a norm that is not finite,
-    with `error_if_nonfinite`.
+    Returns the norm before clipping; see `get_grad_norm`. Raises RuntimeError, on every rank: a norm that is not
+    finite, with `error_if_nonfinite`.
     """
-    own = _listed(parameters)
-    norm = get_grad_norm(own, norm_type, parallel=parallel)
+    local_parameters = _as_list(parameters)
+    norm = get_grad_norm(local_parameters, norm_type, parallel=parallel)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the model's gradients is {norm.item()}: they cannot be clipped; set "
             "error_if_nonfinite=False to scale by it anyway"
         )
-    torch.nn.utils.clip_grads_with_norm_([p for p in own if p.grad is not None], max_norm, norm, foreach)
+    with_gradient = [parameter for parameter in local_parameters if parameter.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm, foreach)
     return norm
 
 
@@ -107,12 +113,12 @@ class GradScaler(torch.amp.GradScaler):
         return super()._check_scale_growth_tracker(funcname)
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, Tensor]:
-        """found_inf by device, the largest of all ranks'."""
+        """found_inf by device, the maximum over all ranks."""
         _refuse_main_grad(p for group in optimizer.param_groups for p in group["params"])
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
+        found_inf: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
         ps = self._parallel if self._parallel is not None else current_state()
         flag = torch.zeros(1, dtype=torch.float32, device=ps.device)
-        for here in found.values():
-            flag = torch.maximum(flag, here.to(ps.device).reshape(1))
-        all_reduce(flag, ps.world, "max")
-        return {device: flag[0].to(device) for device in found or {ps.device: flag}}
+        for device_flag in found_inf.values():
+            flag = torch.maximum(flag, device_flag.to(ps.device).reshape(1))
+        all_reduce(flag, ps.world, "max")  # one rank's overflow skips the step on all, so weights stay equal
+        return {device: flag[0].to(device) for device in found_inf or {ps.device: flag}}

@@ -1,4 +1,4 @@
-"""What the optimizer is told, under Megatron's names."""
+"""The optimizer's configuration, under Megatron's names."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
-MUON_LR = ("match_rms_adamw", "original")
-DECAYS = ("matrices", "all")
-MOST_STEPS = 1 << 62  # a number of updates is multiplied by shares of it, in floats
+MUON_LR_SCALES = ("match_rms_adamw", "original")
+DECAY_CHOICES = ("matrices", "all")
+MOST_STEPS = 1 << 62  # step counts are multiplied by fractions, in floats: larger ones lose precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +24,23 @@ class OptimizerConfig:
     """Largest learning rate."""
 
     min_lr: float = 0.0
-    """Learning rate at the end of the way down."""
+    """Learning rate at the end of the decay."""
 
     lr_schedule: str = "constant"
     """constant, inverse_sqrt, linear, cosine, wsd; or of DeepSpeed WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle,
     LRRangeTest, which read lr_schedule_options, and of the fields here lr only, where they need one."""
 
     lr_warmup_steps: int = 0
-    """Updates on the way up to lr."""
+    """Updates of the warm-up, from 0 up to lr."""
 
     lr_warmup_fraction: float = 0.0
-    """Share of lr_decay_steps on the way up, where lr_warmup_steps is 0; DeepSpeed's schedules do not read it."""
+    """Share of lr_decay_steps that is warm-up, where lr_warmup_steps is 0; DeepSpeed's schedules do not read it."""
 
     lr_decay_steps: int | None = None
     """Update at which linear, cosine and wsd reach min_lr; they need it. A run's default: training.train_steps."""
 
     lr_wsd_decay_steps: int | None = None
-    """Updates of wsd's way down, the last ones before lr_decay_steps; wsd needs it."""
+    """Updates of wsd's decay, the last ones before lr_decay_steps; wsd needs it."""
 
     lr_schedule_options: dict[str, str | float] = field(default_factory=dict)
     """Parameters of a schedule of DeepSpeed's, by their names there."""
@@ -110,23 +110,27 @@ class OptimizerConfig:
             not share or decay is not None or bool(self.lr_warmup_steps) or self.lr_schedule not in LR_SCHEDULES,
             f"lr_warmup_fraction={share} is a share of lr_decay_steps, which is None; give it, or lr_warmup_steps",
         )
-        steps = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
-        large = [name for name in steps if (getattr(self, name) or 0) > MOST_STEPS]
-        for name in large:
+        step_fields = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
+        too_large = [name for name in step_fields if (getattr(self, name) or 0) > MOST_STEPS]
+        for name in too_large:
             yield False, f"{name}={getattr(self, name)} must be at most 2**62"
-        try:
-            _ = self.learning_rate if self.lr_schedule in known and not large else None
-        except ValueError as error:
-            yield False, str(error)
+        if self.lr_schedule in known and not too_large:
+            try:
+                _ = self.learning_rate  # a schedule checks its own fields when it is made
+            except ValueError as error:
+                yield False, str(error)
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
-        of = self.weight_decay_of
-        yield of in DECAYS, f"weight_decay_of={of!r} is unknown; known: {', '.join(DECAYS)}"
+        decay_of = self.weight_decay_of
+        yield decay_of in DECAY_CHOICES, f"weight_decay_of={decay_of!r} is unknown; known: {', '.join(DECAY_CHOICES)}"
         for name in ("adam_beta1", "adam_beta2"):
             yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1"
         yield self.adam_eps >= 0, f"adam_eps={self.adam_eps} must be at least 0"
         yield self.clip_grad >= 0, f"clip_grad={self.clip_grad} must be at least 0 (0 does not clip)"
         yield self.optimizer in OPTIMIZERS, f"optimizer={self.optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}"
-        yield self.muon_lr in MUON_LR, f"muon_lr={self.muon_lr!r} is unknown; known: {', '.join(MUON_LR)}"
+        yield (
+            self.muon_lr in MUON_LR_SCALES,
+            f"muon_lr={self.muon_lr!r} is unknown; known: {', '.join(MUON_LR_SCALES)}",
+        )
         momentum = self.first_momentum
         yield 0 <= momentum < 1, f"momentum={momentum} must be at least 0 and below 1"
         yield self.initial_loss_scale >= 1, f"initial_loss_scale={self.initial_loss_scale} must be at least 1"
@@ -145,10 +149,11 @@ class OptimizerConfig:
         """The schedule that these fields describe: `.at(step)` is the rate after that many updates."""
         if self.lr_schedule in SCHEDULES:
             return schedule(self.lr_schedule, self.lr_schedule_options, self.lr)
+        share_of_decay = int(self.lr_warmup_fraction * (self.lr_decay_steps or 0))
         return LearningRate(
             peak=self.lr,
             minimum=self.min_lr,
-            warmup_steps=self.lr_warmup_steps or int(self.lr_warmup_fraction * (self.lr_decay_steps or 0)),
+            warmup_steps=self.lr_warmup_steps or share_of_decay,
             total_steps=self.lr_decay_steps,
             kind=self.lr_schedule,
             decay_steps=self.lr_wsd_decay_steps,

@@ -2,7 +2,7 @@
 
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -13,17 +13,18 @@ from core.optimizer.config import OptimizerConfig
 from core.optimizer.state.flat_shard import default_decays
 from core.parallel_state.layout import layout_of
 
-_TORCHS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")  # options of torch's, not of all of ours
-Given = Sequence[Mapping[str, Any]]
+# options of torch's optimizers that change the update, and that not all of ours have
+_TORCH_OPTIONS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")
+GroupOptions = Sequence[Mapping[str, Any]]
 
 
 class Groups:
     """Group 0 holds every parameter that none of the given groups takes.
 
-    given: dicts as torch's, with "names" (patterns of parameter names) or "params", and options of their own. A group
-    that states weight_decay decays all of its parameters, as in torch.
-    all: `param_groups`. of: name -> its group. decays_all: groups that decay all of theirs.
-    spares: biases and norms do not decay, by default. spared: the groups in which there are some.
+    group_options: dicts as torch's, with "names" (patterns of parameter names) or "params", and options of their own.
+    A group that states weight_decay decays all of its parameters, as in torch.
+    all: `param_groups`. number_of: parameter name -> number of its group. decay_everything: numbers of the groups
+    that decay all of theirs. spares: biases and norms do not decay, by default.
     Raises ValueError: a pattern or parameter that is none of the shard's, an option that no group has.
     """
 
@@ -32,55 +33,68 @@ class Groups:
         shard: DataParallel,
         config: OptimizerConfig,
         defaults: Mapping[str, Any],
-        given: Given,
+        group_options: GroupOptions,
         *,
         spares: bool,
     ) -> None:
         self._schedule, self._kind = config.learning_rate, config.lr_schedule
         self.leaves_out_skipped = self._schedule.leaves_out_skipped
+        self._known_options = defaults.keys()
         named = shard.named_parameters()
-        self.of = dict.fromkeys(named, 0)
+        self.number_of = dict.fromkeys(named, 0)
         self.all: list[dict[str, Any]] = [dict(defaults)]
-        for number, told in enumerate(given, 1):
-            options = {key: value for key, value in told.items() if key not in ("names", "params")}
+        for number, stated in enumerate(group_options, 1):
+            options = {key: value for key, value in stated.items() if key not in ("names", "params")}
             if unknown := options.keys() - defaults.keys() - {"name"}:
                 raise ValueError(
                     f"param group {number} has {', '.join(sorted(unknown))}; known are names, params, name, "
                     f"{', '.join(defaults)}"
                 )
             self.all.append({**defaults, **options})
-            for name in _members(told, named, number):
-                self.of[name] = number
+            for name in _member_names(stated, named, number):
+                self.number_of[name] = number
         for number, group in enumerate(self.all):
-            group["params"] = [named[name] for name, its in self.of.items() if its == number]
+            group["params"] = [named[name] for name, group_number in self.number_of.items() if group_number == number]
+        self._sizes = [len(group["params"]) for group in self.all]
+
+        # Decay: which groups decay everything, and which have biases and norms that are spared.
         self._decays = [group["weight_decay"] for group in self.all]
-        self._known, self._sizes = defaults.keys(), [len(group["params"]) for group in self.all]
-        self.decays_all = {n for n, told in enumerate(given, 1) if "weight_decay" in told}
-        flat = {its for name, its in self.of.items() if not default_decays(name, layout_of(named[name]))}
-        self.spared = flat - self.decays_all if spares else set()
+        stated_decay = enumerate(group_options, 1)
+        self.decay_everything = {number for number, stated in stated_decay if "weight_decay" in stated}
+        self._with_spared: set[int] = set()
+        if spares:
+            for name, number in self.number_of.items():
+                if number not in self.decay_everything and not default_decays(name, layout_of(named[name])):
+                    self._with_spared.add(number)
+
+        # Rates: each group keeps its share of the schedule's.
         self._shares = [group["lr"] / config.lr if config.lr else 1.0 for group in self.all]
-        self._follows = config.lr_schedule != "constant" or bool(config.lr_warmup_steps or config.lr_warmup_fraction)
+        warms_up = bool(config.lr_warmup_steps or config.lr_warmup_fraction)
+        self._follows_schedule = config.lr_schedule != "constant" or warms_up
         self.follow(0)
-        self._first = self.state()
+        self._first_state = self.state()
 
     def follow(self, step: int) -> None:
         """Set the rates of the update before which `step` were made, unless somebody else sets them."""
-        if self._follows:
+        if self._follows_schedule:
             rate = self._schedule.at(step)
             for group, share in zip(self.all, self._shares, strict=True):
                 group["lr"] = rate * share
-        self._written = [group["lr"] for group in self.all]
+        self._rates_set = [group["lr"] for group in self.all]
 
     def check(self) -> None:
-        """Before an update: rates that somebody has changed are theirs from now on; told, if there is a schedule.
+        """Before an update: rates that somebody has changed are theirs from now on, with a warning if there is a
+        schedule.
 
         Raises ValueError: an option set by hand that this optimizer does not have, parameters put in or taken out.
         """
         for number, group in enumerate(self.all):
-            if strange := [name for name in _TORCHS if name not in self._known and group.get(name)]:
+            strange = [name for name in _TORCH_OPTIONS if name not in self._known_options and group.get(name)]
+            if strange:
                 raise ValueError(
                     f"param_groups[{number}]['{strange[0]}'] = {group[strange[0]]} does nothing here; known are "
-                    f"{', '.join(self._known)}; wrap the module in DistributedDataParallel and give torch's optimizer"
+                    f"{', '.join(self._known_options)}; wrap the module in DistributedDataParallel and give torch's "
+                    "optimizer"
                 )
             if len(group["params"]) != self._sizes[number]:
                 raise ValueError(
@@ -88,21 +102,21 @@ class Groups:
                     f"{len(group['params'])}: states lie in buckets that were laid out for them; give groups= when "
                     "the optimizer is made, set lr to 0, or freeze them with requires_grad_(False)"
                 )
-        self._tell_of_decay()
-        if self._follows and [group["lr"] for group in self.all] != self._written:
-            self._follows = False
+        self._warn_of_partial_decay()
+        if self._follows_schedule and [group["lr"] for group in self.all] != self._rates_set:
+            self._follows_schedule = False
             warnings.warn(
                 f"param_groups['lr'] was changed, so OptimizerConfig.lr_schedule={self._kind!r} sets it no longer; "
                 "with schedulers of your own leave lr_schedule at 'constant' and lr_warmup_steps at 0",
                 stacklevel=4,
             )
 
-    def _tell_of_decay(self) -> None:
-        """Warns, once: a decay that was set by hand is not everything's."""
-        for number in sorted(self.spared):
+    def _warn_of_partial_decay(self) -> None:
+        """Warns, once, where a decay that was set by hand does not reach biases and norms."""
+        for number in sorted(self._with_spared):
             group = self.all[number]
             if group["weight_decay"] != self._decays[number]:
-                self.spared = set()  # told
+                self._with_spared = set()
                 warnings.warn(
                     f"param_groups[{number}]['weight_decay'] was changed to {group['weight_decay']}; its biases and "
                     "norms keep 0, as OptimizerConfig.weight_decay_of='matrices' says. weight_decay_of='all' decays "
@@ -111,29 +125,33 @@ class Groups:
                 )
                 return
 
-    def number(self) -> float:
-        """Stands for all options of all groups: ranks that share parameters must have the same."""
-        if any(isinstance(value, Tensor) for group in self.all for key, value in group.items() if key != "params"):
-            return 0.0  # nobody waits for a device
+    def fingerprint(self) -> float:
+        """Stands for all options of all groups: ranks that share parameters must have the same one.
+
+        0 where an option is a tensor: reading it would wait for a device.
+        """
+        for group in self.all:
+            if any(isinstance(value, Tensor) for key, value in group.items() if key != "params"):
+                return 0.0
         return float(zlib.crc32(repr(self.state()).encode()))
 
     @property
-    def theirs(self) -> bool:
-        """Whether rates are set from outside."""
-        return not self._follows
+    def rates_from_outside(self) -> bool:
+        """Whether a scheduler or a program sets the rates, and no longer the configuration's schedule."""
+        return not self._follows_schedule
 
     def changed(self) -> list[dict[str, Any]]:
-        """`state`, if anybody has changed it since this was made; else nothing: a configuration may say it anew."""
+        """`state`, if anybody has changed it since this was made; else nothing: a configuration may state it anew."""
         state = self.state()
-        mine = self._first if self.theirs else [{**f, "lr": s["lr"]} for f, s in zip(self._first, state, strict=True)]
-        return state if state != mine else []
+        expected = self._first_state
+        if not self.rates_from_outside:  # the schedule's own rates are no change
+            pairs = zip(self._first_state, state, strict=True)
+            expected = [{**first, "lr": current["lr"]} for first, current in pairs]
+        return state if state != expected else []
 
     def state(self) -> list[dict[str, Any]]:
         """The options of each group, for a checkpoint; numbers only."""
-        return [
-            {key: _plain(value) for key, value in group.items() if key not in ("params", "name")}
-            for group in self.all
-        ]
+        return [_numbers(group) for group in self.all]
 
     def load(self, state: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """What `state` gave. Raises ValueError: another number of groups."""
@@ -141,15 +159,16 @@ class Groups:
             raise ValueError(
                 f"{len(state)} param_groups were saved, this optimizer has {len(self.all)}; make it with the same"
             )
-        for group, told in zip(self.all, state, strict=True):
-            told = {key: value for key, value in told.items() if key not in ("params", "name")}
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
-        if self._follows:
+        for group, saved in zip(self.all, state, strict=True):
+            for key, value in saved.items():
+                if key not in ("params", "name"):
+                    group[key] = tuple(value) if isinstance(value, list) else value
+        # rates that are not the schedule's at this step were set from outside when they were saved
+        if self._follows_schedule:
             rate = self._schedule.at(step)
-            self._follows = all(
-                group["lr"] == rate * share for group, share in zip(self.all, self._shares, strict=True)
-            )
-        self._written = [group["lr"] for group in self.all]
+            expected = [rate * share for share in self._shares]
+            self._follows_schedule = [group["lr"] for group in self.all] == expected
+        self._rates_set = [group["lr"] for group in self.all]
         self._decays = [group["weight_decay"] for group in self.all]
 
 
@@ -159,28 +178,36 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
     return {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
 
 
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in group.items() if key not in ("params", "name")}
+
+
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+    """A number for a tensor, a list for a tuple: what JSON keeps."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
 
 
-def _members(told: Mapping[str, Any], named: Mapping[str, Any], number: int) -> list[str]:
-    found: list[str] = []
-    patterns: Iterable[str] = told.get("names", ())
+def _member_names(stated: Mapping[str, Any], named: Mapping[str, Any], number: int) -> list[str]:
+    """Names of the parameters that group `number` states by patterns or as objects."""
+    members: list[str] = []
+    patterns = stated.get("names", ())
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matching = [name for name in named if fnmatch(name, pattern)]
         if not matching:
             raise ValueError(f"param group {number}: {pattern!r} is the name of 0 of {len(named)} parameters")
-        found += matching
-    names = {id(p): name for name, p in named.items()}
-    given = told.get("params", ())
-    for p in [given] if isinstance(given, Tensor) else given:
-        if id(p) in names:
-            found.append(names[id(p)])
-        elif p.requires_grad:
+        members += matching
+    name_of = {id(parameter): name for name, parameter in named.items()}
+    parameters = stated.get("params", ())
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+        if id(parameter) in name_of:
+            members.append(name_of[id(parameter)])
+        elif parameter.requires_grad:
             raise ValueError(
-                f"param group {number}: a parameter of shape {tuple(p.shape)} is none of the {len(named)} that the "
-                "DataParallel holds; give it the module that has it"
+                f"param group {number}: a parameter of shape {tuple(parameter.shape)} is none of the {len(named)} "
+                "that the DataParallel holds; give it the module that has it"
             )
-    if not found:
+    if not members:
         raise ValueError(f"param group {number} names 0 parameters; give names=patterns or params=parameters")
-    return found
+    return members

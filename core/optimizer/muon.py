@@ -1,4 +1,9 @@
-"""torch.optim.Muon for the hidden matrices, AdamW for the rest, where every rank holds whole matrices."""
+"""torch.optim.Muon for the hidden matrices, AdamW for the rest, where every rank holds full matrices.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; at scale arXiv 2502.16982): the momentum
+M = mu * M + G of a weight matrix is replaced by the nearest orthogonal matrix, U V^T of its singular value
+decomposition M = U S V^T, which five Newton-Schulz iterations approximate with matrix products only.
+"""
 
 import re
 import warnings
@@ -10,29 +15,29 @@ from torch.nn import Parameter
 
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
-from core.optimizer.groups import Given, adamw_options
+from core.optimizer.groups import GroupOptions, adamw_options
 from core.optimizer.sharded import ShardedOptimizer
-from core.optimizer.state.flat_shard import Decays, ParameterPiece, default_decays
+from core.optimizer.state.flat_shard import Decays, ParameterShard, default_decays
 from core.optimizer.state.kernels import Factor, adamw
-from core.optimizer.state.parts import StateBuffer
+from core.optimizer.state.state_buffers import StateBuffer
 from core.parallel_state.layout import Layout, layout_of
 from core.parallel_state.modules import modules_of, named_parameters, named_stacks
 
 # the layer that outputs logits, where no module says so itself
-OUTPUT = re.compile(
+OUTPUT_NAME = re.compile(
     r"(^|\.)(output_layer|lm_head|embed_out|head|heads|classifier|score|fc_out|proj_out|logits)(\.|$)"
 )
 
 
 class ShardedMuon(ShardedOptimizer):
-    """Muon orthogonalises the momentum of whole matrices; the rest is AdamW's.
+    """Muon orthogonalises the momentum of full matrices; the rest is AdamW's.
 
     Convolutions are matrices [out, in * kernel]; a parameter of three or more dims elsewhere is a stack of matrices
     (experts [E, out, in]). The learning rate is scaled as `OptimizerConfig.muon_lr` says.
 
-    Hidden matrices: of at least two dims, no bias, of no embedding and no output layer. Our models say by `stacks`
+    Hidden matrices: of at least two dims, no bias, of no embedding and no output layer. Our models state by `stacks`
     which layers are hidden; of others the output layer is what `get_output_embeddings` gives, a known name, or else
-    the last linear layer, and what goes to AdamW is told, once. hidden(name, layout) says it instead.
+    the last linear layer, and a warning names, once, what goes to AdamW. hidden(name, layout) decides it instead.
     Waits for an accelerator once a step. Raises ValueError: zero_stage or tensor parallelism that cuts matrices.
     """
 
@@ -44,7 +49,7 @@ class ShardedMuon(ShardedOptimizer):
         config: OptimizerConfig,
         *,
         decays: Decays | None = None,
-        groups: Given = (),
+        groups: GroupOptions = (),
         hidden: Decays | None = None,
     ) -> None:
         tensor = shard.ps.size("tp")
@@ -55,11 +60,11 @@ class ShardedMuon(ShardedOptimizer):
             )
         if not config.main_params:
             raise ValueError("Muon updates main parameters, but main_params=False; use main_params=True")
-        self._convolutions = _of_kind(shard, nn.modules.conv._ConvNd)
-        self._hidden = {name for name in _matrices(shard, hidden)}
+        self._convolutions = _parameters_of_kind(shard, nn.modules.conv._ConvNd)
+        self._hidden = _hidden_matrices(shard, hidden)
         super().__init__(shard, config, decays=decays, groups=groups)
-        self._matrices = self._build()
-        self._inner = self._torchs() if self._matrices else None
+        self._matrices = self._collect_matrices()
+        self._inner = self._build_muon() if self._matrices else None
 
     def hidden(self, name: str, layout: Layout) -> bool:
         """Whether Muon updates it."""
@@ -70,105 +75,106 @@ class ShardedMuon(ShardedOptimizer):
         return adamw_options(config) | {"momentum": config.first_momentum}
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
-        """momentum_buffer of hidden matrices, both moments of others."""
+        """momentum_buffer of hidden matrices, Adam's two moments of others."""
         return ("momentum_buffer",) if self.hidden(name, layout) else ("exp_avg", "exp_avg_sq")
 
     def fused(self, name: str, layout: Layout) -> bool:
         """All but hidden matrices."""
         return not self.hidden(name, layout)
 
-    def _as_matrices(self, flat: Tensor, piece: ParameterPiece) -> list[Tensor]:
-        """A parameter's elements as the matrices that are orthogonalised."""
-        shape = tuple(piece.parameter.shape)
-        if piece.name in self._convolutions:
+    def _as_matrices(self, flat: Tensor, shard: ParameterShard) -> list[Tensor]:
+        """A parameter's elements as the matrices that are orthogonalised, as views."""
+        shape = tuple(shard.parameter.shape)
+        if shard.name in self._convolutions:
             return [flat.view(shape[0], -1)]
         return list(flat.view(-1, *shape[-2:]).unbind())
 
-    def _build(self) -> list[tuple[list[Tensor], StateBuffer, ParameterPiece]]:
-        found = []
-        for part in self._parts:
-            for piece in part.pieces:
-                if piece.name in self._hidden:
-                    main = part.updated
+    def _collect_matrices(self) -> list[tuple[list[Tensor], StateBuffer, ParameterShard]]:
+        collected = []
+        for state_buffer in self._state_buffers:
+            for shard in state_buffer.parameter_shards:
+                if shard.name in self._hidden:
+                    main = state_buffer.updated
                     assert main is not None
-                    found.append((self._as_matrices(main[slice(*piece.at)], piece), part, piece))
-        return found
+                    matrices = self._as_matrices(main[slice(*shard.span)], shard)
+                    collected.append((matrices, state_buffer, shard))
+        return collected
 
-    def _torchs(self) -> torch.optim.Muon:
-        """torch's own on views of the mains, a group per parameter, with states that lie in the parts."""
+    def _build_muon(self) -> torch.optim.Muon:
+        """torch's own, on views of the main weights, a group per parameter; its states lie in our state buffers."""
         groups = [{"params": matrices} for matrices, _, _ in self._matrices]
         inner = torch.optim.Muon(groups, lr=0.0, adjust_lr_fn=self.config.muon_lr)
-        for matrices, part, piece in self._matrices:
-            momenta = self._as_matrices(part.states["momentum_buffer"][slice(*piece.at)], piece)
+        for matrices, state_buffer, shard in self._matrices:
+            momenta = self._as_matrices(state_buffer.states["momentum_buffer"][slice(*shard.span)], shard)
             for matrix, momentum in zip(matrices, momenta, strict=True):
                 inner.state[matrix]["momentum_buffer"] = momentum
         return inner
 
     def update_rest(self, factor: Factor) -> None:
-        """Muon's step on the hidden matrices; one wait for `found_inf`, which torch's Muon does not know."""
+        """Muon's step on the hidden matrices; one wait for `found_inf`, which torch's Muon does not take."""
         if self._inner is None or factor.found_inf.item():
             return
         scale = factor.divisor.reciprocal()
-        for group, (matrices, part, piece) in zip(self._inner.param_groups, self._matrices, strict=True):
-            number = self._groups.of[piece.name]
+        for muon_group, (matrices, state_buffer, shard) in zip(self._inner.param_groups, self._matrices, strict=True):
+            number = self._groups.number_of[shard.name]
             options = self.param_groups[number]
-            decays = number in self._groups.decays_all or self._decays(piece.name, piece.layout)
-            group.update(lr=options["lr"], momentum=options["momentum"])
-            group["weight_decay"] = options["weight_decay"] if decays else 0.0
-            if piece.name in self._reached.left_out:
-                continue
-            gradient = part.gradients[slice(*piece.at)].to(matrices[0].dtype) * scale.to(matrices[0].dtype)
-            for matrix, its in zip(matrices, self._as_matrices(gradient, piece), strict=True):
-                matrix.grad = its
+            decays = number in self._groups.decay_everything or self._decays(shard.name, shard.layout)
+            muon_group.update(lr=options["lr"], momentum=options["momentum"])
+            muon_group["weight_decay"] = options["weight_decay"] if decays else 0.0
+            if shard.name in self._reached.left_out:
+                continue  # grad stays None, so torch leaves its matrices out
+            dtype = matrices[0].dtype
+            gradient = state_buffer.gradients[slice(*shard.span)].to(dtype) * scale.to(dtype)
+            for matrix, matrix_gradient in zip(matrices, self._as_matrices(gradient, shard), strict=True):
+                matrix.grad = matrix_gradient
         try:
             self._inner.step()
         finally:
             self._inner.zero_grad()
 
 
-def _of_kind(shard: DataParallel, *kinds: type[nn.Module]) -> set[str]:
+def _parameters_of_kind(shard: DataParallel, *kinds: type[nn.Module]) -> set[str]:
     """Names of the parameters that modules of these kinds hold themselves."""
-    held = {
-        id(p)
-        for stage in modules_of(shard.module).values()
-        for module in stage.modules()
-        if isinstance(module, kinds)
-        for p in module.parameters(recurse=False)
-    }
-    return {name for name, p in shard.named_parameters().items() if id(p) in held}
+    ids: set[int] = set()
+    for stage in modules_of(shard.module).values():
+        for module in stage.modules():
+            if isinstance(module, kinds):
+                ids.update(id(parameter) for parameter in module.parameters(recurse=False))
+    return {name for name, parameter in shard.named_parameters().items() if id(parameter) in ids}
 
 
-def _outputs(shard: DataParallel, candidates: dict[str, Parameter]) -> set[str]:
+def _output_layer(shard: DataParallel, candidates: dict[str, Parameter]) -> set[str]:
     """Of the candidates, those of the layer that outputs logits."""
-    said = {
-        id(p)
-        for stage in modules_of(shard.module).values()
-        for module in stage.modules()
-        if callable(ask := getattr(module, "get_output_embeddings", None)) and (head := ask()) is not None
-        for p in head.parameters()
-    }
-    found = {name for name, p in candidates.items() if id(p) in said or OUTPUT.search(name)}
-    if not found and candidates:
-        order = [name for name, _ in named_parameters(shard.module) if name in candidates]
-        found = {order[-1]}
-    return found
+    stated_ids: set[int] = set()
+    for stage in modules_of(shard.module).values():
+        for module in stage.modules():
+            get_output_embeddings = getattr(module, "get_output_embeddings", None)  # transformers' models have it
+            head = get_output_embeddings() if callable(get_output_embeddings) else None
+            if head is not None:
+                stated_ids.update(id(parameter) for parameter in head.parameters())
+    outputs = {name for name, p in candidates.items() if id(p) in stated_ids or OUTPUT_NAME.search(name)}
+    if not outputs and candidates:
+        in_order = [name for name, _ in named_parameters(shard.module) if name in candidates]
+        outputs = {in_order[-1]}
+    return outputs
 
 
-def _matrices(shard: DataParallel, hidden: Decays | None) -> set[str]:
-    """The names of hidden matrices; tells which matrices are not, unless the model or `hidden` has said so."""
+def _hidden_matrices(shard: DataParallel, hidden: Decays | None) -> set[str]:
+    """Names of hidden matrices; warns which matrices are not, unless the model or `hidden` has decided."""
     named = shard.named_parameters()
-    wide = {name: p for name, p in named.items() if default_decays(name, layout_of(p))}
+    matrices = {name: p for name, p in named.items() if default_decays(name, layout_of(p))}
     if hidden is not None:
-        return {name for name, p in wide.items() if hidden(name, layout_of(p))}
-    tables = _of_kind(shard, nn.Embedding, nn.EmbeddingBag)
+        return {name for name, p in matrices.items() if hidden(name, layout_of(p))}
+    embeddings = _parameters_of_kind(shard, nn.Embedding, nn.EmbeddingBag)
     if stacks := tuple(f"{name}." for name in named_stacks(shard.module)):
-        return {name for name in wide if name.startswith(stacks) and name not in tables}
-    rest = {name: p for name, p in wide.items() if name not in tables}
-    outputs = _outputs(shard, rest)
-    if aside := sorted((tables & wide.keys()) | outputs):
+        return {name for name in matrices if name.startswith(stacks) and name not in embeddings}
+    candidates = {name: p for name, p in matrices.items() if name not in embeddings}
+    outputs = _output_layer(shard, candidates)
+    if for_adamw := sorted((embeddings & matrices.keys()) | outputs):
         warnings.warn(
-            f"ShardedMuon: AdamW updates {', '.join(aside)} (embeddings and the output layer) and what has one dim; "
-            f"Muon the other {len(wide) - len(aside)} matrices; hidden=lambda name, layout: ... says it otherwise",
+            f"ShardedMuon: AdamW updates {', '.join(for_adamw)} (embeddings and the output layer) and what has one "
+            f"dim; Muon the other {len(matrices) - len(for_adamw)} matrices; hidden=lambda name, layout: ... says it "
+            "otherwise",
             stacklevel=4,
         )
-    return set(rest) - outputs
+    return set(candidates) - outputs

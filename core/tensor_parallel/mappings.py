@@ -222,7 +222,7 @@ def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: P
         raise ValueError(f"full_tensor: {list(parameter.shape)} is not like the parameter, {list(like.shape)}")
     layout = layout_of(parameter if like is None else like)
     ps, whole = parallel if parallel is not None else current_state(), parameter
-    for axis, dim in reversed(layout.split.items()):  # on one dim the first named axis is outermost
+    for axis, dim in reversed(list(layout.split.items())):  # on one dim the first named axis is outermost
         whole = gather_from_tensor_region(whole.transpose(dim, -1), ps.group(axis)).transpose(dim, -1)
     return whole if not layout.padding else whole[tuple(slice(0, n) for n in layout.shape)]
 

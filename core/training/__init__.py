@@ -3,8 +3,9 @@
 Names are loaded at first use: a configuration is read, and refused, without the code that trains.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from core.training.config import CheckpointConfig as CheckpointConfig
@@ -23,32 +24,5 @@ if TYPE_CHECKING:
     from core.training.run.facade import Initialized as Initialized
     from core.training.run.facade import initialize as initialize
     from core.training.run.loop import train as train
-
-_HOME = {
-    "CheckpointConfig": "config",
-    "DataConfig": "config",
-    "DataParallelConfig": "config",
-    "Loaded": "config",
-    "ModelConfig": "config",
-    "PipelineConfig": "config",
-    "RunConfig": "config",
-    "TrainingConfig": "config",
-    "load_run": "config",
-    "same_on_all_ranks": "config",
-    "evaluate_bits_per_byte": "run.evaluate",
-    "next_token_loss": "run.evaluate",
-    "Initialized": "run.facade",
-    "initialize": "run.facade",
-    "train": "run.loop",
-    "check_run": "config.rules",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+else:
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -60,7 +60,7 @@ def held(shard, optimizer):
     tensors = [p.main_grad for p in parameters] + [p.data for p in parameters if type(p) is not Freed]
     for buffer in shard.buffers:
         tensors += [buffer.weights, buffer.gradients, *buffer._whole, *buffer._grads]
-    for part in optimizer._parts:
+    for part in optimizer._state_buffers:
         tensors += [t for t in (part.main, *part.states.values()) if t is not None]
     found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(size for size in found.values() if size > 8)  # what stands for a freed tensor is one number

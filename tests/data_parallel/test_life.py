@@ -96,8 +96,8 @@ def sixteen_bits(zero):
         group["lr"] = 0.0
     backward(model)
     optimizer.step()
-    for part in optimizer._parts:
-        assert all((part.main[slice(*piece.at)] == 7).all() for piece in part.pieces)
+    for part in optimizer._state_buffers:
+        assert all((part.main[slice(*shard.span)] == 7).all() for shard in part.parameter_shards)
     shard.remove()
     assert all((p == 7).all() for p in model.parameters())
 

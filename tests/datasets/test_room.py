@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 import core.datasets
+from core.lazy_exports import exported
 
 
-@pytest.mark.parametrize("name", dir(core.datasets))
-def test_public_names_exist_and_are_defined_where_the_door_says(name):
-    found = getattr(core.datasets, name)
-    home = core.datasets._HOME[name]
-    assert getattr(found, "__module__", f"core.datasets.{home}") == f"core.datasets.{home}"
+@pytest.mark.parametrize("name, home", exported("core.datasets").items())
+def test_public_names_exist_and_are_defined_where_the_door_says(name, home):
+    assert getattr(getattr(core.datasets, name), "__module__", home) == home
 
 
 def test_unknown_name():
-    with pytest.raises(AttributeError, match=r"no attribute 'nothing'; it has .*'GPTBatches'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'; it has .*GPTBatches"):
         _ = core.datasets.nothing
 
 

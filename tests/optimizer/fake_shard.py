@@ -48,11 +48,11 @@ class FakeShard:
                         name=name,
                         parameter=p,
                         interval=(first - start, last - start),
-                        at=(first - held[0], last - held[0]),
+                        span=(first - held[0], last - held[0]),
                     )
                 )
         counted = [
-            (max(s.at[0], own[0] - held[0]), min(s.at[1], own[1] - held[0]))
+            (max(s.span[0], own[0] - held[0]), min(s.span[1], own[1] - held[0]))
             for s in segments
             if layout_of(s.parameter).owned_by(self.ps.coordinate)
         ]

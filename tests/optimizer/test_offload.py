@@ -32,8 +32,8 @@ def test_the_step_is_the_same_bit_for_bit(dtype, where, fraction, tmp_path, monk
     (model, ours), (other, resident) = trained(ShardedAdamW, dtype, offload), trained(ShardedAdamW, dtype, None)
     equal(ours, resident)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-    far = sum(part.stop - part.start for part in ours._parts if not part.resident)
-    total = sum(part.stop - part.start for part in ours._parts)
+    far = sum(part.stop - part.start for part in ours._state_buffers if not part.resident)
+    total = sum(part.stop - part.start for part in ours._state_buffers)
     assert far % 64 == 0 and fraction * total - 64 < far <= fraction * total
     assert not list(tmp_path.rglob("*.states")), "files have no name once they are mapped"
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
@@ -93,9 +93,9 @@ def test_copies_beside_the_update_are_waited_for(dtype, main_params, fraction, m
     ours = ShardedAdamW(FakeShard(model), config, offload=Offload(fraction=fraction))
     resident = ShardedAdamW(FakeShard(other), config)
     streamer, late = ours._streamer, LateStream()
-    streamer._remote, streamer._side = True, late
-    monkeypatch.setattr(streamer, "_begin", lambda: None)
-    monkeypatch.setattr(streamer, "_end", late.drain)
+    streamer._remote, streamer._side_stream = True, late
+    monkeypatch.setattr(streamer, "_enter_side_stream", lambda: None)
+    monkeypatch.setattr(streamer, "_leave_side_stream", late.drain)
     monkeypatch.setattr(streamer, "_send", late.send)
     for step in range(3):
         for net, optimizer in ((model, ours), (other, resident)):
@@ -141,7 +141,7 @@ def test_states_of_a_cut_parameter_go_out_and_come_back(zero_stage):
         optimizer.step(num_tokens=3)
     equal(again, ours)
     boxes = again.sharded_state_dict()["states"]["first"]["exp_avg"]
-    live = {part.states["exp_avg"].untyped_storage().data_ptr() for part in again._parts}
+    live = {part.states["exp_avg"].untyped_storage().data_ptr() for part in again._state_buffers}
     assert {box.data.untyped_storage().data_ptr() for box in boxes} <= live and len(boxes) > 1
 
 

@@ -110,7 +110,7 @@ def test_weights_without_mains_move_alike_on_every_stage(monkeypatch):
         part = trained(zero_stage=1, ranks=3, rank=rank)[1].shard.buffers[0]
         for s in part.segments:
             want = model.get_parameter(s.name).detach().view(-1)[slice(*s.interval)]
-            assert torch.equal(part.weights[slice(*s.at)], want)
+            assert torch.equal(part.weights[slice(*s.span)], want)
 
 
 def test_small_updates_are_not_lost():

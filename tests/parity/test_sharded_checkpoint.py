@@ -92,7 +92,7 @@ def fill(shard, optimizer, empty):
     for buffer in shard.buffers:
         for s in buffer.segments:
             value = local_value(s.name, layout_of(s.parameter), "main", shard.ps, empty).view(-1)
-            buffer.weights[slice(*s.at)].copy_(value[slice(*s.interval)])
+            buffer.weights[slice(*s.span)].copy_(value[slice(*s.interval)])
     shard.publish()
     shard.wait()
 

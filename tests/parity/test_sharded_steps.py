@@ -117,7 +117,7 @@ def poisoned(zero, at):
     for buffer in shard.buffers:
         for s in buffer.segments:
             if s.name == at[0] and s.interval[0] <= at[1] < s.interval[1]:
-                buffer.gradients[s.at[0] + at[1] - s.interval[0]] = float("inf")
+                buffer.gradients[s.span[0] + at[1] - s.interval[0]] = float("inf")
     skipped = optimizer.step(num_tokens=1).skipped.item()
     same = all(torch.equal(b.weights, w) for b, w in zip(shard.buffers, before, strict=True))
     names = optimizer.non_finite()
@@ -172,7 +172,7 @@ def edited(directory):
     ps, _, shard, optimizer, _ = trained(3, torch.bfloat16)
     segment, buffer = next((s, b) for b in shard.buffers for s in b.segments if s.name == "layers.1.weight")
     if ps.rank == ps.config.world_size - 1:
-        buffer.weights[segment.at[0]] = 77.0
+        buffer.weights[segment.span[0]] = 77.0
     state_dict = {"model": sharded_state_dict(shard), "optimizer": optimizer.sharded_state_dict()}
     dist_checkpointing.save(state_dict, directory, ps=ps)
     weights = [buffer.weights.clone() for buffer in shard.buffers]

@@ -25,13 +25,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Segment:
     """A part of a parameter that lies in what a rank updates.
 
-    interval: elements of the parameter's local flat form. at: where they are in `held`.
+    interval: elements of the parameter's local flat form. span: where they are in `held`.
     """
 
     name: str
     parameter: Parameter
     interval: Interval
-    at: Interval
+    span: Interval
 
 
 class Buffer(Weights):

@@ -30,8 +30,8 @@ class DeepSpeedSchedule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """A schedule that tells all its mistakes at once."""
+class _CheckedSchedule:
+    """A schedule that names all its mistakes at once."""
 
     leaves_out_skipped: ClassVar[bool] = True
 
@@ -43,7 +43,7 @@ class _Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Warmup(_Rule):
+class _Warmup(_CheckedSchedule):
     """What the three schedules with a warm-up share."""
 
     warmup_num_steps: int = 1000
@@ -55,11 +55,13 @@ class _Warmup(_Rule):
 
     @property
     def _warmup(self) -> int:
-        return max(2, self.warmup_num_steps)  # log 1 is 0: DeepSpeed's warm-ups have two steps at least
+        return max(2, self.warmup_num_steps)  # log 1 is 0: DeepSpeed's warm-ups have at least two steps
 
-    def _risen(self, n: int) -> float:
-        """Share of the warm-up that is done at its step `n`."""
-        return math.log(n + 1) / math.log(self._warmup) if self.warmup_type == "log" else n / self._warmup
+    def _warmup_share(self, step: int) -> float:
+        """Share of the warm-up that is done at its step `step`."""
+        if self.warmup_type == "log":
+            return math.log(step + 1) / math.log(self._warmup)
+        return step / self._warmup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,16 @@ class WarmupLR(_Warmup):
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
-        n = step - 1
-        share = 0.0 if n < 0 else self._risen(n) if n < self._warmup else self._after(n)
+        lagged = step - 1  # DeepSpeed's schedulers are one update behind
+        if lagged < 0:
+            share = 0.0
+        elif lagged < self._warmup:
+            share = self._warmup_share(lagged)
+        else:
+            share = self._share_after_warmup(lagged)
         return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share
 
-    def _after(self, n: int) -> float:
+    def _share_after_warmup(self, step: int) -> float:
         return 1.0
 
 
@@ -98,10 +105,10 @@ class WarmupDecayLR(WarmupLR):
 
     def _rules(self) -> Rules:
         yield from super()._rules()
-        yield _longer(self.total_num_steps, self._warmup)
+        yield _longer_than_warmup(self.total_num_steps, self._warmup)
 
-    def _after(self, n: int) -> float:
-        return max(0.0, (self.total_num_steps - n) / (self.total_num_steps - self._warmup))
+    def _share_after_warmup(self, step: int) -> float:
+        return max(0.0, (self.total_num_steps - step) / (self.total_num_steps - self._warmup))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,23 +127,23 @@ class WarmupCosineLR(_Warmup):
     def _rules(self) -> Rules:
         yield from super()._rules()
         yield self.lr >= 0, f"lr={self.lr} must be at least 0"
-        yield _longer(self.total_num_steps, self._warmup)
+        yield _longer_than_warmup(self.total_num_steps, self._warmup)
         for name in ("warmup_min_ratio", "cos_min_ratio"):
             yield 0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)} must be between 0 and 1"
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
-        n = step - 1
-        if n < 0:
+        lagged = step - 1  # DeepSpeed's schedulers are one update behind
+        if lagged < 0:
             return 0.0
-        if n < self._warmup:
-            return self.lr * (self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._risen(n))
-        done = min(1.0, (n - self._warmup + 1) / (self.total_num_steps - self._warmup))
+        if lagged < self._warmup:
+            return self.lr * (self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmup_share(lagged))
+        done = min(1.0, (lagged - self._warmup + 1) / (self.total_num_steps - self._warmup))
         return self.lr * (self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneCycle(_Rule):
+class OneCycle(_CheckedSchedule):
     """From `cycle_min_lr` up to `cycle_max_lr` and down again, then below it: min / (1 + rate * steps / step size).
 
     cycle_second_step_size: of the way down; default: that of the way up. Stair counts: in how many equal jumps each
@@ -163,8 +170,8 @@ class OneCycle(_Rule):
             self.cycle_first_step_size >= 1,
             f"cycle_first_step_size={self.cycle_first_step_size} must be at least 1",
         )
-        least = ("decay_lr_rate", "decay_step_size", "cycle_second_step_size", *_STAIRS)
-        for name in least:
+        not_negative = ("decay_lr_rate", "decay_step_size", "cycle_second_step_size", *_STAIRS)
+        for name in not_negative:
             value = getattr(self, name)
             yield value is None or value >= 0, f"{name}={value} must be at least 0"
         yield (
@@ -178,15 +185,18 @@ class OneCycle(_Rule):
         up = self.cycle_first_step_size
         down = up if self.cycle_second_step_size is None else self.cycle_second_step_size
         if step > up + down:
-            fallen = self.decay_lr_rate * (step - up - down) / self.decay_step_size if self.decay_step_size else 0.0
-            return self.cycle_min_lr / (1 + fallen)
+            if not self.decay_step_size:
+                return self.cycle_min_lr
+            decay = self.decay_lr_rate * (step - up - down) / self.decay_step_size
+            return self.cycle_min_lr / (1 + decay)
         stairs = self.cycle_first_stair_count
         if step <= up:
-            at, length = step, up
+            position, length = step, up
         else:
-            at, length = up + down - step, down
-            stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
-        share = at * stairs // length / stairs if stairs else at / length
+            position, length = up + down - step, down
+            if self.cycle_second_stair_count is not None:
+                stairs = self.cycle_second_stair_count
+        share = position * stairs // length / stairs if stairs else position / length
         if down == 0 and step == up:
             share = 0.0  # the cycle ends where its top would be
         return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * share
@@ -196,7 +206,7 @@ _STAIRS = ("cycle_first_stair_count", "cycle_second_stair_count")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LRRangeTest(_Rule):
+class LRRangeTest(_CheckedSchedule):
     """Grows for ever, to find the largest rate that trains: min * (1 + step_rate * steps / step_size), or in stairs.
 
     Raises ValueError: values out of their range.
@@ -220,10 +230,16 @@ class LRRangeTest(_Rule):
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * steps)
 
 
-SCHEDULES: dict[str, type] = {c.__name__: c for c in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
+SCHEDULES: dict[str, type] = {
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+    "OneCycle": OneCycle,
+    "LRRangeTest": LRRangeTest,
+}
 
 
-def _longer(total: int, warmup: int) -> tuple[bool, str]:
+def _longer_than_warmup(total: int, warmup: int) -> tuple[bool, str]:
     return total > warmup, f"total_num_steps={total} must be more than warmup_num_steps={warmup} (2 at least)"
 
 
@@ -242,45 +258,42 @@ def schedule(name: str, options: Mapping[str, Any], lr: float) -> DeepSpeedSched
     if options.get("warmup_max_lr") == "auto":  # Hugging Face's word for the optimizer's
         options = {**options, "warmup_max_lr": lr}
     raise_all(name, _option_rules(kind, options))
-    types = {f.name: str(f.type) for f in fields(kind)}
-    return kind(**{key: _value(types[key], value) for key, value in options.items()})
+    types = {field.name: str(field.type) for field in fields(kind)}
+    return kind(**{key: _convert(types[key], value) for key, value in options.items()})
 
 
 def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
-    known = {f.name: f for f in fields(kind)}
+    known = {field.name: field for field in fields(kind)}
     for key, value in options.items():
         if key in known:
             try:
-                _value(str(known[key].type), value)
+                _convert(str(known[key].type), value)
             except (ValueError, TypeError, OverflowError):  # int("inf") among them
-                yield False, f"{key}={value!r} is not of the kind {_kind(str(known[key].type))}"
+                yield False, f"{key}={value!r} is not of the kind {_type_name(str(known[key].type))}"
         elif key in MOMENTUM and kind is OneCycle:
             yield False, f"{key}={value} is not supported, the momentum has 1 value for the whole run; leave it out"
         else:
             near = get_close_matches(key, known, n=1)
-            yield False, f"unknown parameter {key}; " + (f"did you mean {near[0]}?" if near else _list(known))
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            yield False, f"unknown parameter {key}; {hint}"
     for key, field in known.items():
         yield field.default is not MISSING or key in options, f"{key} is missing; give it"
 
 
-def _list(names: Mapping[str, Any]) -> str:
-    return f"known: {', '.join(names)}"
-
-
-def _kind(declared: str) -> str:
+def _type_name(declared: str) -> str:
     return declared.split("'")[1] if "'" in declared else declared
 
 
-def _value(declared: str, value: Any) -> Any:
-    """`value` as its field wants it. Raises ValueError or TypeError."""
-    kind = _kind(declared).split(" |")[0]
+def _convert(declared: str, value: Any) -> Any:
+    """`value` in the type that its field declares. Raises ValueError or TypeError."""
+    kind = _type_name(declared).split(" |")[0]
     if value is None and "None" in declared:
         return None
     if kind == "bool":
-        words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-        if str(value).lower() not in words:
+        booleans = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+        if str(value).lower() not in booleans:
             raise ValueError(value)
-        return words[str(value).lower()]
+        return booleans[str(value).lower()]
     if kind == "str":
         return str(value)
     if isinstance(value, bool):

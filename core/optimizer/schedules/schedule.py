@@ -13,12 +13,13 @@ ENDLESS = ("constant", "inverse_sqrt")
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """A linear warm-up to `peak`, then a way down to `minimum`, where it stays.
+    """A linear warm-up to `peak`, then a decay to `minimum`, where it stays.
 
-    kind: "constant" stays at the peak; "linear" and "cosine" go down from the end of the warm-up to step
-        `total_steps`; "wsd" (warm up, stay, decay) stays at the peak and goes down linearly in the last
-        `decay_steps` before `total_steps`; "inverse_sqrt" goes down with one over the square root of the number of
-        updates, as peak * sqrt(warmup_steps / step) (of one step where there is no warm-up), and does not end.
+    kind: "constant" stays at the peak; "linear" and "cosine" (arXiv 1608.03983, without restarts) decay from the end
+        of the warm-up to step `total_steps`; "wsd" (warm-up, stable, decay: arXiv 2404.06395) stays at the peak and
+        decays linearly in the last `decay_steps` before `total_steps`; "inverse_sqrt" (arXiv 1706.03762) decays with
+        the square root of the number of updates, as peak * sqrt(warmup_steps / step) (of one step where there is no
+        warm-up), and does not end.
 
     Raises ValueError: an unknown kind, a minimum above the peak, steps that do not fit into each other.
     """
@@ -66,11 +67,14 @@ class LearningRate:
         if self.kind == "constant":
             return self.peak
         if self.kind == "inverse_sqrt":
-            unit = max(1, self.warmup_steps)
-            return max(self.minimum, self.peak * math.sqrt(unit / (step - self.warmup_steps + unit)))
+            scale = max(1, self.warmup_steps)
+            steps_after_warmup = step - self.warmup_steps
+            return max(self.minimum, self.peak * math.sqrt(scale / (steps_after_warmup + scale)))
         assert self.total_steps is not None
-        decay = self.decay_steps if self.kind == "wsd" else self.total_steps - self.warmup_steps
-        assert decay is not None
-        left = min(1.0, max(0.0, (self.total_steps - step) / decay))
-        share = (1 - math.cos(math.pi * left)) / 2 if self.kind == "cosine" else left
+        decay_steps = self.decay_steps if self.kind == "wsd" else self.total_steps - self.warmup_steps
+        assert decay_steps is not None
+        # what remains of the decay, from 1 down to 0
+        share = min(1.0, max(0.0, (self.total_steps - step) / decay_steps))
+        if self.kind == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
         return self.minimum + (self.peak - self.minimum) * share

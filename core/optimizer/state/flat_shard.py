@@ -1,4 +1,7 @@
-"""How a buffer's elements fall into runs and parts."""
+"""Which elements of a flat buffer are updated together: runs of equal options, and whose elements they are.
+
+All intervals are half-open and counted in elements.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,9 +17,12 @@ Span = tuple[int, int]
 Decays = Callable[[str, Layout], bool]
 
 
-class Key(NamedTuple):
-    """What the elements of one fused call share: their group, whether they decay, and how many updates they were
-    left out of."""
+class UpdateKey(NamedTuple):
+    """What the elements of one fused call share.
+
+    group: number of their param group. decays: whether weight decay applies. behind: how many updates they were left
+    out of, so that Adam's bias correction counts from their own first update.
+    """
 
     group: int
     decays: bool
@@ -29,7 +35,7 @@ class ElementRun:
 
     start: int
     stop: int
-    key: Key
+    key: UpdateKey
 
 
 def default_decays(name: str, layout: Layout) -> bool:
@@ -38,62 +44,70 @@ def default_decays(name: str, layout: Layout) -> bool:
 
 
 def everything_decays(name: str, layout: Layout) -> bool:
-    """`weight_decay_of="all"`, as torch."""
+    """`weight_decay_of="all"`, as in torch."""
     return True
 
 
-def make_runs(spans: Iterable[tuple[int, int, Key]]) -> list[ElementRun]:
+def make_runs(keyed_spans: Iterable[tuple[int, int, UpdateKey]]) -> list[ElementRun]:
     """Ascending (start, stop, key) -> as few runs as possible.
 
     What lies before a run's first multiple of `PART_ALIGN` is a run by itself: kernels treat the elements after the
-    last whole vector otherwise, so bits must not depend on where a bucket is cut, and cuts lie at such multiples.
+    last full vector otherwise, so bits must not depend on where a bucket is cut, and cuts lie at such multiples.
     """
+    # Step 1: neighbours of one key become one run.
     merged: list[ElementRun] = []
-    for start, stop, key in spans:
+    for start, stop, key in keyed_spans:
         if merged and merged[-1].stop == start and merged[-1].key == key:
             start = merged.pop().start
         merged.append(ElementRun(start, stop, key))
-    cut: list[ElementRun] = []
+    # Step 2: an unaligned head is split off, so that vector kernels see the same groups of elements on every layout.
+    aligned: list[ElementRun] = []
     for run in merged:
-        head = min(-(-run.start // PART_ALIGN) * PART_ALIGN, run.stop)
-        cut += [
-            r for r in (ElementRun(run.start, head, run.key), ElementRun(head, run.stop, run.key)) if r.start < r.stop
-        ]
-    return cut
+        next_multiple = -(-run.start // PART_ALIGN) * PART_ALIGN
+        head = min(next_multiple, run.stop)
+        if run.start < head:
+            aligned.append(ElementRun(run.start, head, run.key))
+        if head < run.stop:
+            aligned.append(ElementRun(head, run.stop, run.key))
+    return aligned
 
 
 def clip_runs(runs: Iterable[ElementRun], start: int, stop: int) -> list[ElementRun]:
-    """The runs inside [start, stop), as seen from `start`."""
-    return [
-        ElementRun(max(r.start, start) - start, min(r.stop, stop) - start, r.key)
-        for r in runs
-        if r.start < stop and start < r.stop
-    ]
+    """The runs inside [start, stop), counted from `start`."""
+    clipped = []
+    for run in runs:
+        if run.start < stop and start < run.stop:
+            first, last = max(run.start, start), min(run.stop, stop)
+            clipped.append(ElementRun(first - start, last - start, run.key))
+    return clipped
 
 
 @dataclass(frozen=True, eq=False)
-class ParameterPiece:
-    """The elements of one segment inside one part: `at` of the part, `interval` of the parameter's flat form."""
+class ParameterShard:
+    """The elements of one parameter inside one state buffer.
+
+    interval: which elements of the parameter's flat form. span: where they lie in the state buffer.
+    """
 
     name: str
     parameter: Parameter
     interval: Span
-    at: Span
+    span: Span
 
     @property
     def layout(self) -> Layout:
-        """Of the whole parameter."""
+        """Of the full parameter."""
         return layout_of(self.parameter)
 
 
-def pieces_of(segments: Iterable[Segment], start: int, stop: int) -> list[ParameterPiece]:
-    """The parts of segments that lie inside [start, stop) of `held`, as seen from `start`."""
-    found = []
-    for s in segments:
-        first, last = max(s.at[0], start), min(s.at[1], stop)
+def parameter_shards(segments: Iterable[Segment], start: int, stop: int) -> list[ParameterShard]:
+    """What of the segments lies inside [start, stop) of the elements that this rank updates, counted from `start`."""
+    shards = []
+    for segment in segments:
+        first, last = max(segment.span[0], start), min(segment.span[1], stop)
         if first < last:
-            offset = s.interval[0] - s.at[0]
-            found.append(
-                ParameterPiece(s.name, s.parameter, (first + offset, last + offset), (first - start, last - start))
-            )
-    return found
+            # from positions in the buffer to elements of the parameter
+            shift = segment.interval[0] - segment.span[0]
+            interval = (first + shift, last + shift)
+            shards.append(ParameterShard(segment.name, segment.parameter, interval, (first - start, last - start)))
+    return shards

@@ -1,4 +1,4 @@
-"""torch's fused updates on lists of flat runs."""
+"""torch's fused updates on lists of flat runs: one kernel launch per group of options, however many parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +12,10 @@ from core.optimizer.state.flat_shard import ElementRun
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """What all elements of a step share, on one device: tensors of shape [].
+    """What all elements of a step share: tensors of shape [] on one device.
 
-    divisor: float64, gradients are divided by it. found_inf: float32, 1 changes nothing. step: float32, Adam's count
-    after this step.
+    divisor: float64, gradients are divided by it (averaging, loss scale and gradient clipping in one number).
+    found_inf: float32, 1 leaves everything as it is. step: float32, Adam's count after this step.
     """
 
     divisor: Tensor
@@ -23,14 +23,14 @@ class Factor:
     step: Tensor
 
     def on_cpu(self) -> "Factor":
-        """The same there; waits for an accelerator."""
+        """The same numbers on the CPU; waits for an accelerator."""
         divisor, found_inf, step = torch.stack([self.divisor, self.found_inf, self.step]).cpu()
         return replace(self, divisor=divisor, found_inf=found_inf.float(), step=step.float())
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Lists of 1-D tensors, one per run: main parameters, gradients of the same dtype, and kind -> states."""
+    """Lists of 1-D tensors, one per run: main weights, gradients of the same dtype, and kind -> states."""
 
     mains: list[Tensor]
     gradients: list[Tensor]
@@ -38,30 +38,34 @@ class Batch:
 
     @classmethod
     def cut(cls, runs: Sequence[ElementRun], main: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> "Batch":
-        """Cut the runs out of flat tensors."""
+        """Cut the runs out of flat tensors, as views."""
 
-        def of(flat: Tensor) -> list[Tensor]:
+        def views(flat: Tensor) -> list[Tensor]:
             return [flat[run.start : run.stop] for run in runs]
 
-        return cls(of(main), of(gradient), {kind: of(state) for kind, state in states.items()})
+        return cls(views(main), views(gradient), {kind: views(state) for kind, state in states.items()})
 
     @classmethod
     def joined(cls, batches: Sequence["Batch"]) -> "Batch":
-        """All of them in one call."""
-        kinds = {kind for batch in batches for kind in batch.states}
-        return cls(
-            [main for batch in batches for main in batch.mains],
-            [gradient for batch in batches for gradient in batch.gradients],
-            {kind: [state for batch in batches for state in batch.states.get(kind, [])] for kind in kinds},
-        )
+        """All of them, for one call."""
+        joined = cls([], [], {})
+        for batch in batches:
+            joined.mains.extend(batch.mains)
+            joined.gradients.extend(batch.gradients)
+            for kind, states in batch.states.items():
+                joined.states.setdefault(kind, []).extend(states)
+        return joined
 
 
 Options = Mapping[str, Any]  # one of `param_groups`
-Kernel = Callable[[Batch, Factor, Options, float], None]  # with the weight decay
+Kernel = Callable[[Batch, Factor, Options, float], None]  # the last argument is the weight decay
 
 
 def scaled(batch: Batch, factor: Factor) -> Tensor:
-    """The factor that the kernel is to divide by: float32, so float64 gradients are multiplied before."""
+    """The number that the kernel divides gradients by; float64 gradients are multiplied here, before the kernel.
+
+    The fused kernels read it as float32, which would round float64 gradients.
+    """
     if batch.mains[0].dtype != torch.float64:
         return factor.divisor.float()
     torch._foreach_mul_(batch.gradients, factor.divisor.reciprocal())
@@ -69,7 +73,7 @@ def scaled(batch: Batch, factor: Factor) -> Tensor:
 
 
 def adamw(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> None:
-    """torch.optim.AdamW (fused): kinds exp_avg, exp_avg_sq."""
+    """torch.optim.AdamW (fused), arXiv 1711.05101: states exp_avg and exp_avg_sq."""
     beta1, beta2 = options["betas"]
     torch._fused_adamw_(
         batch.mains,
@@ -91,9 +95,9 @@ def adamw(batch: Batch, factor: Factor, options: Options, weight_decay: float) -
 
 
 def sgd(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> None:
-    """torch.optim.SGD (fused): kind momentum_buffer, or none at momentum 0.
+    """torch.optim.SGD (fused): state momentum_buffer, or none at momentum 0.
 
-    A buffer of zeros at the first step is what torch makes of none. Raises ValueError: a momentum that is set later.
+    Raises ValueError: a momentum that is set later.
     """
     momentum = options["momentum"]
     if momentum and "momentum_buffer" not in batch.states:
@@ -101,6 +105,7 @@ def sgd(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> 
             f"momentum={momentum} in param_groups, but this optimizer was made with 0 and has no momentum buffers; "
             "make it with OptimizerConfig(momentum=...) above 0"
         )
+    # is_first_step would copy gradients into the buffers; buffers of zeros give the same numbers in every step
     torch._fused_sgd_(
         batch.mains,
         batch.gradients,

@@ -1,4 +1,4 @@
-"""A sharded optimizer's states by name: as live parts, as sharded tensors of a checkpoint, and back."""
+"""A sharded optimizer's states by name: as live shards, as sharded tensors of a checkpoint, and back."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.dist_checkpointing.state.mapping import Mapper, ShardedObject, ShardedTensor
 from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
-from core.optimizer.state.flat_shard import ParameterPiece, pieces_of
-from core.optimizer.state.parts import StateBuffer
+from core.optimizer.state.flat_shard import ParameterShard, parameter_shards
+from core.optimizer.state.state_buffers import StateBuffer
 from core.parallel_state.layout import Box, Layout, layout_of, true_part
 from core.parallel_state.modules import named_buffers, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState
@@ -32,101 +32,125 @@ class OptimizerShard:
     interval: tuple[int, int] | None = None
 
 
-Pieces = list[tuple[Tensor, ParameterPiece]]  # live elements of one state of one parameter, ascending
+Views = list[tuple[Tensor, ParameterShard]]  # live elements of one state of one parameter, ascending
 States = Mapping[str, Mapping[str, Tensor | OptimizerShard]]
 
 
-def _by_name(parts: list[StateBuffer], *, own_mains: bool = True) -> dict[str, dict[str, Pieces]]:
-    """name -> kind -> what this rank holds; own_mains: also of weights that are their own main."""
-    found: dict[str, dict[str, Pieces]] = {}
-    for part in parts:
-        main = part.updated if own_mains else part.main
-        for piece in part.pieces:
-            kinds = {kind: part.states[kind] for kind in part.kinds[piece.name]}
-            for kind, flat in (kinds if main is None else {"main": main} | kinds).items():
-                pieces = found.setdefault(piece.name, {}).setdefault(kind, [])
-                pieces.append((flat[slice(*piece.at)], piece))
-    return found
+def _views_by_name(state_buffers: list[StateBuffer], *, own_mains: bool = True) -> dict[str, dict[str, Views]]:
+    """name -> kind -> what this rank has of it; own_mains: "main" also of weights that are their own main weights."""
+    views: dict[str, dict[str, Views]] = {}
+    for state_buffer in state_buffers:
+        main = state_buffer.updated if own_mains else state_buffer.main
+        for shard in state_buffer.parameter_shards:
+            tensors: dict[str, Tensor] = {} if main is None else {"main": main}
+            for kind in state_buffer.kinds[shard.name]:
+                tensors[kind] = state_buffer.states[kind]
+            for kind, flat in tensors.items():
+                kind_views = views.setdefault(shard.name, {}).setdefault(kind, [])
+                kind_views.append((flat[slice(*shard.span)], shard))
+    return views
 
 
-def _joined(pieces: Pieces) -> Tensor:
-    """The live memory, or a copy on the host where an offload's fraction cuts it."""
-    return pieces[0][0] if len(pieces) == 1 else torch.cat([tensor.cpu() for tensor, _ in pieces])
+def _joined(views: Views) -> Tensor:
+    """The live memory, or a copy on the host where an offload's fraction cuts the parameter."""
+    if len(views) == 1:
+        return views[0][0]
+    return torch.cat([tensor.cpu() for tensor, _ in views])
 
 
-def _part(flat: Tensor, pieces: Pieces, ps: ParallelState, *, whole: bool) -> OptimizerShard:
-    layout = pieces[0][1].layout
+def _optimizer_shard(flat: Tensor, views: Views, ps: ParallelState, *, full_shapes: bool) -> OptimizerShard:
+    first, last = views[0][1], views[-1][1]
+    layout = first.layout
     box = layout.box(ps.coordinate, ps.sizes)
-    if not whole:
-        return OptimizerShard(flat, layout, box, (pieces[0][1].interval[0], pieces[-1][1].interval[1]))
+    if not full_shapes:
+        return OptimizerShard(flat, layout, box, (first.interval[0], last.interval[1]))
     local = flat.view(layout.local_shape(ps.sizes))
     return OptimizerShard(true_part(local, layout, ps.coordinate, ps.sizes), layout, box)
 
 
-def state_parts(
-    parts: list[StateBuffer], ps: ParallelState, *, whole: bool, own_mains: bool = True
+def optimizer_shards(
+    state_buffers: list[StateBuffer], ps: ParallelState, *, full_shapes: bool, own_mains: bool = True
 ) -> dict[str, dict[str, OptimizerShard]]:
-    """name -> kind -> this rank's part; `whole`: of the local shape, without padded rows; own_mains: also "main" of
-    weights that are their own."""
-    return {
-        name: {kind: _part(_joined(pieces), pieces, ps, whole=whole) for kind, pieces in kinds.items()}
-        for name, kinds in _by_name(parts, own_mains=own_mains).items()
-    }
+    """name -> kind -> this rank's shard.
+
+    full_shapes: shards have the local parameter's shape without padded rows, else they are flat intervals.
+    own_mains: "main" also of weights that are their own main weights.
+    """
+    shards: dict[str, dict[str, OptimizerShard]] = {}
+    for name, kinds in _views_by_name(state_buffers, own_mains=own_mains).items():
+        shards[name] = {}
+        for kind, views in kinds.items():
+            shards[name][kind] = _optimizer_shard(_joined(views), views, ps, full_shapes=full_shapes)
+    return shards
 
 
 def load_states(
-    parts: list[StateBuffer], ps: ParallelState, given: States, *, whole: bool, own_mains: bool = True
+    state_buffers: list[StateBuffer], ps: ParallelState, states: States, *, full_shapes: bool, own_mains: bool = True
 ) -> None:
-    """Copy given states into the parts. Raises ValueError, before anything is written: what is not this rank's."""
-    mine = _by_name(parts, own_mains=own_mains)
-    if names := sorted(mine.keys() ^ given.keys()):
+    """Copy states into the buffers. Raises ValueError, before anything is written: what is not this rank's."""
+    local = _views_by_name(state_buffers, own_mains=own_mains)
+    if names := sorted(local.keys() ^ states.keys()):
         raise ValueError(
-            f"load_states: {len(given)} parameters given for {len(mine)}; not on both sides: {', '.join(names[:5])}; "
-            "build the same model at the same layout, or load a checkpoint, which fits any"
+            f"load_states: {len(states)} parameters given for {len(local)}; not on both sides: "
+            f"{', '.join(names[:5])}; build the same model at the same layout, or load a checkpoint, which fits any"
         )
+    # Step 1: check everything, so that a mistake leaves all states as they were.
     writes = []
-    for name, kinds in mine.items():
-        for kind, pieces in kinds.items():
-            flat = _joined(pieces)
-            part = _part(flat, pieces, ps, whole=whole)
-            writes.append((part, _fitting(given[name], name, kind, part), flat, pieces))
-    for part, source, flat, pieces in writes:
-        part.tensor.copy_(source)
-        for tensor, piece in pieces if len(pieces) > 1 else ():
-            start = pieces[0][1].interval[0]
-            tensor.copy_(flat[piece.interval[0] - start : piece.interval[1] - start])
+    for name, kinds in local.items():
+        for kind, views in kinds.items():
+            flat = _joined(views)
+            target = _optimizer_shard(flat, views, ps, full_shapes=full_shapes)
+            writes.append((target, _matching_tensor(states[name], name, kind, target), flat, views))
+    # Step 2: write. A parameter that an offload's fraction cuts was joined into a copy, which is taken apart again.
+    for target, source, flat, views in writes:
+        target.tensor.copy_(source)
+        if len(views) > 1:
+            start = views[0][1].interval[0]
+            for tensor, shard in views:
+                tensor.copy_(flat[shard.interval[0] - start : shard.interval[1] - start])
 
 
-def _fitting(kinds: Mapping[str, Tensor | OptimizerShard], name: str, kind: str, mine: OptimizerShard) -> Tensor:
+def _matching_tensor(
+    kinds: Mapping[str, Tensor | OptimizerShard], name: str, kind: str, local: OptimizerShard
+) -> Tensor:
     if kind not in kinds:
         raise ValueError(f"load_states: {name} has {sorted(kinds)} but not {kind}; give all that states() gives")
-    found = kinds[kind]
-    tensor, interval = (found.tensor, found.interval) if isinstance(found, OptimizerShard) else (found, mine.interval)
-    if tensor.shape != mine.tensor.shape or interval != mine.interval:
+    state = kinds[kind]
+    if isinstance(state, OptimizerShard):
+        tensor, interval = state.tensor, state.interval
+    else:
+        tensor, interval = state, local.interval
+    if tensor.shape != local.tensor.shape or interval != local.interval:
         raise ValueError(
             f"load_states: {kind} of {name} is {tuple(tensor.shape)}, elements {interval}; this rank holds "
-            f"{tuple(mine.tensor.shape)}, elements {mine.interval}; give what states() gave at the same layout"
+            f"{tuple(local.tensor.shape)}, elements {local.interval}; give what states() gave at the same layout"
         )
     return tensor
 
 
-def sharded_parts(parts: list[StateBuffer], shard: DataParallel, counts: Mapping[str, Any]) -> dict[str, Any]:
+def checkpoint_states(
+    state_buffers: list[StateBuffer], shard: DataParallel, counts: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a checkpoint takes: counts as objects under `optimizer/`, states as lists of boxes in live memory."""
     mapper = Mapper(shard.ps, named_stacks(shard.module))
     states: dict[str, dict[str, list[ShardedTensor]]] = {}
-    for name, kinds in _by_name(parts, own_mains=False).items():
-        made = {kind: list(_boxes(mapper, f"optimizer/{kind}", pieces)) for kind, pieces in kinds.items()}
-        states[name] = {kind: boxes for kind, boxes in made.items() if boxes}  # padded rows only: nothing of it
-    return {key: ShardedObject(f"optimizer/{key}", value) for key, value in counts.items()} | {"states": states}
+    for name, kinds in _views_by_name(state_buffers, own_mains=False).items():
+        states[name] = {}
+        for kind, views in kinds.items():
+            boxes = list(_sharded_tensors(mapper, f"optimizer/{kind}", views))
+            if boxes:  # a rank that holds nothing but padded rows has none
+                states[name][kind] = boxes
+    objects = {key: ShardedObject(f"optimizer/{key}", value) for key, value in counts.items()}
+    return objects | {"states": states}
 
 
-def _boxes(mapper: Mapper, group: str, pieces: Pieces) -> Iterator[ShardedTensor]:
-    for tensor, piece in pieces:
-        yield from mapper.interval(group, piece.name, tensor, piece.layout, piece.interval)
+def _sharded_tensors(mapper: Mapper, group: str, views: Views) -> Iterator[ShardedTensor]:
+    for tensor, shard in views:
+        yield from mapper.interval(group, shard.name, tensor, shard.layout, shard.interval)
 
 
 def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[ShardedTensor]]:
-    """name -> this rank's part of every parameter and persistent buffer of the model, at any ZeRO stage.
+    """name -> this rank's shard of every parameter and persistent buffer of the model, at any ZeRO stage.
 
     Waits for weights under way. Buffers are the first data rank's: collective where they changed. At stage 3
     trainable parameters are the intervals that this rank holds (after a load call `shard.publish()`, or
@@ -134,19 +158,22 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     """
     shard.wait()
     shard.take_weights()
-    shard.copies.send()  # statistics of one rank, not some of each
+    shard.copies.send()  # running statistics: all of the first data rank, not some of each
     if shard.zero_stage < 3:
         return dict(module_state_dict(shard.module, shard.ps))
     mapper = Mapper(shard.ps, named_stacks(shard.module))
-    made: dict[str, ShardedTensor | list[ShardedTensor]] = {}
+    state: dict[str, ShardedTensor | list[ShardedTensor]] = {}
+    # trainable parameters: intervals of the flat buffers
     for buffer in shard.buffers:
-        for piece in pieces_of(buffer.segments, 0, buffer.weights.numel()):
-            if boxes := list(_boxes(mapper, "model", [(buffer.weights[slice(*piece.at)], piece)])):
-                made[piece.name] = boxes
-    cut = shard.named_parameters()
+        for parameter_shard in parameter_shards(buffer.segments, 0, buffer.weights.numel()):
+            view = buffer.weights[slice(*parameter_shard.span)]
+            if boxes := list(_sharded_tensors(mapper, "model", [(view, parameter_shard)])):
+                state[parameter_shard.name] = boxes
+    # frozen parameters and buffers: every rank has them in full
+    trainable = shard.named_parameters()
     for name, parameter in named_parameters(shard.module):
-        if name not in cut:  # frozen, so whole
-            made[name] = mapper.parameter("model", name, parameter, layout_of(parameter))
+        if name not in trainable:
+            state[name] = mapper.parameter("model", name, parameter, layout_of(parameter))
     for name, tensor in named_buffers(shard.module):
-        made[name] = mapper.parameter("model", name, tensor, Layout(tuple(tensor.shape)))
-    return made
+        state[name] = mapper.parameter("model", name, tensor, Layout(tuple(tensor.shape)))
+    return state

@@ -1,7 +1,8 @@
-"""Updates chunk by chunk through scratch: gradients of another dtype, weights without a main copy, far states.
+"""Updates chunk by chunk through scratch memory, where one fused call over everything is not possible.
 
-With states in host memory, chunk after chunk: gradient device -> host, fused update on the host, weights host ->
-device. On an accelerator the next gradients and the last weights travel on a side stream meanwhile.
+That is so for gradients of another dtype than the main weights, for weights without main weights (stochastic
+rounding), and for offloaded states: gradient device -> host, fused update on the host, weights host -> device. On an
+accelerator the next gradients and the last weights travel on a side stream meanwhile (prefetch).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,128 +12,137 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.optimizer.state.flat_shard import Key, Span, clip_runs
+from core.optimizer.state.flat_shard import ElementRun, Span, UpdateKey, clip_runs
 from core.optimizer.state.kernels import Batch, Factor
-from core.optimizer.state.parts import StateBuffer
+from core.optimizer.state.state_buffers import StateBuffer
 
-CHUNK = 1 << 18  # elements: what a core's cache holds of gradients, mains and moments
-FAR_CHUNK = 1 << 22  # over a bus to an accelerator: few messages
-Update = Callable[[Batch, Factor, Key], None]
+CHUNK = 1 << 18  # elements: gradients, main weights and moments of a chunk fit into a core's cache
+FAR_CHUNK = 1 << 22  # elements, over a bus to an accelerator: large, because each copy has a latency
+Update = Callable[[Batch, Factor, UpdateKey], None]
 Round = Callable[[Tensor, StateBuffer, Span], Tensor]
 
 
 @dataclass(eq=False)
 class _StreamedChunk:
-    """Elements `span` of a part, on their way: gradients as the main parameters are, and mains that are not there."""
+    """Elements `span` of a state buffer under way: gradients in the main weights' dtype, and main weights."""
 
-    part: StateBuffer
+    state_buffer: StateBuffer
     span: Span
     slot: int
     gradients: Tensor
     mains: Tensor
-    arrived: Any = None
+    arrival: Any = None
 
 
 class Streamer:
-    """Two slots of scratch per dtype and use; made at first use, then kept.
+    """Two slots of scratch per dtype and use; allocated at first use, then reused.
 
-    One side stream carries both ways in order: what arrives in a slot tells that what left it before has gone.
+    One side stream carries both directions in order: when something has arrived in a slot, what was sent from that
+    slot before has left it.
     """
 
     def __init__(self, device: torch.device, update: Update, rounding: Round) -> None:
         self._device, self._update, self._round = device, update, rounding
         self._remote = device.type != "cpu"  # states in host memory are behind a bus
         self._scratch: dict[tuple, Tensor] = {}
-        self._side: Any = None
+        self._side_stream: Any = None
 
-    def run(self, parts: Sequence[StateBuffer], dtype: torch.dtype, factor: Factor) -> None:
-        """Update the parts; `dtype` of the main parameters. Waits for an accelerator if states are in host memory."""
-        far = any(self._far(part) for part in parts)
-        if far:
-            self._begin()
-        factors = {True: factor.on_cpu() if far else factor, False: factor}
-        spans = [(part, span) for part in parts for span in self._spans(part)]
-        ahead = [self._fetch(*spans[0], 0, dtype)] if spans else []
-        for number, (part, _) in enumerate(spans, 1):
-            chunk = ahead.pop()
-            if number < len(spans):  # on its way while this one is updated
-                ahead.append(self._fetch(*spans[number], number % 2, dtype))
-            if chunk.arrived is not None:
-                chunk.arrived.synchronize()
-            self._step(chunk, factors[self._far(part)])
-            self._put(chunk)
-        if far:
-            self._end()
+    def run(self, state_buffers: Sequence[StateBuffer], dtype: torch.dtype, factor: Factor) -> None:
+        """Update them; `dtype` of the main weights. Waits for an accelerator if states are in host memory."""
+        any_behind_bus = any(self._behind_bus(state_buffer) for state_buffer in state_buffers)
+        host_factor = factor
+        if any_behind_bus:
+            self._enter_side_stream()
+            host_factor = factor.on_cpu()
+        work = [(state_buffer, span) for state_buffer in state_buffers for span in self._spans(state_buffer)]
+        fetched = [self._fetch(*work[0], 0, dtype)] if work else []
+        for number, (state_buffer, _) in enumerate(work, 1):
+            chunk = fetched.pop()
+            if number < len(work):  # prefetch the next chunk while this one is updated
+                fetched.append(self._fetch(*work[number], number % 2, dtype))
+            if chunk.arrival is not None:
+                chunk.arrival.synchronize()
+            self._update_chunk(chunk, host_factor if self._behind_bus(state_buffer) else factor)
+            self._store(chunk)
+        if any_behind_bus:
+            self._leave_side_stream()
 
-    def _begin(self) -> None:
-        if self._side is None:
-            self._side = torch.Stream(self._device)
-        self._side.wait_stream(torch.accelerator.current_stream(self._device))
+    def _enter_side_stream(self) -> None:
+        if self._side_stream is None:
+            self._side_stream = torch.Stream(self._device)
+        self._side_stream.wait_stream(torch.accelerator.current_stream(self._device))
 
-    def _end(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_stream(self._side)
+    def _leave_side_stream(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_stream(self._side_stream)
 
-    def _send(self, into: Tensor, source: Tensor) -> None:
-        """On the side stream; the host goes on."""
-        into.copy_(source, non_blocking=True)
+    def _send(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the side stream; the host goes on."""
+        target.copy_(source, non_blocking=True)
 
-    def _far(self, part: StateBuffer) -> bool:
-        return self._remote and not part.resident
+    def _behind_bus(self, state_buffer: StateBuffer) -> bool:
+        return self._remote and not state_buffer.resident
 
-    def _spans(self, part: StateBuffer) -> list[Span]:
-        total, size = part.stop - part.start, FAR_CHUNK if self._far(part) else CHUNK
+    def _spans(self, state_buffer: StateBuffer) -> list[Span]:
+        total = state_buffer.stop - state_buffer.start
+        size = FAR_CHUNK if self._behind_bus(state_buffer) else CHUNK
         return [(first, min(first + size, total)) for first in range(0, total, size)]
 
-    def _step(self, chunk: _StreamedChunk, factor: Factor) -> None:
+    def _update_chunk(self, chunk: _StreamedChunk, factor: Factor) -> None:
         first, last = chunk.span
-        states = {kind: state[first:last] for kind, state in chunk.part.states.items()}
-        inside = clip_runs(chunk.part.runs, first, last)
-        for key in dict.fromkeys(run.key for run in inside):
-            runs = [run for run in inside if run.key == key]
+        states = {kind: state[first:last] for kind, state in chunk.state_buffer.states.items()}
+        runs_of: dict[UpdateKey, list[ElementRun]] = {}
+        for run in clip_runs(chunk.state_buffer.runs, first, last):
+            runs_of.setdefault(run.key, []).append(run)
+        for key, runs in runs_of.items():
             self._update(Batch.cut(runs, chunk.mains, chunk.gradients, states), factor, key)
 
-    def _fetch(self, part: StateBuffer, span: Span, slot: int, dtype: torch.dtype) -> _StreamedChunk:
-        """Gradients, and mains that are not there, into scratch."""
-        size, here = span[1] - span[0], slice(*span)
-        wanted = [(self._room("gradient", slot, part, dtype, size), part.gradients[here])]
-        if part.main is not None:
-            mains = part.main[here]
-        elif part.wide and part.resident:
-            mains = part.weights[here]
+    def _fetch(self, state_buffer: StateBuffer, span: Span, slot: int, dtype: torch.dtype) -> _StreamedChunk:
+        """Start to bring gradients, and main weights that do not exist in memory of their own, into scratch."""
+        size, elements = span[1] - span[0], slice(*span)
+        gradients = self._scratch_for("gradient", slot, state_buffer, dtype, size)
+        copies = [(gradients, state_buffer.gradients[elements])]
+        if state_buffer.main is not None:
+            mains = state_buffer.main[elements]
+        elif state_buffer.wide and state_buffer.resident:
+            mains = state_buffer.weights[elements]
         else:
-            mains = self._room("main", slot, part, dtype, size)
-            wanted.append((mains, part.weights[here]))
-        if not self._far(part):
-            for into, source in wanted:
-                into.copy_(source)
-            return _StreamedChunk(part, span, slot, wanted[0][0], mains)
-        with self._side:
-            for into, source in wanted:
-                self._send(into, source)
-            return _StreamedChunk(part, span, slot, wanted[0][0], mains, self._side.record_event())
+            mains = self._scratch_for("main", slot, state_buffer, dtype, size)
+            copies.append((mains, state_buffer.weights[elements]))
+        if not self._behind_bus(state_buffer):
+            for target, source in copies:
+                target.copy_(source)
+            return _StreamedChunk(state_buffer, span, slot, gradients, mains)
+        with self._side_stream:
+            for target, source in copies:
+                self._send(target, source)
+            arrival = self._side_stream.record_event()
+        return _StreamedChunk(state_buffer, span, slot, gradients, mains, arrival)
 
-    def _put(self, chunk: _StreamedChunk) -> None:
-        """Updated mains to the weights."""
-        part, mains = chunk.part, chunk.mains
-        if part.wide and part.resident:
-            return
-        weights = part.weights[slice(*chunk.span)]
-        if not part.wide and part.main is None:
-            mains = self._round(mains, part, chunk.span)
-        if not self._far(part):
+    def _store(self, chunk: _StreamedChunk) -> None:
+        """Write the updated main weights to the weights, rounded if these are narrower."""
+        state_buffer, mains = chunk.state_buffer, chunk.mains
+        if state_buffer.wide and state_buffer.resident:
+            return  # the weights themselves were updated
+        weights = state_buffer.weights[slice(*chunk.span)]
+        if not state_buffer.wide and state_buffer.main is None:
+            mains = self._round(mains, state_buffer, chunk.span)
+        if not self._behind_bus(state_buffer):
             weights.copy_(mains)
             return
-        if not part.wide:
-            mains = self._room("weight", chunk.slot, part, weights.dtype, weights.numel()).copy_(mains)
-        with self._side:
+        if not state_buffer.wide:
+            # rounded on the host, so that half the bytes travel
+            rounded = self._scratch_for("weight", chunk.slot, state_buffer, weights.dtype, weights.numel())
+            mains = rounded.copy_(mains)
+        with self._side_stream:
             self._send(weights, mains)
 
-    def _room(self, use: str, slot: int, part: StateBuffer, dtype: torch.dtype, size: int) -> Tensor:
-        far = self._far(part)
-        key = (use, slot, dtype, far)
-        found = self._scratch.get(key)
-        if found is None or found.numel() < size:
-            device = torch.device("cpu") if far else self._device
-            pinned = far and self._device.type != "cpu"
-            found = self._scratch[key] = torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
-        return found[:size]
+    def _scratch_for(self, use: str, slot: int, state_buffer: StateBuffer, dtype: torch.dtype, size: int) -> Tensor:
+        on_host = self._behind_bus(state_buffer)
+        key = (use, slot, dtype, on_host)
+        scratch = self._scratch.get(key)
+        if scratch is None or scratch.numel() < size:
+            device = torch.device("cpu") if on_host else self._device
+            pinned = on_host and self._device.type != "cpu"  # copies from pageable memory would not be asynchronous
+            scratch = torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
+            self._scratch[key] = scratch
+        return scratch[:size]

@@ -14,68 +14,87 @@ from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
-BITS = 48  # of one float64, which holds whole numbers of 53
+BITS = 48  # flags per float64, which holds integers of up to 53 bits exactly
 
 
 class Reached:
-    """Bits travel with the gradient norm: one per parameter, set where this rank has no gradient.
+    """One bit per parameter, set where this rank has no gradient; the bits travel with the gradient norm.
 
-    left_out: names, of this step. behind: name -> how many updates it was left out of; Adam's count is its own.
+    left_out: names that the current step leaves out. behind: name -> how many updates it was left out of, because
+    Adam's bias correction counts a parameter's own updates.
     """
 
     def __init__(self, shard: DataParallel, ps: ParallelState) -> None:
-        self._ps, self._place = ps, {name: i for i, name in enumerate(shard.named_parameters())}
-        # a table tied over the pipeline's ends has another number there, and must stay what its twin is
-        self._tied = {n for n, p in shard.named_parameters().items() if "embedding" in layout_of(p).partial}
-        self._group = {n: layout_of(p).gradient_groups[0] for n, p in shard.named_parameters().items()}
-        self._words = -(-max(all_gather_objects(len(self._place), ps.world)) // BITS)
-        self._none = torch.zeros(self._words, dtype=torch.float64, device=ps.device)
+        named = shard.named_parameters()
+        self._ps = ps
+        self._bit_of = {name: number for number, name in enumerate(named)}
+        # A table tied over the pipeline's ends has another bit on the other rank; it is never left out, so that both
+        # copies stay equal.
+        self._tied: set[str] = set()
+        self._group_of: dict[str, str] = {}
+        for name, parameter in named.items():
+            layout = layout_of(parameter)
+            self._group_of[name] = layout.gradient_groups[0]
+            if "embedding" in layout.partial:
+                self._tied.add(name)
+        most_parameters = max(all_gather_objects(len(named), ps.world))
+        self._num_words = -(-most_parameters // BITS)
+        self._no_bits = torch.zeros(self._num_words, dtype=torch.float64, device=ps.device)
         self.left_out: frozenset[str] = frozenset()
         self.behind: dict[str, int] = {}
 
     def message(self, missing: Sequence[str]) -> Tensor:
-        """What this rank tells the others: [words] float64."""
+        """The bits of the parameters that this rank has no gradient of: [num_words] float64."""
         if not missing:
-            return self._none
-        words = [0] * self._words
+            return self._no_bits
+        bit_words = [0] * self._num_words
         for name in missing:
-            words[self._place[name] // BITS] |= 1 << self._place[name] % BITS
-        return torch.tensor(words, dtype=torch.float64, device=self._ps.device)
+            number, bit = divmod(self._bit_of[name], BITS)
+            bit_words[number] |= 1 << bit
+        return torch.tensor(bit_words, dtype=torch.float64, device=self._ps.device)
 
-    def hear(self, rows: Sequence[Tensor], missing: Sequence[str], found_inf: Tensor) -> bool:
-        """What each rank told, after its part of the norm. Returns whether keys may have changed.
+    def update(self, rows: Sequence[Tensor], missing: Sequence[str], found_inf: Tensor) -> bool:
+        """Decide who is left out, from every rank's row of the norm. Returns whether update keys have changed.
 
         Waits for an accelerator only if this rank has parameters without a gradient.
         """
-        before = self.left_out, dict(self.behind) if self.behind else {}
-        self.left_out = frozenset(self._left_out(rows, missing)) if missing else frozenset()
+        left_out_before = self.left_out
+        behind_before = dict(self.behind) if self.behind else {}
+        self.left_out = frozenset(self._missing_everywhere(rows, missing)) if missing else frozenset()
         if self.left_out and not bool(found_inf):
             for name in self.left_out:
                 self.behind[name] = self.behind.get(name, 0) + 1
-        return self.left_out != before[0] or {n: b for n, b in self.behind.items() if n not in self.left_out} != {
-            n: b for n, b in before[1].items() if n not in self.left_out
-        }
+        if self.left_out != left_out_before:
+            return True
+        # counts of those that are left out change in every step, and in no key
+        remaining = {name: count for name, count in self.behind.items() if name not in self.left_out}
+        return remaining != {name: count for name, count in behind_before.items() if name not in self.left_out}
 
-    def _left_out(self, rows: Sequence[Tensor], missing: Sequence[str]) -> list[str]:
-        told = [[int(word) for word in row[1:].tolist()] for row in rows]
-        found = []
+    def _missing_everywhere(self, rows: Sequence[Tensor], missing: Sequence[str]) -> list[str]:
+        words_of_rank = [[int(word) for word in row[1:].tolist()] for row in rows]
+        left_out = []
         for name in missing:
-            group = self._ps.group(self._group[name])
+            if name in self._tied:
+                continue
+            group = self._ps.group(self._group_of[name])
             ranks = group.ranks if group is not None else (self._ps.rank,)
-            word, bit = divmod(self._place[name], BITS)
-            here = told if len(told) == 1 else [told[rank] for rank in ranks]
-            if name not in self._tied and all(words[word] >> bit & 1 for words in here):
-                found.append(name)
-        return found
+            if len(words_of_rank) == 1:
+                holders = words_of_rank
+            else:
+                holders = [words_of_rank[rank] for rank in ranks]
+            number, bit = divmod(self._bit_of[name], BITS)
+            if all(bit_words[number] >> bit & 1 for bit_words in holders):
+                left_out.append(name)
+        return left_out
 
     def of_all_stages(self) -> dict[str, int]:
-        """`behind` of every pipeline rank: a checkpoint holds one for all. All-gather over pp."""
-        found: dict[str, int] = {}
-        for theirs in all_gather_objects(self.behind, self._ps.group("pp")):
-            found |= theirs
-        return dict(sorted(found.items()))
+        """`behind` of every pipeline rank: a checkpoint holds one for all. All-gather of objects over pp."""
+        behind: dict[str, int] = {}
+        for stage_behind in all_gather_objects(self.behind, self._ps.group("pp")):
+            behind |= stage_behind
+        return dict(sorted(behind.items()))
 
     def load(self, behind: Mapping[str, int]) -> None:
-        """Of a checkpoint, which may hold other stages' too."""
-        self.behind = {name: int(n) for name, n in behind.items() if name in self._place}
+        """Take `behind` of a checkpoint, which may hold other stages' parameters too."""
+        self.behind = {name: int(count) for name, count in behind.items() if name in self._bit_of}
         self.left_out = frozenset()

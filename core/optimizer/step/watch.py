@@ -11,75 +11,98 @@ from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.state import ParallelState
 
+READ_EVERY = 64  # steps between two looks at an accelerator's flags: each look waits for it
+
 
 class GradientWatch:
-    """Sums squares; remembers, for the last skipped step, which parameters' parts on this rank were not finite.
+    """Sums squares; remembers, for the last skipped step, whose gradients on this rank were not finite.
 
-    On a CPU tensors' values are there to be looked at; an accelerator is never waited for before `non_finite`.
+    On a CPU values may be looked at in every step; an accelerator is never waited for before `non_finite`.
     """
 
     def __init__(self, buffers: Sequence[Buffer], ps: ParallelState) -> None:
         self._buffers, self._ps = buffers, ps
         self._eager = ps.device.type == "cpu"
-        self._parts = [
-            (s.name, buffer, max(s.at[0], first), min(s.at[1], last))
-            for buffer in buffers
-            for first, last in buffer.counted
-            for s in buffer.segments
-            if s.at[0] < last and first < s.at[1]
-        ]
-        self._latest = torch.zeros(len(self._parts), dtype=torch.float64, device=ps.device)
-        self._kept = torch.zeros_like(self._latest)
+        # (parameter name, buffer, first, last): the elements that this rank counts in the norm, by parameter
+        self._slices: list[tuple[str, Buffer, int, int]] = []
+        for buffer in buffers:
+            for first, last in buffer.counted:
+                for segment in buffer.segments:
+                    start, stop = segment.span
+                    if start < last and first < stop:
+                        self._slices.append((segment.name, buffer, max(start, first), min(stop, last)))
+        self._norms = torch.zeros(len(self._slices), dtype=torch.float64, device=ps.device)
+        self._norms_of_skipped = torch.zeros_like(self._norms)
 
-    def squared_norm(self, beside: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Of all true gradients of the model, each counted once: float64, shape []. One all-gather over the world,
-        which brings `beside` (float64, 1-D) of every rank, after one number each."""
+    def squared_norm(self, message: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Of all true gradients of the model, each counted once: float64, shape [], and every rank's row.
+
+        A row is the rank's own sum, then its `message` (float64, 1-D). One all-gather over the world.
+        """
         if self._eager:
-            counted = (b.gradients[first:last] for b in self._buffers for first, last in b.counted)
-            return sum_in_rank_order(shard_squares(counted, self._ps.device), beside, self._ps)
-        self._latest = self._norms()
-        return sum_in_rank_order(self._latest.square().sum(), beside, self._ps)
+            counted = []
+            for buffer in self._buffers:
+                gradients = buffer.gradients
+                counted += [gradients[first:last] for first, last in buffer.counted]
+            return sum_in_rank_order(shard_squares(counted, self._ps.device), message, self._ps)
+        # on an accelerator norms are taken per parameter at once: `remember` cannot ask whether it will need them
+        self._norms = self._norms_by_parameter()
+        return sum_in_rank_order(self._norms.square().sum(), message, self._ps)
 
-    def keep(self, found_inf: Tensor) -> None:
-        """After the norm, before gradients are overwritten."""
+    def remember(self, found_inf: Tensor) -> None:
+        """After the norm, before gradients are overwritten: note the norms by parameter, if the step is skipped."""
         if not self._eager:
-            self._kept = torch.where(found_inf, self._latest, self._kept)
+            self._norms_of_skipped = torch.where(found_inf, self._norms, self._norms_of_skipped)
         elif found_inf:
-            self._kept = self._norms()
+            self._norms_of_skipped = self._norms_by_parameter()
 
     def non_finite(self) -> list[str]:
-        """ "name on rank r" of every part that was not finite when a step was last skipped. All-gather of objects."""
-        finite = self._kept.isfinite().tolist()
-        names = {part[0] for part, fine in zip(self._parts, finite, strict=True) if not fine}
-        every = enumerate(all_gather_objects(sorted(names), self._ps.world))
-        return [f"{name} on rank {rank}" for rank, theirs in every for name in theirs]
+        """ "name on rank r" of every gradient that was not finite when a step was last skipped.
 
-    def _norms(self) -> Tensor:
-        views = [buffer.gradients[first:last] for _, buffer, first, last in self._parts]
+        Collective: all-gather of objects over the world.
+        """
+        is_finite = self._norms_of_skipped.isfinite().tolist()
+        names = {name for (name, *_), finite in zip(self._slices, is_finite, strict=True) if not finite}
+        reports = []
+        for rank, rank_names in enumerate(all_gather_objects(sorted(names), self._ps.world)):
+            reports += [f"{name} on rank {rank}" for name in rank_names]
+        return reports
+
+    def reason_of_skip(self) -> str:
+        """Why the last skipped step was skipped, for people; collective as `non_finite`."""
+        if names := self.non_finite():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            return f"the gradient is not finite in {', '.join(names[:3])}{more}"
+        return "every gradient is finite, but not their norm over num_tokens (0 tokens, or an overflow of the sum)"
+
+    def _norms_by_parameter(self) -> Tensor:
+        views = [buffer.gradients[first:last] for _, buffer, first, last in self._slices]
         if not views:
-            return self._latest
+            return self._norms
         dtype = views[0].dtype if views[0].dtype.itemsize >= 4 else torch.float32
         if self._eager:
             return torch.stack([torch.linalg.vector_norm(view, dtype=dtype) for view in views]).double()
         return torch.stack(torch._foreach_norm(views, 2, dtype=dtype)).double()
 
 
-READ_EVERY = 64  # steps, on an accelerator, which is waited for then
-
-
 class OptionsWatch:
-    """Refuses param groups whose options, rates above all, differ between the ranks of one pipeline stage: a rate
-    that came from one rank's loss. One number per rank travels with the gradient norm."""
+    """Refuses param groups whose options, rates above all, differ between the ranks of one pipeline stage.
+
+    That happens where a rate came from one rank's loss. One number per rank travels with the gradient norm.
+    """
 
     def __init__(self, ps: ParallelState) -> None:
         self._ps = ps
-        first = {rank: ranks[0] for ranks in ps.grid.all_groups("tp-dp-cp") for rank in ranks}
-        self._first = torch.tensor([first[rank] for rank in sorted(first)], device=ps.device)
-        self._differed = torch.zeros(len(first), dtype=torch.bool, device=ps.device)
+        first_of: dict[int, int] = {}
+        for ranks in ps.grid.all_groups("tp-dp-cp"):
+            for rank in ranks:
+                first_of[rank] = ranks[0]
+        self._first = torch.tensor([first_of[rank] for rank in sorted(first_of)], device=ps.device)
+        self._differed = torch.zeros(len(first_of), dtype=torch.bool, device=ps.device)
 
-    def message(self, beside: Tensor, number: float) -> Tensor:
-        """`beside`, and a number that stands for this rank's options; 0 of options that lie on a device."""
-        return torch.cat((beside, beside.new_full((1,), number)))
+    def message(self, missing_bits: Tensor, options_number: float) -> Tensor:
+        """`missing_bits`, and the number that stands for this rank's options; 0 of options that lie on a device."""
+        return torch.cat((missing_bits, missing_bits.new_full((1,), options_number)))
 
     def compare(self, rows: Sequence[Tensor], step: int) -> None:
         """Raises ValueError, on every rank, before the update."""

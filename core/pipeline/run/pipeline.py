@@ -207,8 +207,7 @@ class Pipeline:
             return self._global_result(executor.total(self.ps.device))
 
     def forward(self, batch: Batch | None) -> Any:
-        """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0; None on ranks
-        without the last stage."""
+        """The outputs in eval mode without gradients, joined along dim 0; None on ranks without the last stage."""
         with self._broadcast_failures("forward"):
             outputs = self._run_forward(batch, None).outputs
         if not outputs:

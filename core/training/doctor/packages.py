@@ -19,6 +19,7 @@ EXTRAS = {
         "tyro": "flags of the command line",
         "rich": "the progress bar",
         "matplotlib": "report.png",
+        "jinja2": "report.html",
         "tomli_w": "writing configuration files",
     },
     "data": {

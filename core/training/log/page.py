@@ -1,6 +1,7 @@
 """One page that shows a run, report.html: nothing outside the file is needed, and its data are in it.
 
-The curves are drawn here and need no script; a small script tells the values under the pointer.
+`page.html.jinja` is the page; here its values are made. The curves need no script; a small one tells the values under
+the pointer.
 """
 
 import json
@@ -8,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from core.pipeline.schedule.timeline import Event, Timeline
 from core.training.log import charts
 from core.training.log.charts import Curve, draw, finite, short
 from core.training.log.metrics import StepRecord, json_number
-from core.training.log.page_style import SCRIPT, STYLE
 
-# nothing is loaded, whatever a text in the page says
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
 def write_page(
@@ -56,22 +54,25 @@ def write_page(
         "timelines": {name: _timeline_rows(timeline) for name, timeline in (timelines or {}).items()},
         "sample": sample,
     }
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        _about(records),
-        *_tiles(records, bytes_per_token),
-        *_charts(records, baselines or {}, bytes_per_token),
-        *_timelines(timelines or {}),
-        *_sample(sample),
-        *_configuration(run, origin or {}),
-        *_environment(environment or {}),
-    ]
-    text = _page(title, "\n".join(body), data)
+    steps = [record.step for record in records]
+    text = _render(
+        title=title,
+        data=embedded(data),
+        charts=charts,
+        about=_about(records),
+        tiles=list(_tiles(records, bytes_per_token)),
+        drawings=[(curve, draw(curve, steps)) for curve in curves(records, baselines or {}, bytes_per_token)],
+        timelines=[_drawn(name, timeline) for name, timeline in (timelines or {}).items()],
+        sample=sample,
+        parts=_settings_by_part(run, origin or {}),
+        origins_known=bool(origin),
+        environment={name: _in_words(value) for name, value in (environment or {}).items()},
+    )
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    whole = target.with_name(f".{target.name}.{os.getpid()}")
-    whole.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(whole, target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(temporary, target)
 
 
 def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
@@ -79,27 +80,17 @@ def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
     return {field.name: [json_number(getattr(r, field.name)) for r in records] for field in fields(StepRecord)}
 
 
-def _page(title: str, body: str, data: Mapping[str, Any]) -> str:
-    ends = f"[{charts.LEFT:g}, {charts.RIGHT:g}]"
-    script = SCRIPT.replace("[LEFT, RIGHT]", ends).replace("WIDTH", f"{charts.WIDTH:g}")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<script type="application/json" id="data">{embedded(data)}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+def _render(**values: Any) -> str:
+    import jinja2  # torch has it installed; a run without a page does not import it
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
 
 
 def embedded(data: Any) -> str:
@@ -127,37 +118,36 @@ def _timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
 
 def _about(records: Sequence[StepRecord]) -> str:
     if not records:
-        return '<p class="about">No step was logged.</p>'
+        return "No step was logged."
     first, last = records[0].step, records[-1].step
     if len(records) == 1:
-        return f'<p class="about">1 record, of step {last:,}.</p>'
-    return f'<p class="about">{len(records):,} records, steps {first:,} to {last:,}.</p>'
+        return f"1 record, of step {last:,}."
+    return f"{len(records):,} records, steps {first:,} to {last:,}."
 
 
-def _tiles(records: Sequence[StepRecord], bytes_per_token: float) -> Iterator[str]:
+def _tiles(records: Sequence[StepRecord], bytes_per_token: float) -> Iterator[dict[str, str]]:
+    """The figures above the curves: name, value, unit."""
+
+    def tile(name: str, value: str, unit: str) -> dict[str, str]:
+        return {"name": name, "value": value, "unit": unit}
+
+    def known(field: str) -> list[float]:
+        return sorted(value for record in records if finite(value := getattr(record, field)))
+
     if not records:
         return
-    last, scale = records[-1], _bits(bytes_per_token)
-    memory, rates, used = (
-        sorted(value for r in records if finite(value := getattr(r, name)))
-        for name in ("memory_mib", "tokens_per_s", "mfu")
-    )
-    tiles = [("last loss", f"{last.loss:.4f}", "nats per token")]
-    if scale is not None:
-        tiles.append(("last loss", f"{last.loss * scale:.3f}", "bits per byte"))
-    tiles.append(("last gradient norm", f"{last.grad_norm:.3g}", "before clipping"))
-    if rates:
-        tiles.append(("throughput", short(rates[len(rates) // 2]), "tokens/s, median"))
-    if used:
-        tiles.append(("MFU", f"{used[len(used) // 2]:.1%}", "median"))
-    if memory:
-        tiles.append(("peak memory", short(memory[-1]), "MiB, rank 0"))
-    tiles.append(("skipped steps", f"{sum(record.skipped for record in records):,}", "in all"))
-    yield '<div class="tiles">'
-    for name, value, unit in tiles:
-        yield f'<div class="card tile"><div class="name">{name}</div>'
-        yield f'<div class="value">{escape(value)} <span class="unit">{unit}</span></div></div>'
-    yield "</div>"
+    last, bits = records[-1], _bits(bytes_per_token)
+    yield tile("last loss", f"{last.loss:.4f}", "nats per token")
+    if bits is not None:
+        yield tile("last loss", f"{last.loss * bits:.3f}", "bits per byte")
+    yield tile("last gradient norm", f"{last.grad_norm:.3g}", "before clipping")
+    if rates := known("tokens_per_s"):
+        yield tile("throughput", short(rates[len(rates) // 2]), "tokens/s, median")
+    if utilization := known("mfu"):
+        yield tile("MFU", f"{utilization[len(utilization) // 2]:.1%}", "median")
+    if memory := known("memory_mib"):
+        yield tile("peak memory", short(memory[-1]), "MiB, rank 0")
+    yield tile("skipped steps", f"{sum(record.skipped for record in records):,}", "in all")
 
 
 def _bits(bytes_per_token: float) -> float | None:
@@ -171,6 +161,8 @@ def _bits(bytes_per_token: float) -> float | None:
 
 def curves(records: Sequence[StepRecord], baselines: Mapping[str, float], bytes_per_token: float) -> Iterator[Curve]:
     """What is drawn, without what no record knows."""
+    if not records:
+        return
     scale = _bits(bytes_per_token)
     skipped = [record.step for record in records if record.skipped]
     factor, unit = (1.0, "nats per token") if scale is None else (scale, "bits per byte")
@@ -198,76 +190,30 @@ def curves(records: Sequence[StepRecord], baselines: Mapping[str, float], bytes_
             yield Curve(key=key, title=name, unit=unit, values=values, factor=by, zero=True)
 
 
-def _charts(records: Sequence[StepRecord], baselines: Mapping[str, float], bytes_per_token: float) -> Iterator[str]:
-    if not records:
-        return
-    steps = [record.step for record in records]
-    yield '<div class="charts">'
-    for curve in curves(records, baselines, bytes_per_token):
-        unit = f' <span class="unit">{escape(curve.unit)}</span>' if curve.unit else ""
-        yield f'<section class="card"><div class="head"><h3>{curve.title}{unit}</h3><output></output></div>'
-        yield from _legend(curve)
-        yield f"{draw(curve, steps)}</section>"
-    yield "</div>"
+# below the curves
 
 
-def _legend(curve: Curve) -> Iterator[str]:
-    if not curve.levels and not curve.marked:
-        return
-    key = '<svg viewBox="0 0 22 8"><line class="{}" x1="0" x2="22" y1="4" y2="4"/></svg>'
-    yield f'<div class="legend"><span>{key.format("line")}training</span>' if curve.levels else '<div class="legend">'
-    for number, (name, value) in enumerate((curve.levels or {}).items()):
-        yield f"<span>{key.format(f'level l{number % 4}')}{escape(name)} {value:.3f}</span>"
-    if curve.marked:
-        yield '<span><svg viewBox="0 0 22 8"><path class="odd" d="M7,8h8l-4,-8z"/></svg>skipped</span>'
-    yield "</div>"
+def _drawn(name: str, timeline: Timeline) -> str:
+    """The drawing of a step whose times are seconds, in milliseconds."""
+    rows = tuple(tuple(Event(e.action, 1e3 * e.start, 1e3 * e.end) for e in row) for row in timeline.rows)
+    return draw_svg(Timeline(rows), name, "ms")
 
 
-# the rest
+def _settings_by_part(run: Mapping[str, Any], origin: Mapping[str, str]) -> dict[str, list[dict[str, str]]]:
+    """A table per part of the configuration: `optimizer.lr` is field "lr" of part "optimizer"."""
+    parts: dict[str, list[dict[str, str]]] = {}
+    for name, value in run.items():
+        part, _, field = name.rpartition(".")
+        setting = {"field": field, "value": _in_words(value), "origin": origin.get(name, "default")}
+        parts.setdefault(part, []).append(setting)
+    return parts
 
 
-def _timelines(timelines: Mapping[str, Timeline]) -> Iterator[str]:
-    if timelines:
-        yield "<h2>What each rank did in a step</h2>"
-    for name, timeline in timelines.items():
-        rows = tuple(tuple(Event(e.action, 1e3 * e.start, 1e3 * e.end) for e in row) for row in timeline.rows)
-        yield f'<div class="card timeline">{draw_svg(Timeline(rows), name, "ms")}</div>'
-
-
-def _sample(sample: str) -> Iterator[str]:
-    if sample:
-        yield f'<h2>A sample</h2>\n<div class="card"><pre>{escape(sample)}</pre></div>'
-
-
-def _configuration(run: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
-    """A table per part, `optimizer.lr` under optimizer; what is no default stands out."""
-    if not run:
-        return
-    parts: dict[str, list[str]] = {}
-    for name in run:
-        parts.setdefault(name.rpartition(".")[0], []).append(name)
-    yield '<h2>Configuration</h2>\n<div class="tables">'
-    for part, names in parts.items():
-        yield f'<section class="card"><h3>{escape(part or "run")}</h3><table>'
-        for name in names:
-            source = origin.get(name, "default")
-            given = ' class="given"' if source != "default" else ""
-            told = f'<td class="from">{escape(source if given else "")}</td>' if origin else ""
-            field, value = escape(name.rpartition(".")[2]), escape(_told(run[name]))
-            yield f"<tr><td>{field}</td><td{given}>{value}</td>{told}</tr>"
-        yield "</table></section>"
-    yield "</div>"
-
-
-def _told(value: Any) -> str:
+def _in_words(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list | tuple):
         return " ".join(map(str, value)) or "none"
-    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
-
-
-def _environment(environment: Mapping[str, Any]) -> Iterator[str]:
-    if environment:
-        yield '<h2>Environment</h2>\n<section class="card"><table>'
-        for name, value in environment.items():
-            yield f"<tr><td>{escape(str(name))}</td><td>{escape(_told(value))}</td></tr>"
-        yield "</table></section>"
+    return str(value)

@@ -120,14 +120,12 @@ def train(
     Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` gives bits per byte every `eval_interval` steps; `checkpoints` saves, and may end the run early.
-    Returns loss and gradient norm of the first step. Raises RuntimeError: a loss that is no number. ValueError: no
-    step left to run.
+    Returns what the first step computed. Raises RuntimeError: a loss that is NaN. ValueError: no step left to run.
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
     executor.step_index = start  # dropout seeds are a function of the step
-    first_step = None
-    meter = _ThroughputMeter(start)
+    first_step, meter = None, _ThroughputMeter(start)
     for step in range(start, config.train_steps):
         # forward, backward, gradient reduction; gradient clipping and the update are the optimizer's
         optimizer.zero_grad()
@@ -138,28 +136,23 @@ def train(
         stats = optimizer.step(num_tokens=result.num_tokens)
         meter.add(result.num_tokens, stats.skipped)
 
-        # log: whether, is decided by the configuration alone, since ranks differ in who shows a progress bar, and
-        # validation is collective
+        # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
         is_logged = last or step == start or _is_due(step, config.log_interval)
         is_validated = validate is not None and _is_due(step, config.eval_interval)
         if is_logged or is_validated or every_step is not None:  # otherwise nothing waits for the device
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
-            if loss != loss and is_logged:  # only in steps that all ranks log: otherwise the others would wait
-                raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate")
             if is_logged:
                 tokens = result.num_tokens
-                log.add(_record(step, loss, learning_rate, stats, tokens, meter, flops_per_token, peak_flops))
-                _say_step(log.records[-1], stats, optimizer, config, say)
+                record = _record(step, loss, learning_rate, stats, tokens, meter, flops_per_token, peak_flops)
+                _log_step(record, stats, optimizer, config, log, say)
             if every_step is not None:
                 every_step(step + 1, loss)
 
         # validate and save, outside of the throughput
         begin = time.perf_counter()
-        bits_per_byte = validate() if is_validated and validate is not None else None
-        if bits_per_byte is not None:
-            say(f"step {step + 1:5d}/{config.train_steps} | validation {bits_per_byte:.4f} bits per byte")
+        bits_per_byte = _validate(step, validate, config, say) if is_validated and validate is not None else None
         metrics = _metrics(result, bits_per_byte)
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=metrics)
         meter.leave_out(time.perf_counter() - begin)
@@ -169,13 +162,29 @@ def train(
     return first_step
 
 
-def _say_step(
-    record: StepRecord, stats: StepStats, optimizer: Optimizer, config: TrainingConfig, say: Callable[[str], None]
+def _log_step(
+    record: StepRecord,
+    stats: StepStats,
+    optimizer: Optimizer,
+    config: TrainingConfig,
+    log: MetricsLog,
+    say: Callable[[str], None],
 ) -> None:
+    # every rank logs the same steps: all raise here, or all take part in the collective of `non_finite`
+    if record.loss != record.loss:
+        raise RuntimeError(f"the loss of step {record.step - 1} is not a number; lower the learning rate")
+    log.add(record)
     say(record.line(config.train_steps))
-    if bool(stats.skipped):  # the same on every rank; then every rank takes part in the collective behind the names
+    if bool(stats.skipped):
         names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
         say(f"step {record.step} was skipped; not finite: {names}")
+
+
+def _validate(step: int, validate: Callable[[], float], config: TrainingConfig, say: Callable[[str], None]) -> float:
+    """Bits per byte; collective."""
+    bits_per_byte = validate()
+    say(f"step {step + 1:5d}/{config.train_steps} | validation {bits_per_byte:.4f} bits per byte")
+    return bits_per_byte
 
 
 def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, SupportsFloat]:
