@@ -48,7 +48,7 @@ def build_sharded(
     if memory is not None:
         memory.at("model init")
     shard = DataParallel(stages, ps, **data_parallel.arguments())
-    offload = data_parallel.placement()
+    offload = data_parallel.offload_policy()
     sharded_optimizer = build_optimizer(shard, optimizer, offload=offload)
     if memory is not None:
         memory.holds(shard, sharded_optimizer)

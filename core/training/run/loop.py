@@ -152,9 +152,8 @@ def train(
 
         # validate and save, outside of the throughput
         begin = time.perf_counter()
-        bits_per_byte = _validate(step, validate, config, say) if is_validated and validate is not None else None
-        metrics = _metrics(result, bits_per_byte)
-        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=metrics)
+        bits = _validate(step, validate, config, say) if is_validated and validate is not None else None
+        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break
