@@ -12,9 +12,9 @@ import time
 from math import prod
 
 from benchmarks.harness import arguments, report
-from core.dist_checkpointing.planning.plan import make_plan
+from core.dist_checkpointing.planning.plan import plan_writes
 from core.dist_checkpointing.planning.read_plan import from_json, plan_reads, to_json
-from core.dist_checkpointing.state.catalog import completed, merge
+from core.dist_checkpointing.state.catalog import merge_catalogs, with_repeated_arrays
 from core.parallel_state.flat import volume
 from tests.dist_checkpointing.meshes import GPT_70B
 from tests.dist_checkpointing.test_read_plan import chunks_of, wants
@@ -33,9 +33,9 @@ def one(layout, pipe):
     messages = [json.dumps(local) for local in told]
     del told
     begin, before = time.process_time(), peak_mib()
-    found = merge(completed([json.loads(message) for message in messages], kinds))
+    found = merge_catalogs(with_repeated_arrays([json.loads(message) for message in messages], kinds))
     read = time.process_time()
-    plan = make_plan(found.arrays, found.holdings)
+    plan = plan_writes(found.arrays, found.holdings)
     seconds, peak = time.process_time() - begin, peak_mib()
     moved = [volume(f.box) * found.arrays[f.key].itemsize for wave in plan.waves for f in wave]
     share = sum(moved) / sum(prod(info.shape) * info.itemsize for info in found.arrays.values())
@@ -71,7 +71,7 @@ def main():
         ranks = layout[0] * layout[1] * layout[2]
         print(
             f"{ranks:6d} ranks {layout}: {seconds:6.1f} CPU s (goal {goal}), {read:.1f} of it to read what was told, "
-            f"at most {told} bytes each; peak {peak:.0f} MiB ({before:.0f} before); {moved} fragments, "
+            f"at most {told} bytes each; peak {peak:.0f} MiB ({before:.0f} before); {moved} transfers, "
             f"{share:.0%} of the bytes"
         )
         result[f"plan_seconds_{ranks}_dp{layout[2]}"] = seconds

@@ -18,7 +18,7 @@ from benchmarks.checkpoint_sides import Dcp, Ours, Raw, State, counter, drop_cac
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.zarr_metadata import array_metadata
-from core.dist_checkpointing.publish.root import step_name
+from core.dist_checkpointing.publish.checkpoint_root import step_name
 from core.dist_checkpointing.reading import direct
 
 

@@ -19,12 +19,12 @@ class StateBytes:
         """All but what is offloaded."""
         return self.weights + self.gradients + self.optimizer
 
-    def __add__(self, other: "StateBytes") -> "StateBytes":
+    def __add__(self, more: "StateBytes") -> "StateBytes":
         return StateBytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.host + other.host,
+            self.weights + more.weights,
+            self.gradients + more.gradients,
+            self.optimizer + more.optimizer,
+            self.host + more.host,
         )
 
 
@@ -42,7 +42,8 @@ def expected_bytes(
     """What `numel` parameters hold between steps on one of `ranks` ranks, padding at a bucket's end included in both.
 
     Per parameter and with d ranks, AdamW: float32 16 bytes, at stage 1 8 + 8/d, 2 4 + 12/d, 3 16/d; 16-bit weights
-    with float32 copies and gradients 18, 6 + 12/d, 2 + 16/d, 18/d. An offload moves copies and moments to the host.
+    with float32 main weights and gradients 18, 6 + 12/d, 2 + 16/d, 18/d. An offload moves main weights
+    and moments to the host.
 
     param_bytes, grad_bytes: of one element; gradients have 4 at least by default. moments: states of the update, of
     which each has as many bytes as a main parameter. Not in it: what stage 3 has gathered at a moment, and what
@@ -54,14 +55,16 @@ def expected_bytes(
             f"zero_stage={zero_stage}, ranks={ranks}, offload_fraction={offload_fraction}: use a stage of 0 to 3, at "
             "least 1 rank, and a fraction from 0 to 1"
         )
-    own = -(-numel // ranks)
-    held = own if zero_stage >= 1 else numel
-    wide = max(4, param_bytes)
-    far = held if offload_fraction == 1 else int(held * offload_fraction) // PART_ALIGN * PART_ALIGN
+    shard = -(-numel // ranks)
+    updated = shard if zero_stage >= 1 else numel  # elements whose states this rank holds
+    wide = max(4, param_bytes)  # bytes of a main weight, a moment, a gradient sum
+    offloaded = updated
+    if offload_fraction < 1:
+        offloaded = int(updated * offload_fraction) // PART_ALIGN * PART_ALIGN
     state = wide * (moments + int(main_params and param_bytes < 4))
     return StateBytes(
-        weights=param_bytes * (own if zero_stage == 3 else numel),
-        gradients=(wide if grad_bytes is None else grad_bytes) * (own if zero_stage >= 2 else numel),
-        optimizer=state * (held - far),
-        host=state * far,
+        weights=param_bytes * (shard if zero_stage == 3 else numel),
+        gradients=(wide if grad_bytes is None else grad_bytes) * (shard if zero_stage >= 2 else numel),
+        optimizer=state * (updated - offloaded),
+        host=state * offloaded,
     )

@@ -7,7 +7,7 @@ from core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from core.dist_checkpointing.manager import CheckpointManager as CheckpointManager
-    from core.dist_checkpointing.publish.root import Root as Root
+    from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot as CheckpointRoot
     from core.dist_checkpointing.reading.lazy import lazy_tensors as lazy_tensors
     from core.dist_checkpointing.reading.loading import load as load
     from core.dist_checkpointing.reading.loading import load_common_state_dict as load_common_state_dict

@@ -15,12 +15,12 @@ from dataclasses import fields
 
 from core.dist_checkpointing.planning.cuts import check_layout
 from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, read_manifest
 from core.dist_checkpointing.publish.retention import MODES, Retention
-from core.dist_checkpointing.publish.root import Root, step_name
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.address import below
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.tools.console import progress, say, size_text
 from core.dist_checkpointing.tools.diff import differences
 from core.dist_checkpointing.tools.export import DTYPES, export, per_rank, tensors
@@ -36,7 +36,7 @@ def find(path: str) -> str:
     """The checkpoint at a path or URL, or the newest step there, which is said. FileNotFoundError: neither."""
     if _holds_manifest(path):
         return path
-    root = Root(path)
+    root = CheckpointRoot(path)
     if not (steps := root.steps()):
         raise FileNotFoundError(
             f"{path} is no checkpoint, it has no {MANIFEST}, and no directory of steps; give one of the two"
@@ -50,7 +50,7 @@ def find(path: str) -> str:
 
 def _holds_manifest(path: str) -> bool:
     """Also one that cannot be read: what reads it says why."""
-    place = open_place(path)
+    place = open_checkpoint_dir(path)
     try:
         return place.size(MANIFEST) is not None
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def _holds_manifest(path: str) -> bool:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    stored = Stored.open(find(options.path))
+    stored = StoredCheckpoint.open(find(options.path))
     if options.json:
         print(json.dumps(facts(stored), indent=2).replace("\x7f", "\\u007f"))  # the only one it leaves as it is
     else:
@@ -67,7 +67,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    place, begin = open_place(find(options.path)), time.perf_counter()
+    place, begin = open_checkpoint_dir(find(options.path)), time.perf_counter()
     problems = check(place, digests=options.fast, full=not options.fast, jobs=options.jobs)
     if options.key and not problems:
         problems = unsigned(place, options.key)
@@ -85,21 +85,21 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _sign(options: argparse.Namespace) -> int:
-    place = open_place(find(options.path))
+    place = open_checkpoint_dir(find(options.path))
     count = sign(place, options.key)
     say(f"{place.url}{SIGNATURE}: {count} files are signed")
     return 0
 
 
 def _diff(options: argparse.Namespace) -> int:
-    a, b = (Stored.open(find(path)) for path in (options.a, options.b))
+    a, b = (StoredCheckpoint.open(find(path)) for path in (options.a, options.b))
     lines = list(differences(a, b))
     say(lines or f"the same: {len(a.keys)} arrays, {len(a.objects)} objects")
     return 1 if lines else 0
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    stored, tp, pp = Stored.open(find(options.source)), options.tp, options.pp
+    stored, tp, pp = StoredCheckpoint.open(find(options.source)), options.tp, options.pp
     check_layout({key: stored.info(key) for key in stored.keys}, tp, pp)
     begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
     if options.per_rank:
@@ -114,8 +114,8 @@ def _reshard(options: argparse.Namespace) -> int:
     if not options.copy and now <= max(WELL, then):
         why = "" if now <= WELL else ", which a copy would not better because the arrays are small"
         say(
-            f"no data movement needed: of {stored.place.url} the ranks of {layout} read {now:.2f} times the bytes "
-            f"they need{why}; load it at {layout} as it is"
+            f"no data movement needed: of {stored.directory.url} the ranks of {layout} read {now:.2f} times the "
+            f"bytes they need{why}; load it at {layout} as it is"
         )
         return 0
     total = sum(map(stored.nbytes, stored.keys))
@@ -129,7 +129,7 @@ def _reshard(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    stored, begin, dtype = Stored.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
+    stored, begin, dtype = StoredCheckpoint.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
     with progress("exporting", sum(t.nbytes for t in tensors(stored, dtype))) as done:
         found = export(stored, options.destination, dtype, done)
     say(f"{options.destination}: {len(found)} tensors, {_since(begin, sum(t.nbytes for t in found))}")
@@ -155,7 +155,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _tag(options: argparse.Namespace) -> int:
-    root = Root(options.root)
+    root = CheckpointRoot(options.root)
     if options.delete:
         if options.name not in root.tags():
             raise ValueError(f"{root.url} has no tag {options.name}; tags there: {', '.join(root.tags()) or 'none'}")
@@ -170,7 +170,7 @@ def _tag(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    root, names = Root(options.root), [f.name for f in fields(Retention)]
+    root, names = CheckpointRoot(options.root), [f.name for f in fields(Retention)]
     rules = {name: getattr(options, name) for name in names}
     root.watch()
     if not root.steps() and not root.leftovers(thorough=True):

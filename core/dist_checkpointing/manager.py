@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
 from core.dist_checkpointing.planning.exchange import exchanged_cells, gather_json, local_cells
-from core.dist_checkpointing.planning.prepare import Prepared, Weights
+from core.dist_checkpointing.planning.prepare import SavePlan, Weights
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.lock import Lock
 from core.dist_checkpointing.publish.retention import Retention, checked_metrics
-from core.dist_checkpointing.publish.root import Root, step_name
 from core.dist_checkpointing.reading.loading import load
-from core.dist_checkpointing.storage.place import PosixPlace
-from core.dist_checkpointing.writing.async_save import Background, SaveStats, WriterProgram
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
+from core.dist_checkpointing.writing.async_save import BackgroundCall, SaveStats, WriterProgram
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.saving import Saver
 from core.dist_checkpointing.writing.slab import aligned
@@ -27,7 +27,8 @@ from core.parallel_state.flat import volume
 
 log = logging.getLogger(__name__)
 
-_REMOVED = 10  # steps that another job may remove while they are read: its saves are faster than this reading
+# steps that another job may remove while this one reads, before it gives up: that job saves faster than this reads
+_MAX_REMOVED_STEPS = 10
 
 
 class SaveHandle:
@@ -38,13 +39,12 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether it is over, committed or failed, on this rank."""
-        return self._manager._ended(self, 0.0)
+        return self._manager._has_ended(self, 0.0)
 
     def wait(self) -> None:
-        """Block until it is committed. Raises RuntimeError: it failed (once; or the next save does)."""
-        self._manager._ended(self, None)
-        if (failure := self._manager._taken_failure()) is not None:
-            raise RuntimeError(failure)
+        """Block until it is committed. Raises RuntimeError: it failed (once; or the next save raises it)."""
+        self._manager._has_ended(self, None)
+        self._manager._raise_failure()
 
 
 class CheckpointManager:
@@ -52,7 +52,7 @@ class CheckpointManager:
 
     keep_last, keep_every, keep_hours, keep_best (by the `metrics` that saves are given): see `Retention`.
     when_busy: what `save_async` does while a save is under way: "wait" for it (that is part of the stall), or "skip"
-    this one. A step saved again replaces itself only when the new one is whole. run: who wrote, for the manifest.
+    this one. A step saved again replaces itself only when the new one is whole. run: facts for the manifest.
     share_reads: see `load`.
     One job at a time per root: a lock with a heartbeat is held from the first save to `close`.
     """
@@ -100,34 +100,35 @@ class CheckpointManager:
         self._lock: Lock | None = None
         self._writer: WriterProgram | None = None
         self._handle: SaveHandle | None = None
-        self._copy: Background | None = None
-        self._failure: str | None = None
-        self._begun = False
+        self._copy: BackgroundCall | None = None
+        self._failure: str | None = None  # of a save in the background, until it is raised once
+        self._entered = False
 
     def steps(self) -> list[int]:
         """Every committed step, ascending."""
-        return Root(self.root).steps()
+        return CheckpointRoot(self.root).steps()
 
     def url(self, step: int) -> str:
         """Where a step lies. ValueError: there is none, with those that there are."""
-        return Root(self.root).open(step).address
+        return CheckpointRoot(self.root).open(step).address
 
-    # saving
+    # Saving
 
     def save(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None) -> SaveStats:
         """Save a step and return when it is committed. Raises what went wrong, on all ranks (see `save`).
 
-        metrics: name -> number, rank 0's are told in the manifest; `keep_best` looks at them. ValueError: no numbers.
+        metrics: name -> number, rank 0's are written into the manifest; `keep_best` compares them. ValueError: no
+        numbers.
         """
-        told = checked_metrics(metrics)
-        self._begin()
-        self._settle()
-        return self._saver.save(step_name(step), state, self._obstacle(), told)
+        manifest_metrics = checked_metrics(metrics)
+        self._enter_root()
+        self._wait_for_save()
+        return self._saver.save(step_name(step), state, self._obstacle(), manifest_metrics)
 
     def prepare(self, state: Any) -> None:
-        """Before training: plan, warm memory, start the writer: the first save is as short as later ones then."""
-        self._begin()
-        size = self._bytes(self._saver.prepare(state))
+        """Before training: plan, warm memory, start the writer. The first save then stalls no longer than others."""
+        self._enter_root()
+        size = self._slab_bytes(self._saver.prepare(state))
         agree(problem_of(lambda: self._program().start(size)), self.ps)
 
     def save_async(
@@ -139,26 +140,29 @@ class CheckpointManager:
         save is under way, and `when_busy` says to skip. metrics: as `save`. Raises what went wrong with the save
         before, on all ranks.
         """
-        begin, told = time.perf_counter(), checked_metrics(metrics)
-        self._begin()
+        begin, manifest_metrics = time.perf_counter(), checked_metrics(metrics)
+        self._enter_root()
         if self.when_busy == "skip" and self._busy():
             return None
-        self._settle()
-        prepared = self._saver.prepare(state, self._obstacle())
-        job, stats = self._saver.job(step_name(step), prepared, told), SaveStats(bytes=self._bytes(prepared))
+        self._wait_for_save()
+        save_plan = self._saver.prepare(state, self._obstacle())
+        job = self._saver.job(step_name(step), save_plan, manifest_metrics)
+        stats = SaveStats(bytes=self._slab_bytes(save_plan))
+        ps = self.ps
 
         def start() -> None:
             self._program().start(stats.bytes)
-            if self.ps.rank == 0:
+            if ps.rank == 0:
                 job.begin()
 
         try:
-            agree(problem_of(start), self.ps)
+            agree(problem_of(start), ps)
             program = self._program()
-            moved = exchanged_cells(
-                prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
+            # cells that need other ranks' shards first: a collective, which must not run beside the training's own
+            exchanged = exchanged_cells(
+                save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank, ps.world, ps.device
             )
-            program.take(moved)
+            program.copy(exchanged)
         except BaseException:  # an interrupt, too: nothing was handed over
             with contextlib.suppress(OSError, ValueError):
                 job.withdraw()
@@ -167,10 +171,11 @@ class CheckpointManager:
         stats.exchange_ms = 1e3 * (time.perf_counter() - begin)
 
         def copy() -> None:
-            program.take(local_cells(prepared.plan, prepared.arrays, prepared.parts, self.ps.rank))
+            program.copy(local_cells(save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank))
             program.begin(job)
 
-        self._copy = Background(copy, threaded=self.ps.device.type != "cpu", device=self.ps.device)
+        # on an accelerator the copies to the host overlap with the next forward; on a CPU nothing would be gained
+        self._copy = BackgroundCall(copy, threaded=ps.device.type != "cpu", device=ps.device)
         stats.stall_ms = 1e3 * (time.perf_counter() - begin)
         return self._handle
 
@@ -179,21 +184,21 @@ class CheckpointManager:
         if self._copy is not None:
             copy, self._copy = self._copy, None
             if (problem := problem_of(copy.wait)) is not None:  # nothing was handed over
-                self._over(f"{type(problem).__name__}: {problem}")
+                self._end_save(f"{type(problem).__name__}: {problem}")
 
-    def _begin(self) -> None:
-        """Once: the lock, and what killed jobs left is finished or removed."""
-        if self._begun:
+    def _enter_root(self) -> None:
+        """Once: take the lock, and finish or remove what killed jobs left. Collective."""
+        if self._entered:
             return
 
         def enter() -> None:
-            root = Root(self.root, stale_s=self.stale_s)
+            root = CheckpointRoot(self.root, stale_s=self.stale_s)
             self._lock = root.lock()
             root.wait_for_writers(self.timeout_s)
             root.sweep()
 
         agree(problem_of(enter) if self.ps.rank == 0 else None, self.ps)
-        self._begun = True
+        self._entered = True
 
     def _program(self) -> WriterProgram:
         if self.root.startswith("memory:"):
@@ -204,22 +209,24 @@ class CheckpointManager:
             self._writer = WriterProgram(log_file(self.root, self.ps.rank))
         return self._writer
 
-    def _bytes(self, prepared: Prepared) -> int:
+    def _slab_bytes(self, save_plan: SavePlan) -> int:
         """What this rank's cells take in the slab."""
-        owned = prepared.plan.owned(self.ps.rank)
-        return sum(aligned(volume(box) * prepared.arrays[key].itemsize) for key, _, box in owned)
+        size = 0
+        for key, _, box in save_plan.plan.owned(self.ps.rank):
+            size += aligned(volume(box) * save_plan.arrays[key].itemsize)
+        return size
 
     def _busy(self) -> bool:
-        """Whether a save is under way on any rank."""
-        busy = self._handle is not None and not self._ended(self._handle, 0.0)
+        """Collective: whether a save is under way on any rank."""
+        busy = self._handle is not None and not self._has_ended(self._handle, 0.0)
         return any(gather_json(busy, self.ps.world, self.ps.device))
 
-    def _settle(self) -> None:
+    def _wait_for_save(self) -> None:
         if self._handle is not None:
-            self._ended(self._handle, None)
+            self._has_ended(self._handle, None)
 
-    def _ended(self, handle: SaveHandle, timeout_s: float | None) -> bool:
-        """Whether that save is over; its failure is kept until somebody is told."""
+    def _has_ended(self, handle: SaveHandle, timeout_s: float | None) -> bool:
+        """Whether that save is over; its failure is kept until it is raised."""
         self.before_update()
         if handle is not self._handle:
             return True
@@ -228,55 +235,64 @@ class CheckpointManager:
             error, handle.stats.seconds = self._writer.wait(timeout_s)
         except TimeoutError:
             return False
-        self._over(error)
+        self._end_save(error)
         return True
 
-    def _over(self, error: str | None) -> None:
-        """The save under way has ended. One that failed is ended for the other ranks' writers too, which may wait."""
+    def _end_save(self, error: str | None) -> None:
+        """The save under way has ended; after a failure the other ranks' writers, which may wait, end it too."""
         assert self._handle is not None
         handle, self._handle = self._handle, None
         if error is not None:
             self._failure = f"the save of step {handle.step} failed: {error}"
             with contextlib.suppress(OSError):  # the temporary may be gone
-                handle._job.abandon() if self.ps.rank == 0 else handle._job.fail(error)
+                if self.ps.rank == 0:
+                    handle._job.abandon()
+                else:
+                    handle._job.fail(error)
 
     def _obstacle(self) -> str | None:
-        """Why this rank must not save: a failure nobody was told of, a lock that another job took over."""
-        failure = self._taken_failure()
-        if failure is None and self._lock is not None and (lost := problem_of(self._lock.check)) is not None:
-            failure = str(lost)
+        """Why this rank must not save: a failure that nobody has seen, a lock that another job took over."""
+        failure = self._take_failure()
+        if failure is None and self._lock is not None:
+            lost_lock = problem_of(self._lock.check)
+            failure = None if lost_lock is None else str(lost_lock)
         return failure
 
-    def _taken_failure(self) -> str | None:
+    def _take_failure(self) -> str | None:
         failure, self._failure = self._failure, None
         return failure
 
+    def _raise_failure(self) -> None:
+        """Raises RuntimeError, once: the failure of a save in the background."""
+        failure = self._take_failure()
+        if failure is not None:
+            raise RuntimeError(failure)
+
     def close(self) -> None:
         """Wait for the save under way, end the writer, give the lock back. Raises RuntimeError: that save failed."""
-        self._settle()
+        self._wait_for_save()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        self._begun = False
-        if (failure := self._taken_failure()) is not None:
-            raise RuntimeError(failure)
+        self._entered = False
+        self._raise_failure()
 
-    # loading
+    # Loading
 
     def load(self, step: int, template: Any, *, strict: bool = True) -> Any:
         """Read one step into the tensors of `template` (see `load`). ValueError: no such step; names those there."""
 
         def find() -> str:
             try:
-                return self._where(step)
+                return self._address_of(step)
             except FileNotFoundError as error:
                 raise ValueError(str(error)) from error
 
-        where = from_first(find, self.ps)
-        return load(template, where, strict=strict, ps=self.ps, share_reads=self.share_reads)
+        address = from_first(find, self.ps)
+        return load(template, address, strict=strict, ps=self.ps, share_reads=self.share_reads)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
@@ -287,29 +303,30 @@ class CheckpointManager:
         """
 
         def find() -> list[int]:
-            Root(self.root, stale_s=self.stale_s).wait_for_writers(self.timeout_s)
+            CheckpointRoot(self.root, stale_s=self.stale_s).wait_for_writers(self.timeout_s)
             return self.steps()
 
-        self._settle()
+        self._wait_for_save()
+        # rank 0 lists the steps for all: directories of other hosts may lag behind
         steps, problems = from_first(find, self.ps), dict[int, str]()
-        while left := [step for step in steps if step not in problems]:
-            step = left[-1]
+        while untried := [step for step in steps if step not in problems]:
+            step = untried[-1]
             try:
-                where = from_first(partial(self._where, step), self.ps)
-                return step, load(template, where, strict=strict, ps=self.ps, share_reads=self.share_reads)
+                address = from_first(partial(self._address_of, step), self.ps)
+                return step, load(template, address, strict=strict, ps=self.ps, share_reads=self.share_reads)
             except (DamagedCheckpoint, FileNotFoundError) as error:
                 problems[step] = f"step {step}: {error}"
             steps = from_first(self.steps, self.ps)
-            told = "is damaged, falling back to the one before" if step in steps else "was removed, looking again"
-            log.warning("checkpoint %s %s: %s", step_name(step), told, problems[step])
-            if len(problems.keys() - set(steps)) > _REMOVED:
+            next_try = "is damaged, falling back to the one before" if step in steps else "was removed, looking again"
+            log.warning("checkpoint %s %s: %s", step_name(step), next_try, problems[step])
+            if len(problems.keys() - set(steps)) > _MAX_REMOVED_STEPS:
                 break
         if not problems:
             raise FileNotFoundError(f"{self.root} has no checkpoint; start afresh, or look for the right directory")
-        told = "\n".join(problems.values())
-        raise DamagedCheckpoint(f"none of the {len(problems)} steps in {self.root} is whole:\n{told}")
+        details = "\n".join(problems.values())
+        raise DamagedCheckpoint(f"none of the {len(problems)} steps in {self.root} is whole:\n{details}")
 
-    def _where(self, step: int) -> str:
+    def _address_of(self, step: int) -> str:
         """Where a step lies. FileNotFoundError: there is none. DamagedCheckpoint: what leads to it cannot be read."""
         try:
             return self.url(step)
@@ -319,10 +336,10 @@ class CheckpointManager:
 
 
 def log_file(root: str, rank: int) -> str | None:
-    """Where the writer program of a rank says what it does; None beside an object store."""
-    place = Root(root).files
-    if not isinstance(place, PosixPlace):
+    """The log file of a rank's writer program; None beside an object store."""
+    directory = CheckpointRoot(root).files
+    if not isinstance(directory, PosixCheckpointDir):
         return None
-    folder = os.path.join(place.path, ".logs")
+    folder = os.path.join(directory.path, ".logs")
     os.makedirs(folder, exist_ok=True)
     return os.path.join(folder, f"writer-{rank:05d}.log")

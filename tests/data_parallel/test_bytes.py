@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.data_parallel import DataParallel
-from core.data_parallel.weights.freed import Freed
+from core.data_parallel.weights.freed import FreedParameter
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.pipeline import SingleStage
 from tests.states import state
@@ -57,9 +57,9 @@ def promised(shard, dtype):
 def held(shard, optimizer):
     """Bytes of the different storages behind weights, gradients and states, as large as they are now."""
     parameters = shard.named_parameters().values()
-    tensors = [p.main_grad for p in parameters] + [p.data for p in parameters if type(p) is not Freed]
+    tensors = [p.main_grad for p in parameters] + [p.data for p in parameters if type(p) is not FreedParameter]
     for buffer in shard.buffers:
-        tensors += [buffer.weights, buffer.gradients, *buffer._whole, *buffer._grads]
+        tensors += [buffer.weights, buffer.gradients, *buffer._full_weights, *buffer._full_gradients]
     for part in optimizer._state_buffers:
         tensors += [t for t in (part.main, *part.states.values()) if t is not None]
     found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}

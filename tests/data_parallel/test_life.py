@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.data_parallel.weights.freed import Freed
+from core.data_parallel.weights.freed import FreedParameter
 from core.data_parallel.weights.table import stages_of
 from core.optimizer import OptimizerConfig, ShardedAdamW, ShardedSGD
 from core.parallel_state import ParallelState
@@ -135,7 +135,7 @@ def kept(zero):
     for p in model.parameters():
         p.data.mul_(0.5)
     shard.reshard(model)
-    assert zero < 3 or all(type(p) is Freed for p in model.parameters())
+    assert zero < 3 or all(type(p) is FreedParameter for p in model.parameters())
     optimizer.step()  # no gradient
     shard.remove()
     assert all(torch.equal(p, 0.5 * q) for p, q in zip(model.parameters(), before, strict=True))

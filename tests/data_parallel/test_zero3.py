@@ -38,7 +38,7 @@ class Watched(DataParallel):
 
     def ready(self, param):
         self.log.append(("W", self.whole()))
-        taken = [b.number for b in self.buffers if b._grad_storage.there]
+        taken = [b.number for b in self.buffers if b._grad_storage.has_memory]
         vectors = sum(b.bucket.vector for b in self.buffers)
         assert len(taken) <= 3 + vectors < len(self.buffers), "two under way and this one, not the whole stage"
         super().ready(param)

@@ -1,7 +1,7 @@
 """What the next job finds after a kill, and that it goes on; the states are those of `small`."""
 
 from core.dist_checkpointing import CheckpointManager
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from tests.dist_checkpointing import small
 
 
@@ -17,7 +17,7 @@ def newest(root, single, stale_s=0.0):
         return 0, 0
     small.assert_holds(found, state["step"])
     if not stale_s:  # a writer may be removing old steps
-        assert not [line for other in manager.steps() for line in Root(root).problems(other, digests=True)]
+        assert not [line for other in manager.steps() for line in CheckpointRoot(root).problems(other, digests=True)]
     return step, state["step"]
 
 

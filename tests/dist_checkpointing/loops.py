@@ -8,8 +8,8 @@ import torch
 
 from core.dist_checkpointing import ShardedTensor, load, save
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.reading.stored import Stored
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import whole
 
@@ -23,7 +23,7 @@ def state(number):
 
 def streamed(url, number):
     """What commands read, by tensorstore also from local files."""
-    stored = Stored.open(url)
+    stored = StoredCheckpoint.open(url)
     wanted = [(key, whole(stored.shape(key))) for key in stored.keys]
     for (key, _), values in zip(wanted, stream(stored, wanted), strict=True):
         assert np.all(values == number + (int(key[1:]) if key[0] == "w" else 0)), key
@@ -35,7 +35,7 @@ def rounds(folder, count):
     for number in range(count):
         url = urls[number % 2]
         save(state(number), url)
-        assert check(open_place(url), full=True) == []
+        assert check(open_checkpoint_dir(url), full=True) == []
         found = load(state(-9), url)
         assert found["step"] == number and bool((found["w3"] == number + 3).all())
         streamed(url, number)

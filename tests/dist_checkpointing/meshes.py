@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 
 from core.dist_checkpointing.format import grid
-from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.parallel_state.flat import flat_boxes, intersect, shifted, whole
 
 
@@ -142,7 +142,7 @@ def random_arrays(arrays, seed=0):
     rng = np.random.default_rng(seed)
     values = {}
     for key, info in arrays.items():
-        dtype = np.dtype(STORED[info.dtype][0])
+        dtype = np.dtype(STORED_DTYPES[info.dtype][0])
         most = 2 if info.dtype == "bool" else 256
         raw = rng.integers(0, most, prod(info.shape) * info.itemsize, np.uint8)
         values[key] = raw.view(dtype).reshape(info.shape)

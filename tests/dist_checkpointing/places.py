@@ -3,7 +3,7 @@
 import numpy as np
 import tensorstore as ts
 
-from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.dist_checkpointing.format.grid import cell_name, cells
 from core.dist_checkpointing.format.json_files import canonical_json
 from core.dist_checkpointing.format.zarr_metadata import array_metadata, group_metadata
@@ -37,7 +37,7 @@ class Memory:
 
 def random_array(shape, dtype, seed=0):
     """Any bits at all, as they are stored."""
-    stored = np.dtype(STORED[dtype][0])
+    stored = np.dtype(STORED_DTYPES[dtype][0])
     rng = np.random.default_rng(seed)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)

@@ -62,7 +62,7 @@ def assert_holds(made, seed):
     expected = wholes(seed)
     for tensor in tensors(made):
         box = tuple(slice(a, b) for a, b in tensor.box)
-        assert torch.equal(tensor.part, expected[tensor.key][box]), tensor.key
+        assert torch.equal(tensor.stacked_data, expected[tensor.key][box]), tensor.key
 
 
 def snapshot(made):

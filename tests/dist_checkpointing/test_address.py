@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import load, save
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.storage.address import NAME_BYTES, below, check_name, parse_address, root_and_name
-from core.dist_checkpointing.storage.place import PosixPlace, open_store
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir, open_dir
 
 HERE = "{here}"  # the working directory
 PATHS = {
@@ -95,8 +95,8 @@ def test_what_an_address_means(where, here):
     meant = PATHS[where].replace(HERE, here)
     assert parse_address(where) == meant
     if meant.startswith("/"):
-        place = open_store(where)
-        assert isinstance(place, PosixPlace) and place.path == meant
+        place = open_dir(where)
+        assert isinstance(place, PosixCheckpointDir) and place.path == meant
         assert place.below("x").path == meant.rstrip("/") + "/x"
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_address(where, here):
     with pytest.raises(ValueError, match=NONE[where]):
         parse_address(where)
     with pytest.raises(ValueError, match=NONE[where]):
-        Root(where)
+        CheckpointRoot(where)
     with pytest.raises(ValueError, match=NONE[where]):
         save({"a": 1}, where)
     assert os.listdir(here) == ["link"]
@@ -139,9 +139,10 @@ def test_no_name(where, here):
 
 def test_a_checkpoint_in_the_root_directory():
     """Nothing is written there: the directory is there already."""
-    root = Root("/")
+    root = CheckpointRoot("/")
     assert root.url == "/" and root.temporary("x", "0" * 32).path == f"/.tmp-x-{'0' * 32}"
-    code = "from core.dist_checkpointing.publish.root import Root; Root('/')._at.prepare(); print('prepared')"
+    code = "from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot as Root\n"
+    code += "Root('/')._at.prepare(); print('prepared')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "prepared\n"
 

@@ -10,10 +10,10 @@ import torch
 from core.dist_checkpointing import Concat, ShardedTensor, Source, load
 from core.dist_checkpointing.reading import direct
 from core.dist_checkpointing.reading.read import read
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.assembly import assemble
-from core.dist_checkpointing.state.names import Names
-from core.dist_checkpointing.state.reshaping import reshaped
+from core.dist_checkpointing.state.names import KeyMapping
+from core.dist_checkpointing.state.reshaping import resolved_shape
 from core.dist_checkpointing.storage import zarr_store
 from core.dist_checkpointing.writing.saving import Saver
 from core.parallel_state.flat import extent, flat_boxes, slices, volume
@@ -32,7 +32,7 @@ def saved(tmp_path_factory):
     values["f"] = torch.arange(64 * 96).view(64, 96).double()
     with small_cells():
         Saver(str(root), ParallelState.single("cpu"), durable=False).save("x", values)
-    return Stored.open(root / "x"), values
+    return StoredCheckpoint.open(root / "x"), values
 
 
 def split(n, rng):
@@ -53,7 +53,7 @@ def random_source(name, shape, rng):
             at = rng.randrange(len(dims) - 1)
             dims[at : at + 2] = [dims[at] * dims[at + 1]]
         try:
-            shape = reshaped(tuple(dims), shape)
+            shape = resolved_shape(tuple(dims), shape)
         except ValueError:  # some that torch takes are refused
             pass
         else:
@@ -108,7 +108,7 @@ def test_it_is_what_torch_makes_of_it(saved, seed):
         name = rng.choice(list(values))
         form, twin = random_concat(*random_source(name, tuple(values[name].shape), rng), values, rng)
         expected = twin(values)
-        made = assemble(Names({"w": form}).form("w"), stored)
+        made = assemble(KeyMapping({"w": form}).source("w"), stored)
         assert made.shape == tuple(expected.shape), form
         for box, memory in parts(expected, rng):
             wanted = {}
@@ -181,14 +181,14 @@ def test_what_does_not_add_up(saved, single):
         (Source("none"), r"missing in the checkpoint: w"),
     ):
         with pytest.raises(ValueError, match=told):
-            load({"w": target}, stored.place.url, ps=single, mapping={"w": form}, strict=True)
-        _, report = load({"w": target}, stored.place.url, ps=single, mapping={"w": form}, strict="report")
+            load({"w": target}, stored.directory.url, ps=single, mapping={"w": form}, strict=True)
+        _, report = load({"w": target}, stored.directory.url, ps=single, mapping={"w": form}, strict="report")
         assert (
             report.missing == ("w",) * (form == Source("none")) and len(report.mismatched) + len(report.missing) == 1
         )
     assert (target == -1).all()
     with pytest.raises(ValueError, match=r"the mapping gives Concat\(.*\) for n, which is a value here"):
-        load({"n": 3}, stored.place.url, ps=single, mapping={"n": Concat(["a"])}, strict=False)
+        load({"n": 3}, stored.directory.url, ps=single, mapping={"n": Concat(["a"])}, strict=False)
     for wrong in (lambda: Concat([]), lambda: Concat("ab"), lambda: Concat([3]), lambda: Concat(["a"], dim="x")):
         with pytest.raises(ValueError, match="Concat"):
             wrong()

@@ -19,7 +19,7 @@ from core.dist_checkpointing import manager as manager_module
 from core.dist_checkpointing.format.zarr_metadata import group_metadata
 from core.dist_checkpointing.publish.commit import planned_files
 from core.dist_checkpointing.writing import async_save
-from core.dist_checkpointing.writing.async_save import Background, WriterProgram
+from core.dist_checkpointing.writing.async_save import BackgroundCall, WriterProgram
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.slab import Slab
 from tests.dist_checkpointing import small
@@ -152,7 +152,7 @@ def test_a_killed_writer(ranks, tmp_path, who, waits):
 
 def test_a_writer_that_is_dead_before_it_gets_the_job(manager):
     manager.prepare(small.state(1))
-    real = manager._writer.take
+    real = manager._writer.copy
 
     def take(cells):
         real(cells)
@@ -160,11 +160,11 @@ def test_a_writer_that_is_dead_before_it_gets_the_job(manager):
             manager._writer._process.kill()
             manager._writer._process.wait()
 
-    manager._writer.take = take
+    manager._writer.copy = take
     handle = manager.save_async(1, small.state(1))
     with pytest.raises(RuntimeError, match="the save of step 1 failed: the writer program ended by SIGKILL"):
         handle.wait()
-    manager._writer.take = real
+    manager._writer.copy = real
     manager.save_async(2, small.state(2)).wait()
     assert manager.steps() == [2]
 
@@ -247,7 +247,7 @@ def program(root, **more):
     job.begin()
     writer = WriterProgram(None)
     writer.start(64)
-    writer.take([("a", (0,), ((0, 6),), np.arange(6, dtype="<f4"))])
+    writer.copy([("a", (0,), ((0, 6),), np.arange(6, dtype="<f4"))])
     return writer, job
 
 
@@ -316,7 +316,7 @@ def test_a_rank_without_memory_for_the_slab(ranks, tmp_path):
 
 def copies_aside(root):
     """As on an accelerator: a thread copies, slowly; then one that fails on rank 1."""
-    ps, real, lost = parallel(tp=2), WriterProgram.take, []
+    ps, real, lost = parallel(tp=2), WriterProgram.copy, []
 
     def take(self, cells):
         time.sleep(0.2)
@@ -327,8 +327,10 @@ def copies_aside(root):
     manager = CheckpointManager(root, ps=ps, timeout_s=20)
     manager.prepare(small.state(1, ps.rank, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager_module, "Background", lambda call, threaded, device: Background(call, threaded=True))
-        patch.setattr(WriterProgram, "take", take)
+        patch.setattr(
+            manager_module, "BackgroundCall", lambda call, threaded, device: BackgroundCall(call, threaded=True)
+        )
+        patch.setattr(WriterProgram, "copy", take)
         first = small.state(1, ps.rank, 2)
         manager.save_async(1, first)
         manager.before_update()

@@ -8,9 +8,9 @@ import pytest
 
 from core.dist_checkpointing.format.json_files import canonical_json, seal
 from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import Manifest, read_manifest
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from tests.dist_checkpointing.toy import CELLS, METADATA, STORES, entry, save, store
 
 FILES = sorted({*CELLS, *(f"{path}/zarr.json".lstrip("/") for path in METADATA)})
@@ -19,8 +19,8 @@ RECEIPTS = ["receipts/00000.json", "receipts/00001.json"]
 
 @pytest.fixture
 def place(tmp_path):
-    save(Root(tmp_path), 1, 5)
-    return open_place(tmp_path / "step-00000001")
+    save(CheckpointRoot(tmp_path), 1, 5)
+    return open_checkpoint_dir(tmp_path / "step-00000001")
 
 
 def flip(place, name, byte=-1):
@@ -49,7 +49,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", STORES)
 def test_a_whole_one(kind, tmp_path):
-    root = Root(store(kind, tmp_path))
+    root = CheckpointRoot(store(kind, tmp_path))
     save(root, 1, 5)
     for depth in ({}, {"digests": True}, {"full": True}, {"full": True, "jobs": 1}):
         assert check(root.open(1), **depth) == []

@@ -12,7 +12,7 @@ import torch
 
 from core import dist_checkpointing
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from tests.dist_checkpointing import toy, whole
 from tests.dist_checkpointing.meshes import small_cells
 
@@ -136,16 +136,16 @@ def test_diff_reads_values_where_grids_differ(root, capsys):
 
 def test_prune(tmp_path, capsys):
     for step in (10, 20, 30, 40):
-        toy.save(Root(tmp_path), step, step)
+        toy.save(CheckpointRoot(tmp_path), step, step)
     told = said(capsys, "prune", tmp_path, "--keep-last", 1, "--keep-every", 20, "--dry-run")
     assert "would remove step-00000010\nwould remove step-00000030\n" in told and "2 would be kept" in told
-    assert Root(tmp_path).steps() == [10, 20, 30, 40]
-    Root(tmp_path).begin(50, "0" * 32)
+    assert CheckpointRoot(tmp_path).steps() == [10, 20, 30, 40]
+    CheckpointRoot(tmp_path).begin(50, "0" * 32)
     os.utime(tmp_path / f".tmp-step-00000050-{'0' * 32}" / f"{'0' * 32}.heartbeat", (0, 0))
     os.utime(tmp_path / f".tmp-step-00000050-{'0' * 32}", (0, 0))
     told = said(capsys, "prune", tmp_path, "--keep-last", 1, "--keep-every", 20)
     assert "removed step-00000030" in told and "removed .tmp-step-00000050" in told and "2 are kept" in told
-    assert Root(tmp_path).steps() == [20, 40] and {p.name for p in tmp_path.iterdir() if p.is_dir()} == {
+    assert CheckpointRoot(tmp_path).steps() == [20, 40] and {p.name for p in tmp_path.iterdir() if p.is_dir()} == {
         "step-00000020",
         "step-00000040",
     }
@@ -154,13 +154,13 @@ def test_prune(tmp_path, capsys):
 
 def test_prune_keeps_out_of_a_running_job(tmp_path, capsys):
     for step in (10, 20):
-        toy.save(Root(tmp_path), step, step)
-    lock = Root(tmp_path).lock()
+        toy.save(CheckpointRoot(tmp_path), step, step)
+    lock = CheckpointRoot(tmp_path).lock()
     try:
         assert "is in use by process" in said(capsys, "prune", tmp_path, "--keep-last", 1, code=2)
     finally:
         lock.release()
-    assert Root(tmp_path).steps() == [10, 20]
+    assert CheckpointRoot(tmp_path).steps() == [10, 20]
 
 
 def test_urls(capsys):

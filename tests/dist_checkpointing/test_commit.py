@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import zarr
 
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import commit, planned_files, write_failure, write_receipt
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 from tests.dist_checkpointing.crash import CrashFs, CrashStore
 from tests.dist_checkpointing.toy import (
     METADATA,
@@ -31,7 +31,7 @@ A, B = "a" * 32, "b" * 32
 
 @pytest.fixture(params=STORES)
 def root(request, tmp_path):
-    return Root(store(request.param, tmp_path))
+    return CheckpointRoot(store(request.param, tmp_path))
 
 
 def finish(root, uuid, timeout_s=0.02):
@@ -51,7 +51,7 @@ def test_a_save_of_two_ranks(root):
 
 
 def test_zarr_reads_it(tmp_path):
-    save(Root(tmp_path), 7, 3)
+    save(CheckpointRoot(tmp_path), 7, 3)
     group = zarr.open_group(tmp_path / "step-00000007", mode="r")
     assert np.array_equal(group["model/a"][:], np.full((3, 2), 3, "f4"))
     assert group["model/b"][()] == 3
@@ -200,8 +200,8 @@ def two_roots(kind, folder, step):
     if kind == "posix":
         fs = CrashFs()
         fs.step = step
-        return Root(where, fs=fs), Root(where)
-    return Root(KvPlace(CrashStore(where._store, step))), Root(where)
+        return CheckpointRoot(where, fs=fs), CheckpointRoot(where)
+    return CheckpointRoot(KvCheckpointDir(CrashStore(where._store, step))), CheckpointRoot(where)
 
 
 def outcome(root, uuid):

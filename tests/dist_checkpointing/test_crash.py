@@ -10,9 +10,9 @@ from uuid import uuid4
 import pytest
 import tensorstore as ts
 
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.index import heartbeat, trash
-from core.dist_checkpointing.publish.root import Root, step_name
-from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 from tests.dist_checkpointing.crash import CrashFs, CrashStore, Disk, Killed, Steps
 from tests.dist_checkpointing.toy import files_beside_the_index, save, version_of, write_rank
 
@@ -46,16 +46,20 @@ class Story:
 
 
 def posix(folder, at=None):
-    """(Root that dies at step `at`, its steps, what makes the same root as the next job sees it), all fresh."""
+    """(root that dies at step `at`, its steps, what makes the same root as the next job sees it), all fresh."""
     shutil.rmtree(folder / "top", ignore_errors=True)
     (folder / "top").mkdir()
     fs, path = CrashFs(at), folder / "top" / "runs" / "root"
-    return Root(path, fs=fs, stale_s=0), fs.step, lambda: Root(path, fs=CrashFs(), stale_s=0)
+    return CheckpointRoot(path, fs=fs, stale_s=0), fs.step, lambda: CheckpointRoot(path, fs=CrashFs(), stale_s=0)
 
 
 def kv(folder, at=None):
     store, step = ts.KvStore.open("memory://steps/").result(), Steps(at)
-    return Root(KvPlace(CrashStore(store, step)), stale_s=0), step, lambda: Root(KvPlace(store), stale_s=0)
+    return (
+        CheckpointRoot(KvCheckpointDir(CrashStore(store, step)), stale_s=0),
+        step,
+        lambda: CheckpointRoot(KvCheckpointDir(store), stale_s=0),
+    )
 
 
 @pytest.fixture
@@ -90,7 +94,7 @@ def assert_sound(root, allowed):
 
 def assert_index(root):
     """An entry for each step; a mark is left of one that was killed next to its pointer only, and nobody minds it."""
-    if not isinstance(root.files, KvPlace):
+    if not isinstance(root.files, KvCheckpointDir):
         return
     named = {step_name(step): root._at.identity(step_name(step)) for step in root.steps()}
     index = {".index.json", *(f".index/{name}/taken" for name in named)}
@@ -157,7 +161,7 @@ def test_power_lost_at_every_step(loss, every, folder):
         if number % every == 0 or change is None:
             disk.after_power_loss(left, *LOSSES[loss])
             allowed = [allowed for start, allowed in story.marks if start <= number][-1]
-            assert_sound(Root(left / "runs" / "root", fs=CrashFs(), stale_s=0), allowed)
+            assert_sound(CheckpointRoot(left / "runs" / "root", fs=CrashFs(), stale_s=0), allowed)
             shutil.rmtree(left)
         if change:
             disk.apply(change)
@@ -180,7 +184,7 @@ def test_killed_again_while_it_recovers(folder):
         while True:
             fs = CrashFs(again_at)
             try:
-                Root(folder / "top" / "runs" / "root", fs=fs, stale_s=0).sweep()
+                CheckpointRoot(folder / "top" / "runs" / "root", fs=fs, stale_s=0).sweep()
                 break
             except Killed:
                 assert_sound(again(), story.allowed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.dist_checkpointing import ShardedTensor, load
-from core.dist_checkpointing.state.derive import source
+from core.dist_checkpointing.state.derive import stored_source
 from core.dist_checkpointing.state.mapping import sharded_state_dict
 from core.dist_checkpointing.writing.saving import Saver
 from core.optimizer import OptimizerConfig
@@ -159,11 +159,15 @@ def test_a_bf16_run_and_an_fp32_run_read_each_other(tmp_path, single):
 def test_where_an_array_comes_from():
     table = {"model/w": {"from": "optimizer/main/w", "torch_dtype": "bfloat16"}}
     assert (
-        source("a", {"a": 1}, {}) == "a" and source("model/w", {"optimizer/main/w": 1}, table) == "optimizer/main/w"
+        stored_source("a", {"a": 1}, {}) == "a"
+        and stored_source("model/w", {"optimizer/main/w": 1}, table) == "optimizer/main/w"
     )
-    assert source("model/w", {}, table) is None and source("model/v", {"optimizer/main/v": 1}, table) is None
-    assert source("optimizer/main/v", {"model/v": 1}, {}) == "model/v"
-    assert source("optimizer/exp_avg/v", {"model/v": 1}, {}) is None
+    assert (
+        stored_source("model/w", {}, table) is None
+        and stored_source("model/v", {"optimizer/main/v": 1}, table) is None
+    )
+    assert stored_source("optimizer/main/v", {"model/v": 1}, {}) == "model/v"
+    assert stored_source("optimizer/exp_avg/v", {"model/v": 1}, {}) is None
 
 
 def test_an_edited_weight_of_a_real_optimizer_stays_edited(tmp_path, single):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.digest import file_crc
 from core.dist_checkpointing.format.grid import cells
-from core.dist_checkpointing.format.zarr_metadata import Chunks, array_metadata
+from core.dist_checkpointing.format.zarr_metadata import Chunking, array_metadata
 from core.dist_checkpointing.reading import direct
 from core.dist_checkpointing.reading.direct import DirectReader, fastest_reader
-from core.dist_checkpointing.storage.place import open_store
+from core.dist_checkpointing.storage.checkpoint_dir import open_dir
 from core.dist_checkpointing.storage.zarr_store import Reader, Writer
 from core.dist_checkpointing.writing.direct_write import DirectWriter
 from core.parallel_state.flat import slices
@@ -35,14 +35,14 @@ ARRAYS = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """(place, metadata, values, files) of a few arrays."""
-    place = open_store(tmp_path_factory.mktemp("direct"))
+    place = open_dir(tmp_path_factory.mktemp("direct"))
     random = np.random.default_rng(0)
     metadata = {
         k: array_metadata(ArrayInfo(shape, dtype), cell, piece) for k, (shape, dtype, cell, piece) in ARRAYS.items()
     }
     values, writer = {}, Writer(place, metadata, durable=False)
     for key, found in metadata.items():
-        chunks = Chunks.of(found)
+        chunks = Chunking.from_metadata(found)
         values[key] = random.integers(0, 2 if key == "truth" else 1000, chunks.shape).astype(chunks.data_type)
         for _, box in cells(chunks.shape, chunks.cell):
             writer.write(key, box, values[key][(*slices(box), ...)])
@@ -97,7 +97,7 @@ def test_a_system_call_may_read_less(saved, monkeypatch, most):
 
 def test_long_cells_take_several_calls(saved, monkeypatch):
     place, metadata, values, files = saved
-    monkeypatch.setattr(direct, "_BUFFERS", 2)
+    monkeypatch.setattr(direct, "_MAX_BUFFERS", 2)
     read = all_of(DirectReader(place, metadata, files), metadata)
     assert all(np.array_equal(read[key], values[key]) for key in values)
 
@@ -134,7 +134,7 @@ def test_damage_is_named(saved, tmp_path, change):
 def test_which_reader_it_is(saved, monkeypatch):
     place, metadata, _, files = saved
     assert isinstance(fastest_reader(place, metadata, files, budget_bytes=1 << 20), DirectReader)
-    assert isinstance(fastest_reader(open_store("memory://x"), metadata, files, budget_bytes=1 << 20), Reader)
+    assert isinstance(fastest_reader(open_dir("memory://x"), metadata, files, budget_bytes=1 << 20), Reader)
     monkeypatch.setattr(direct, "FAST", False)
     assert isinstance(fastest_reader(place, metadata, files, budget_bytes=1 << 20), Reader)
 
@@ -150,7 +150,7 @@ def written(kind, place, saved, *, strided=False, durable=False):
     _, metadata, values, _ = saved
     writer = kind(place, metadata, durable=durable, budget_bytes=1 << 10)
     for key, value in values.items():
-        chunks = Chunks.of(metadata[key])
+        chunks = Chunking.from_metadata(metadata[key])
         wide = np.repeat(value, 2, axis=-1)[..., ::2] if strided and value.shape else value
         for _, box in cells(chunks.shape, chunks.cell):
             writer.write(key, box, wide[(*slices(box), ...)])
@@ -161,7 +161,7 @@ def written(kind, place, saved, *, strided=False, durable=False):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("durable", [False, True])
 def test_the_same_bytes_as_by_the_twin(saved, tmp_path, strided, durable):
-    place = open_store(tmp_path)
+    place = open_dir(tmp_path)
     writer = written(DirectWriter, place, saved, strided=strided, durable=durable)
     assert place.names() == saved[0].names()
     for name in place.names():
@@ -172,7 +172,7 @@ def test_the_same_bytes_as_by_the_twin(saved, tmp_path, strided, durable):
 def test_a_system_call_may_write_less(saved, tmp_path, monkeypatch):
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, buffers, at: real(file, [memoryview(buffers[0])[:7]], at))
-    place = open_store(tmp_path)
+    place = open_dir(tmp_path)
     written(DirectWriter, place, saved)
     assert all(place.read(name) == saved[0].read(name) for name in place.names())
 
@@ -183,21 +183,21 @@ def test_a_write_that_fails_is_told_at_the_end_and_ends_the_rest(saved, tmp_path
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match=r"the cell \S+ was not written: .*No space left") as error:
-        written(DirectWriter, open_store(tmp_path), saved)
+        written(DirectWriter, open_dir(tmp_path), saved)
     assert error.value.errno == errno.ENOSPC
 
 
 def test_a_cell_is_written_once(saved, tmp_path):
     """Two ranks that both think they own it are a bug that must not pass."""
-    written(DirectWriter, open_store(tmp_path), saved)
+    written(DirectWriter, open_dir(tmp_path), saved)
     with pytest.raises(OSError, match="File exists"):
-        written(DirectWriter, open_store(tmp_path), saved)
+        written(DirectWriter, open_dir(tmp_path), saved)
 
 
 @pytest.mark.parametrize("change", ["box", "shape", "dtype", "key"])
 def test_what_is_no_cell_is_refused(saved, tmp_path, change):
     _, metadata, values, _ = saved
-    writer = DirectWriter(open_store(tmp_path), metadata, durable=False, budget_bytes=1 << 20)
+    writer = DirectWriter(open_dir(tmp_path), metadata, durable=False, budget_bytes=1 << 20)
     key, box, array = "plain", ((0, 3), (0, 10)), values["plain"][:3]
     if change == "box":
         box = ((1, 4), (0, 10))

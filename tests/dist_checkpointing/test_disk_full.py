@@ -10,7 +10,7 @@ import torch
 
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.writing.job import SLACK
 from tests.dist_checkpointing import small, victims
 from tests.dist_checkpointing.aftermath import leftovers
@@ -59,7 +59,7 @@ def assert_kept(root, single):
     expected = victims.large(1)["arrays"]
     for key, (part,) in found["arrays"].items():
         assert torch.equal(part.data, expected[key][0].data)
-    assert check(open_place(manager.url(1)), full=True) == []
+    assert check(open_checkpoint_dir(manager.url(1)), full=True) == []
 
 
 @pytest.mark.full

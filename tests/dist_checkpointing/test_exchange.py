@@ -9,7 +9,7 @@ import torch
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.grid import cell_of, cells
 from core.dist_checkpointing.planning.exchange import gather_json, owned_cells
-from core.dist_checkpointing.planning.plan import make_plan
+from core.dist_checkpointing.planning.plan import plan_writes
 from core.parallel_state.flat import slices, whole
 from tests.dist_checkpointing.meshes import SMALL, Mesh, random_arrays, small_cells
 from tests.states import state
@@ -39,7 +39,7 @@ def save(arrays, holdings, wave_bytes):
     """On each rank: the cells that it would write, as bytes; its calls; the number of waves."""
     ps = state()
     with small_cells():
-        plan = make_plan(arrays, holdings, wave_bytes=wave_bytes)
+        plan = plan_writes(arrays, holdings, wave_bytes=wave_bytes)
     calls = ps.world.traffic.calls if ps.world else 0
     yielded = owned_cells(plan, arrays, parts_of(arrays, holdings[ps.rank]), ps.rank, ps.world, ps.device)
     found = {(key, index): (str(cell.dtype), cell.shape, cell.tobytes()) for key, index, _, cell in yielded}
@@ -79,7 +79,7 @@ def test_every_cell_comes_whole_from_one_rank(ranks, mesh):
 
 
 def test_every_dtype_travels_as_its_bits(ranks):
-    """Odd sizes, so that fragments would not start where their dtype may; NaNs with payloads; no dims at all."""
+    """Odd sizes, so that transfers would not start where their dtype may; NaNs with payloads; no dims at all."""
     arrays = {dtype: ArrayInfo((7, 9), dtype) for dtype in DTYPES}
     arrays |= {f"{dtype} scalar": ArrayInfo((), dtype) for dtype in DTYPES}
     holdings = [{}, {}, {}]
@@ -95,7 +95,7 @@ def test_every_dtype_travels_as_its_bits(ranks):
 
 
 def play(arrays, parts, held=None):
-    plan = make_plan(arrays, [held or {key: tuple(p.box for p in of_key) for key, of_key in parts.items()}])
+    plan = plan_writes(arrays, [held or {key: tuple(p.box for p in of_key) for key, of_key in parts.items()}])
     return list(owned_cells(plan, arrays, parts, 0, None))
 
 
@@ -138,15 +138,15 @@ def test_parts_that_are_not_what_was_planned_are_refused():
         play(arrays, {"a": [SimpleNamespace(box=box, data=data[:3])]})
     with pytest.raises(ValueError, match=r"a: 1 of the 4 elements of \(\(0, 4\),\) are in no part"):
         play(arrays, {"a": [SimpleNamespace(box=((0, 3),), data=data[:3])]}, {"a": (box,)})
-    plan = make_plan(arrays, [{"a": (((0, 3),),)}, {"a": (((3, 4),),)}])
-    with pytest.raises(ValueError, match="1 fragments between ranks; pass the group"):
+    plan = plan_writes(arrays, [{"a": (((0, 3),),)}, {"a": (((3, 4),),)}])
+    with pytest.raises(ValueError, match="1 transfers between ranks; pass the group"):
         list(owned_cells(plan, arrays, {"a": [SimpleNamespace(box=((0, 3),), data=data[:3])]}, 0, None))
 
 
 def lacking():
     ps = state()
     arrays, cut = {"a": ArrayInfo((6,), "float32")}, (((0, 4),), ((4, 6),))
-    plan = make_plan(arrays, [{"a": (box,)} for box in cut])
+    plan = plan_writes(arrays, [{"a": (box,)} for box in cut])
     box = ((0, 3),) if ps.rank == 0 else cut[1]
     parts = {"a": [SimpleNamespace(box=box, data=torch.zeros(box[0][1] - box[0][0], dtype=torch.float32))]}
     try:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from core import dist_checkpointing
 from core.dist_checkpointing import ShardedTensor
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.console import progress
 from core.dist_checkpointing.tools.export import export, tensors
 from core.dist_checkpointing.tools.shards import _converted
@@ -111,12 +111,12 @@ def test_other_types_and_names(tmp_path, single):
     types = ("uint16", "uint32", "uint64", "complex64")
     state = {f"étape 1.{name}": torch.arange(6).to(getattr(torch, name)) for name in types}
     dist_checkpointing.save({"model": state}, tmp_path / "x", ps=single)
-    export(Stored.open(tmp_path / "x"), tmp_path / "hf", None, lambda n: None)
+    export(StoredCheckpoint.open(tmp_path / "x"), tmp_path / "hf", None, lambda n: None)
     found = opened(tmp_path / "hf")
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
     dist_checkpointing.save({"model": {"z": torch.ones(1, dtype=torch.complex128)}}, tmp_path / "y", ps=single)
     with pytest.raises(ValueError, match="z is complex128, which safetensors has no name for"):
-        export(Stored.open(tmp_path / "y"), tmp_path / "other", None, lambda n: None)
+        export(StoredCheckpoint.open(tmp_path / "y"), tmp_path / "other", None, lambda n: None)
     assert not (tmp_path / "other").exists()
 
 
@@ -134,7 +134,7 @@ def test_rounding_is_torch_s():
 
 def test_files_are_cut_and_the_wide_come_first(saved, tmp_path):
     path, main_parameters = saved
-    stored = Stored.open(path)
+    stored = StoredCheckpoint.open(path)
     export(stored, tmp_path / "out", None, lambda done: None, shard_bytes=30_000)
     sizes = [p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 3 and max(sizes) < 33_000
@@ -190,7 +190,7 @@ def test_names_of_stacks_that_nobody_told(tmp_path):
         for key in [*keys, "model/blocks.w"]
     }
     dist_checkpointing.save(state, tmp_path / "c")
-    found = {t.name: t.shape for t in tensors(Stored.open(tmp_path / "c"))}
+    found = {t.name: t.shape for t in tensors(StoredCheckpoint.open(tmp_path / "c"))}
     assert found == {name.format(i): (4,) for name in keys.values() for i in range(3)} | {"blocks.w": (3, 4)}
 
 

@@ -19,10 +19,10 @@ from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.format.digest import file_crc
 from core.dist_checkpointing.format.json_files import canonical_json, parse_json
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.publish.manifest import least_bytes, read_manifest
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.reading.stored import Stored
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.publish.manifest import min_manifest_bytes, read_manifest
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.writing import job
 from tests.dist_checkpointing.test_hostile_metadata import W, at, forged, saved  # noqa: F401
 
@@ -117,7 +117,7 @@ def test_what_is_no_file(saved, tmp_path, ranks):  # noqa: F811
     steps.mkdir()
     for step, name in enumerate(sorted(os.listdir(folder))):
         (steps / f"step-{step:08d}").symlink_to(folder / name)
-    assert Root(steps).surplus(1) == [] and Root(steps).latest() is not None
+    assert CheckpointRoot(steps).surplus(1) == [] and CheckpointRoot(steps).latest() is not None
 
 
 def claims(pieces, piece_bytes, held=1):
@@ -161,7 +161,7 @@ def test_shards_that_claim_terabytes(saved, tmp_path):  # noqa: F811
 def test_a_cell_larger_than_ours(saved, tmp_path):  # noqa: F811
     """All of it is there: it verifies, a part at a time."""
     array, write = claims(256, 1 << 20, held=256)
-    place = open_place(forged(saved, tmp_path, array=array, files=write))
+    place = open_checkpoint_dir(forged(saved, tmp_path, array=array, files=write))
     tracemalloc.start()
     try:
         assert check(place, full=True) == []
@@ -216,7 +216,7 @@ def test_numbers_that_are_infinite(saved, tmp_path, single, number, file):  # no
         text = (target / file).read_text().replace('"format":1', f'"format":{number}')
     else:
         data = (target / file).read_bytes().replace(b"0.123", number.encode())
-        manifest = read_manifest(open_place(target))
+        manifest = read_manifest(open_checkpoint_dir(target))
         (target / file).write_bytes(data)
         files = {**manifest.files, file: (len(data), zlib.crc32(data))}
         text = type(manifest)(manifest.uuid, files, manifest.run).to_bytes().decode()
@@ -224,13 +224,13 @@ def test_numbers_that_are_infinite(saved, tmp_path, single, number, file):  # no
     told = rf"{file}.*(not finite)"
     with pytest.raises(ValueError, match=told):
         load({}, target, ps=single)
-    assert any(file in line and "not finite" in line for line in check(open_place(target), full=True))
+    assert any(file in line and "not finite" in line for line in check(open_checkpoint_dir(target), full=True))
 
 
 def test_a_giant_manifest_in_an_object_store(saved, tmp_path):  # noqa: F811
     """Which tells no sizes: it is read, but not parsed."""
-    place = open_place(f"memory://{tmp_path.name}")
-    place.write_all({file: (saved / file).read_bytes() for file in open_place(saved).names()})
+    place = open_checkpoint_dir(f"memory://{tmp_path.name}")
+    place.write_all({file: (saved / file).read_bytes() for file in open_checkpoint_dir(saved).names()})
     place.write("manifest.json", b"[" + b"[]," * (22 << 20) + b"[]]")
     (problem,) = check(place, full=True)
     assert problem.startswith(f"{place.url}manifest.json has ") and "69206" in problem
@@ -243,11 +243,11 @@ def test_nothing_is_written_that_is_not_read():
 
 
 def test_what_no_reader_takes_is_refused_before_it_is_written(saved, tmp_path, single, monkeypatch):  # noqa: F811
-    stored = Stored.open(saved)
+    stored = StoredCheckpoint.open(saved)
     cells = [f'"{path}":[{size},{crc}],' for path, (size, crc) in stored.manifest.files.items() if "/c" in path]
-    least, exactly = least_bytes(stored.metadata), len("".join(cells))
+    least, exactly = min_manifest_bytes(stored.metadata), len("".join(cells))
     assert exactly - 20 * len(cells) < least < exactly
-    monkeypatch.setattr(job, "MOST_BYTES", least - 1)
+    monkeypatch.setattr(job, "MAX_JSON_BYTES", least - 1)
     with pytest.raises(ValueError, match=rf"x would have a manifest of {least} bytes, readers take {least - 1}"):
         save({"model": {"w": W}, "optimizer": {"main": {"v": W}}}, tmp_path / "x", ps=single)
     assert not list(tmp_path.iterdir())

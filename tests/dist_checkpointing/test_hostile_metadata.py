@@ -11,7 +11,7 @@ import torch
 from core.dist_checkpointing import CheckpointManager, load, load_common_state_dict, load_plain_tensors
 from core.dist_checkpointing.format.json_files import canonical_json, seal
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.writing.saving import Saver
 
 W = torch.arange(12.0).view(3, 4)
@@ -185,13 +185,13 @@ def test_refused(saved, tmp_path, single, change, told):
     finally:
         tracemalloc.stop()
     assert (template["model"]["w"] == -1).all() and (template["model"]["v"] == -1).all()
-    assert check(open_place(target), digests=True), "what is not loaded does not verify"
+    assert check(open_checkpoint_dir(target), digests=True), "what is not loaded does not verify"
 
 
 def test_the_forger_alone_is_not_refused(saved, tmp_path, single):
     """So what the others are refused for is what they changed."""
     target = forged(saved, tmp_path)
-    assert check(open_place(target), full=True) == []
+    assert check(open_checkpoint_dir(target), full=True) == []
     assert torch.equal(load({"model": {"w": torch.zeros(3, 4)}}, target, ps=single, strict=False)["model"]["w"], W)
 
 
@@ -203,7 +203,7 @@ def test_a_shape_that_fits_the_template_but_not_the_files(saved, tmp_path, singl
 
 
 def test_a_link_out_of_the_directory_of_checkpoints_is_not_swept(tmp_path, single):
-    """Names of temporaries are names: what they link to stays."""
+    """KeyMapping of temporaries are names: what they link to stays."""
     outside = tmp_path / "precious"
     outside.mkdir()
     (outside / "file").write_text("x")

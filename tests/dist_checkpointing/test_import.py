@@ -138,7 +138,7 @@ def load_gpt(path, expected, tp):
     state = gpt(ps).sharded_state_dict()
     load({"model": state}, path, ps=ps, mapping=as_megatron)
     for part in state.values():
-        assert torch.equal(part.part, expected[part.key][tuple(slice(*cut) for cut in part.box)]), part.key
+        assert torch.equal(part.stacked_data, expected[part.key][tuple(slice(*cut) for cut in part.box)]), part.key
 
 
 def test_megatrons_torch_dist(ranks, tmp_path, single, capsys):

@@ -10,11 +10,11 @@ import pytest
 
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.__main__ import main
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.index import Watch
 from core.dist_checkpointing.publish.lock import Heartbeat
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.kv_place import KvPlace
-from core.dist_checkpointing.storage.place import open_store
+from core.dist_checkpointing.storage.checkpoint_dir import open_dir
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 from tests.dist_checkpointing.crash import CrashStore, Killed, Steps
 from tests.dist_checkpointing.toy import committed, save, store, version_of, write_rank
 
@@ -50,18 +50,18 @@ class Counted:
 def asked(place, do):
     """What `do` asks, and what it returns."""
     counted = Counted(place._store)
-    return do(Root(KvPlace(counted))), counted.told
+    return do(CheckpointRoot(KvCheckpointDir(counted))), counted.told
 
 
 def test_what_is_asked_grows_with_the_steps_only(place):
-    root, steps = Root(place), range(20)
+    root, steps = CheckpointRoot(place), range(20)
     for step in steps:
         save(root, step, step)
         root.open(step).write_all({f"model/c.{n}": b"" for n in range(30)})
     root.sweep()
-    found, told = asked(place, Root.steps)
+    found, told = asked(place, CheckpointRoot.steps)
     assert found == list(steps) and told["reads"] <= 1.1 * 20 + 5 and told["keys"] <= 20
-    for look in (Root.leftovers, Root.sweep, lambda root: root.wait_for_writers(1)):
+    for look in (CheckpointRoot.leftovers, CheckpointRoot.sweep, lambda root: root.wait_for_writers(1)):
         _, told = asked(place, look)
         assert told["reads"] <= 1.1 * 20 + 5 and told["lists"] <= 4 and told["keys"] <= 3 * 20
     removed, told = asked(place, lambda root: root.retain(keep_last=19))
@@ -78,18 +78,18 @@ def as_before_there_was_an_index(place):
 
 
 def test_a_store_of_before(place):
-    root = Root(place, stale_s=0)
+    root = CheckpointRoot(place, stale_s=0)
     for step in (1, 2):
         save(root, step, step)
     write_rank(root.begin(3, A), 0, 3)
     as_before_there_was_an_index(place)
-    assert not place.names(".index") and Root(place).steps() == [1, 2]
-    save(Root(place), 4, 4)  # as a plain save does: nothing is swept before
-    assert Root(place).steps() == [1, 2, 4] and version_of(Root(place).open(1)) == 1
+    assert not place.names(".index") and CheckpointRoot(place).steps() == [1, 2]
+    save(CheckpointRoot(place), 4, 4)  # as a plain save does: nothing is swept before
+    assert CheckpointRoot(place).steps() == [1, 2, 4] and version_of(CheckpointRoot(place).open(1)) == 1
     assert root.leftovers() == [f"step-00000003/{A}"]
     assert root.sweep() == [f"step-00000003/{A}"] and root.leftovers() == []
     assert not any(A in name for name in place.names())
-    found, told = asked(place, Root.steps)
+    found, told = asked(place, CheckpointRoot.steps)
     assert found == [1, 2, 4] and told["keys"] == 3
 
 
@@ -98,25 +98,25 @@ def test_killed_while_the_index_is_made(tmp_path):
     for at in range(30):
         place, steps = store("memory", tmp_path), Steps(at)
         for step in (1, 2, 3):
-            save(Root(place), step, step)
+            save(CheckpointRoot(place), step, step)
         as_before_there_was_an_index(place)
         try:
-            Root(KvPlace(CrashStore(place._store, steps))).sweep()
+            CheckpointRoot(KvCheckpointDir(CrashStore(place._store, steps))).sweep()
         except Killed:
-            assert Root(place).steps() == [1, 2, 3]
-            save(Root(place), 4, 4)
-            assert Root(place).steps() == [1, 2, 3, 4]
+            assert CheckpointRoot(place).steps() == [1, 2, 3]
+            save(CheckpointRoot(place), 4, 4)
+            assert CheckpointRoot(place).steps() == [1, 2, 3, 4]
         else:
             break
-        Root(place).sweep()
-        assert asked(place, Root.steps)[1]["keys"] == 4 and Root(place).steps() == [1, 2, 3, 4]
+        CheckpointRoot(place).sweep()
+        assert asked(place, CheckpointRoot.steps)[1]["keys"] == 4 and CheckpointRoot(place).steps() == [1, 2, 3, 4]
     assert at == 4, "an entry for each step, and that these are all"
 
 
 def test_what_the_index_does_not_tell_is_found_by_prune(single, capsys):
     """Another version saved meanwhile, and was killed while it did."""
     url = "memory://index/prune"
-    root, place = Root(url), open_store(url)
+    root, place = CheckpointRoot(url), open_dir(url)
     save(root, 1, 1)
     root.sweep()
     save(root, 2, 2)
@@ -125,20 +125,20 @@ def test_what_the_index_does_not_tell_is_found_by_prune(single, capsys):
     place.write(f"step-00000003/{A}.heartbeat", place.read(f".index/step-00000003/{A}.heartbeat"))
     for name in (f"{A}.heartbeat", "taken"):
         place.remove(f".index/step-00000003/{name}")
-    assert Root(url).steps() == [1] and Root(url).leftovers() == []
+    assert CheckpointRoot(url).steps() == [1] and CheckpointRoot(url).leftovers() == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core.dist_checkpointing.__main__.Root", lambda url: Root(url, stale_s=0.2))
+        patch.setattr("core.dist_checkpointing.__main__.CheckpointRoot", lambda url: CheckpointRoot(url, stale_s=0.2))
         assert main(["prune", url, "--keep-last", "5", "--dry-run"]) == 0
         assert f"would remove step-00000003/{A}" in capsys.readouterr().out
         assert main(["prune", url, "--keep-last", "5"]) == 0
-    assert Root(url).steps() == [1, 2] and not any(A in name for name in place.names())
+    assert CheckpointRoot(url).steps() == [1, 2] and not any(A in name for name in place.names())
 
 
 def test_objects_of_a_user(place):
     """An entry without a checkpoint, and a file that is called as the index is."""
     users = {".index/mine/taken": b"x", ".index/mine/notes": b"y", ".index.json": b"{}"}
     place.write_all(users)
-    root = Root(place, stale_s=0)
+    root = CheckpointRoot(place, stale_s=0)
     save(root, 1, 1)
     root.sweep()
     assert root.steps() == [1]
@@ -155,13 +155,15 @@ def give_up(root):
     root.abandon(3, B)
 
 
-@pytest.mark.parametrize("remove, saved", [(retain, 1), (Root.sweep, 1), (Root.sweep, 3), (give_up, 3)])
+@pytest.mark.parametrize(
+    "remove, saved", [(retain, 1), (CheckpointRoot.sweep, 1), (CheckpointRoot.sweep, 3), (give_up, 3)]
+)
 @pytest.mark.parametrize("first", ["the save", "the removal"])
 def test_a_step_that_is_saved_while_its_name_is_freed_is_not_hidden(remove, saved, first, tmp_path):
     """One job saves a step, another removes it or an attempt at it; the one acts between two writes of the other."""
     for at in range(60):
         place, did = store("memory", tmp_path), count()
-        root = Root(place)
+        root = CheckpointRoot(place)
         save(root, 1, 1)
         save(root, 2, 2)
         root.sweep()
@@ -169,10 +171,10 @@ def test_a_step_that_is_saved_while_its_name_is_freed_is_not_hidden(remove, save
 
         def saves(place):
             with suppress(RuntimeError, FileNotFoundError):
-                save(Root(place), saved, 7, uuid=A)
+                save(CheckpointRoot(place), saved, 7, uuid=A)
 
         def removes(place):
-            remove(Root(place, stale_s=0 if first == "the removal" else 60))
+            remove(CheckpointRoot(place, stale_s=0 if first == "the removal" else 60))
 
         slow, quick = (removes, saves) if first == "the removal" else (saves, removes)
 
@@ -180,8 +182,8 @@ def test_a_step_that_is_saved_while_its_name_is_freed_is_not_hidden(remove, save
             if next(did) == at:
                 quick(place)
 
-        slow(KvPlace(CrashStore(place._store, step)))
-        found = Root(place)
+        slow(KvCheckpointDir(CrashStore(place._store, step)))
+        found = CheckpointRoot(place)
         assert found.steps() == [int(name[5:]) for name in found._at._index.names(thorough=True)]
         if next(did) <= at:
             break
@@ -191,7 +193,7 @@ def test_a_step_that_is_saved_while_its_name_is_freed_is_not_hidden(remove, save
 @pytest.mark.parametrize("clock", [1.0, 1e10])
 def test_clocks_of_other_hosts_are_not_believed(clock, place):
     """One that is years behind, or ahead: what it writes stands while it changes, and goes when it does not."""
-    root = Root(place, stale_s=30)
+    root = CheckpointRoot(place, stale_s=30)
     write_rank(root.begin(2, A), 0, 2)
     key, clocks = f".index/step-00000002/{A}.heartbeat", count()
 
@@ -221,7 +223,7 @@ def test_a_watch():
 
 
 def test_prune_waits_for_what_may_be_written(place):
-    root = Root(place, stale_s=30)
+    root = CheckpointRoot(place, stale_s=30)
     root.begin(2, A)
     with root.beating(2, A, every=0.01):
         begin = time.monotonic()
@@ -239,25 +241,25 @@ def test_a_run_in_an_object_store(single):
         manager.save(step, {"a": step})
     assert manager.steps() == [2, 3] and manager.load_latest({"a": 0}) == (3, {"a": 3})
     manager.close()
-    index = [name for name in open_store(url).names() if name.startswith(".index")]
+    index = [name for name in open_dir(url).names() if name.startswith(".index")]
     assert index == [".index.json", ".index/step-00000002/taken", ".index/step-00000003/taken"]
 
 
 def test_an_entry_that_goes_meanwhile_is_there_at_the_commit(place):
     """S3 deletes without a condition, and perhaps late."""
-    root = Root(place)
+    root = CheckpointRoot(place)
     root.sweep()
     attempt = root.begin(1, A)
     for rank in range(2):
         write_rank(attempt, rank, 7)
     place.remove(".index/step-00000001/taken")
     committed(root, 1, A)
-    assert Root(place).steps() == [1]
+    assert CheckpointRoot(place).steps() == [1]
 
 
 def test_an_attempt_that_waits_long_keeps_its_name(place):
     """The checkpoint it shall replace is removed meanwhile."""
-    root = Root(place)
+    root = CheckpointRoot(place)
     save(root, 1, 1)
     save(root, 2, 2)
     root.sweep()
@@ -267,4 +269,4 @@ def test_an_attempt_that_waits_long_keeps_its_name(place):
     assert root.retain(keep_last=1) == [1] and root.steps() == [2]
     with suppress(RuntimeError):
         committed(root, 1, A)
-    assert Root(place).steps() == [int(name[5:]) for name in root._at._index.names(thorough=True)]
+    assert CheckpointRoot(place).steps() == [int(name[5:]) for name in root._at._index.names(thorough=True)]

@@ -14,7 +14,7 @@ import zarr
 
 from core.dist_checkpointing import load, load_common_state_dict, load_plain_tensors, load_tensors_metadata, register
 from core.dist_checkpointing.format.keys import key_of, path_of
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.catalog import flatten
 from core.dist_checkpointing.state.leaves import decode, encode
 from core.dist_checkpointing.state.mapping import map_leaves
@@ -241,8 +241,8 @@ def test_what_could_be_saved_before_is_the_same_bytes(tmp_path, single):
         if path.is_file() and path.parent.name != "receipts" and path.name != "manifest.json":
             digest.update(str(path.relative_to(place)).encode() + b"\0" + path.read_bytes())
     assert digest.hexdigest() == "f6dac51aab64a4c45ecb3017c9d3b26767d266dca1cc1af3c1b3bf2e74090aae"
-    assert Stored.open(place).format == 1
-    assert Stored.open(saved(state | {"t": [()]}, tmp_path, single)).format == 2
+    assert StoredCheckpoint.open(place).format == 1
+    assert StoredCheckpoint.open(saved(state | {"t": [()]}, tmp_path, single)).format == 2
 
 
 def test_format_1_has_no_tags(tmp_path, single, monkeypatch):

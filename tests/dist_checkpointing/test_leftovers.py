@@ -16,10 +16,10 @@ import torch
 from core.dist_checkpointing import CheckpointManager, load, save
 from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir, open_dir
 from core.dist_checkpointing.storage.fs import Fs
-from core.dist_checkpointing.storage.kv_place import KvPlace
-from core.dist_checkpointing.storage.place import open_place, open_store
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 from core.dist_checkpointing.tools.shards import new_folder
 from core.dist_checkpointing.writing.job import Job
 from tests.dist_checkpointing import small, toy
@@ -101,7 +101,7 @@ def test_interrupted_at_any_moment(tmp_path, single):
             except KeyboardInterrupt:
                 interrupted += 1
             time.sleep(0.01)
-            assert os.listdir(tmp_path) == ["x"] and check(open_place(tmp_path / "x"), full=True) == []
+            assert os.listdir(tmp_path) == ["x"] and check(open_checkpoint_dir(tmp_path / "x"), full=True) == []
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -110,9 +110,9 @@ def test_interrupted_at_any_moment(tmp_path, single):
 
 
 def test_what_is_removed_does_not_come_back(tmp_path):
-    place = Root(tmp_path).begin(1, A)
+    place = CheckpointRoot(tmp_path).begin(1, A)
     place.write_all({"a/b/c": b"x"})
-    Root(tmp_path).abandon(1, A)
+    CheckpointRoot(tmp_path).abandon(1, A)
     with pytest.raises(FileNotFoundError, match="removed meanwhile, or not shared by all hosts"):
         place.write_all({"a/d": b"x"})
     assert os.listdir(tmp_path) == []
@@ -167,7 +167,7 @@ def test_a_directory_that_is_not_shared(ranks, tmp_path):
 @pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
 def test_a_clock_that_is_hours_off(ahead, tmp_path, monkeypatch):
     """That of a host; the file server, which stamps what it keeps, has its own."""
-    root, real = Root(tmp_path, stale_s=60), time.time
+    root, real = CheckpointRoot(tmp_path, stale_s=60), time.time
     root.begin(1, A)
     root.begin(2, B)
     for path in (tmp_path / f".tmp-step-00000002-{B}", tmp_path / f".tmp-step-00000002-{B}" / f"{B}.heartbeat"):
@@ -188,7 +188,7 @@ class Full(Fs):
 
 def test_a_disk_that_is_full_from_the_start(tmp_path):
     with pytest.raises(OSError, match="No space left"):
-        Root(tmp_path, fs=Full()).begin(1, A)
+        CheckpointRoot(tmp_path, fs=Full()).begin(1, A)
     assert os.listdir(tmp_path) == []
 
 
@@ -197,8 +197,8 @@ def test_a_disk_that_is_full_from_the_start(tmp_path):
 
 def test_a_long_export_is_not_swept(tmp_path, monkeypatch):
     """It beats; killed, it is swept."""
-    root, real = Root(tmp_path, stale_s=0.5), Root.beating
-    monkeypatch.setattr(Root, "beating", lambda root, name, uuid: real(root, name, uuid, every=0.02))
+    root, real = CheckpointRoot(tmp_path, stale_s=0.5), CheckpointRoot.beating
+    monkeypatch.setattr(CheckpointRoot, "beating", lambda root, name, uuid: real(root, name, uuid, every=0.02))
     with new_folder(tmp_path / "out") as folder:
         (folder / "model.safetensors").write_text("x")
         aged(tmp_path)
@@ -236,7 +236,7 @@ class Nfs(Fs):
 @pytest.mark.parametrize("how", ["replaced", "retained"])
 def test_what_is_busy_is_left_to_the_next_sweep(how, tmp_path, caplog):
     fs = Nfs()
-    root = Root(tmp_path, fs=fs)
+    root = CheckpointRoot(tmp_path, fs=fs)
     toy.save(root, 1, 1)
     toy.save(root, 1 if how == "replaced" else 2, 2)
     if how == "retained":
@@ -256,7 +256,7 @@ def test_what_is_busy_is_left_to_the_next_sweep(how, tmp_path, caplog):
 def test_retention_that_fails_does_not_fail_the_save(beside, tmp_path, single, caplog):
     manager = CheckpointManager(tmp_path, ps=single, keep_last=1)
     manager.save(1, {"a": torch.ones(2)})
-    Root(tmp_path).tag("best", 1)
+    CheckpointRoot(tmp_path).tag("best", 1)
     (tmp_path / "tags" / "best.json").write_text("{")
     for step in (2, 3):
         manager.save_async(step, {"a": torch.ones(2)}).wait() if beside else manager.save(step, {"a": torch.ones(2)})
@@ -271,13 +271,13 @@ def test_what_cannot_be_removed_from_an_object_store_is_left_to_the_next_save(si
     url = "memory://leftovers"
     save({"a": 1}, f"{url}/x", ps=single)
     with monkeypatch.context() as patch:
-        patch.setattr(KvPlace, "remove_all", unreachable)
+        patch.setattr(KvCheckpointDir, "remove_all", unreachable)
         save({"a": 2}, f"{url}/x", ps=single)
     assert load({"a": 0}, f"{url}/x", ps=single) == {"a": 2}
     assert "x: what it replaced is left to be removed later: the network is down" in caplog.text
-    assert Root(url).leftovers() != []
+    assert CheckpointRoot(url).leftovers() != []
     save({"a": 3}, f"{url}/x", ps=single)
-    assert Root(url).leftovers() == [] and len(open_store(url).names()) == 5
+    assert CheckpointRoot(url).leftovers() == [] and len(open_dir(url).names()) == 5
 
 
 def unreachable(*arguments):

@@ -20,7 +20,7 @@ from core.dist_checkpointing import (
 from core.dist_checkpointing.format import grid
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.states import state as parallel
@@ -263,7 +263,7 @@ def test_every_file_is_watched_over(saved, tmp_path, single, damage, every):
         kept = {p: p.read_bytes() for p in [target / name, *(target / name.parent).iterdir()] if p.is_file()}
         if damage(target / name, [p for p in kept if p != target / name]) is not False:
             done += 1
-            problems = check(open_place(target), full=True)
+            problems = check(open_checkpoint_dir(target), full=True)
             assert any(str(target / name) in line for line in problems), (name, problems)
             made = small.state(5, empty=True)
             if name.name.startswith("c") or str(name) in READ or damage not in (flip, swap):
@@ -277,7 +277,7 @@ def test_every_file_is_watched_over(saved, tmp_path, single, damage, every):
             if path.is_dir():
                 path.rmdir()
             path.write_bytes(data)
-    assert check(open_place(target), full=True) == []
+    assert check(open_checkpoint_dir(target), full=True) == []
     assert done == len(files) if damage is not swap else done > 15 / every
 
 

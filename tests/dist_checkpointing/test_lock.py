@@ -10,15 +10,15 @@ from itertools import count
 
 import pytest
 
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.lock import Heartbeat, Lock
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.place import PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from tests.dist_checkpointing.toy import STORES, store
 
 
 @pytest.fixture(params=STORES)
 def files(request, tmp_path):
-    root = Root(store(request.param, tmp_path))
+    root = CheckpointRoot(store(request.param, tmp_path))
     root.lock().release()  # the directory is there
     return root.files
 
@@ -91,7 +91,7 @@ def test_clocks_of_other_hosts_are_not_believed(files, clock, caplog, monkeypatc
     monkeypatch.setattr("core.dist_checkpointing.publish.lock.PATIENCE_S", 0.1)
 
     def beat(at):
-        if isinstance(files, PosixPlace):
+        if isinstance(files, PosixCheckpointDir):
             os.utime(files.url + ".lock", (at, at))
         else:
             edit(files, time=at)
@@ -131,14 +131,14 @@ def test_a_lock_of_another_program_is_never_taken(files, text):
 def test_a_lock_that_is_a_link_to_nowhere(tmp_path):
     (tmp_path / ".lock").symlink_to("nowhere")
     with pytest.raises(ValueError, match=r"\.lock cannot be taken; remove it, or choose another directory"):
-        Lock(Root(tmp_path).files)
+        Lock(CheckpointRoot(tmp_path).files)
     assert (tmp_path / ".lock").is_symlink()
 
 
 @pytest.mark.parametrize("text", [b"", b'{"host":"n7","pi'])
 def test_a_lock_that_was_killed_while_written(tmp_path, text):
     (tmp_path / ".lock").write_bytes(text)
-    files = Root(tmp_path).files
+    files = CheckpointRoot(tmp_path).files
     Lock(files, stale_s=0.1).release()
     assert not (tmp_path / ".lock").exists()
 

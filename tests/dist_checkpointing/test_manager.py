@@ -9,7 +9,7 @@ import torch
 from core.dist_checkpointing import CheckpointManager, load, load_common_state_dict, save
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.storage.place import open_place, open_store
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir, open_dir
 from tests.dist_checkpointing import small
 from tests.states import state as parallel
 
@@ -33,7 +33,7 @@ def test_saves_keeps_and_loads(root, single):
     small.assert_holds(found, 4)
     with pytest.raises(ValueError, match="has no checkpoint step-00000005; steps there: 4, 6, 7"):
         manager.load(5, found)
-    assert all(check(open_place(manager.url(step)), full=True) == [] for step in manager.steps())
+    assert all(check(open_checkpoint_dir(manager.url(step)), full=True) == [] for step in manager.steps())
     manager.close()
 
 
@@ -68,7 +68,7 @@ def test_a_lock_that_was_taken_over(root, single):
     """A job that was silent for too long does not write beside its successor."""
     first = CheckpointManager(root, ps=single)
     first.save(1, small.state(1))
-    place = open_store(root)
+    place = open_dir(root)
     assert place.swap(".lock", place.read(".lock"), b'{"host": "other", "pid": 7, "uuid": "x", "time": 0}')
     with pytest.raises(RuntimeError, match=r"the lock .* now is that of process 7 on other"):
         first.save(2, small.state(2))
@@ -114,9 +114,9 @@ def test_damage_in_an_object_store(single, tmp_path):
     manager = CheckpointManager(root, ps=single)
     for step in (1, 2, 3):
         manager.save(step, small.state(step))
-    store = open_store(root)
+    store = open_dir(root)
     store.write("step-00000003/manifest.json", b'{"crc": 5, "uuid": "x"}')
-    place = open_place(manager.url(2))
+    place = open_checkpoint_dir(manager.url(2))
     place.remove("optimizer/main/table/c.0.0")
     found = small.state(0, empty=True)
     assert manager.load_latest(found)[0] == 1

@@ -43,7 +43,7 @@ def test_flat_intervals_of_all_ranks_are_the_whole(tp, dp):
                 assert part.key == ("g/" + name.replace(".2", "").replace(".0", "").replace(".1", ""))
                 assert part.global_shape == ((4,) if stacked else ()) + layout.shape
                 target = found.setdefault(part.key, torch.full(part.global_shape, -2.0))
-                target[slices(part.box)] = part.part
+                target[slices(part.box)] = part.stacked_data
                 assert part.data.numel() == 0 or part.data.untyped_storage().data_ptr() == local.data_ptr()
         (target,) = found.values()
         row = target[int(name.split(".")[1])] if name.startswith("layers") else target
@@ -89,7 +89,7 @@ def test_rank_offsets_as_in_megatron():
     data = torch.zeros(3, 4)
     part = ShardedTensor.from_rank_offsets("w", data, (0, 5, 12), (1, 1, 2), replica_id=1, prepend_axis_num=1)
     assert part.global_shape == (12, 6, 4) and part.global_offset == (5, 3, 0) and part.tp_dim == 1
-    assert part.box == ((5, 6), (3, 6), (0, 4)) and part.part.shape == (1, 3, 4)
+    assert part.box == ((5, 6), (3, 6), (0, 4)) and part.stacked_data.shape == (1, 3, 4)
     with pytest.raises(ValueError, match=r"offset \(2, 2, 2\) needs an axis below 2 and a position below 2"):
         ShardedTensor.from_rank_offsets("w", data, (2, 2, 2))
     with pytest.raises(ValueError, match=r"does not lie in \(2, 4\)"):
@@ -107,7 +107,7 @@ def test_keys_that_are_no_paths_are_refused(key):
 def test_plain_values_and_tensors_of_a_state_dict():
     flat = flatten({"iteration": 7, "args": {"lr": [0.1, 2]}, "w": torch.ones(2)})
     assert flat.objects == {"iteration": 7, "args/lr": [0.1, 2]}
-    assert flat.parts["w"][0].global_shape == (2,)
+    assert flat.shards["w"][0].global_shape == (2,)
     with pytest.raises(
         ValueError, match=r"args/x: set cannot be saved; give .*, or call dist_checkpointing.register\(set,"
     ):

@@ -106,7 +106,7 @@ def test_into_states_that_are_there(tmp_path, single):
 
 
 def test_several_models_and_optimizers(tmp_path, single):
-    """Names outside of `model` are whole, so that two modules alike do not meet."""
+    """KeyMapping outside of `model` are whole, so that two modules alike do not meet."""
 
     def made(seed):
         models = module(seed), module(seed + 1)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import CheckpointManager
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import write_receipt
 from core.dist_checkpointing.publish.lock import Orphaned, Others
-from core.dist_checkpointing.publish.root import Root
 from core.dist_checkpointing.writing.job import Job
-from core.dist_checkpointing.writing.writer import LOG_BYTES
+from core.dist_checkpointing.writing.writer import MAX_LOG_BYTES
 from tests.dist_checkpointing import toy
 from tests.dist_checkpointing.test_async_save import program
 
@@ -37,14 +37,16 @@ def test_who_beats_is_waited_for():
 
 def test_an_orphan_gives_up_its_own_attempt_alone(tmp_path):
     """In this process, as rank 0 of 2; another attempt, a step and a user's file stay."""
-    root = Root(tmp_path)
+    root = CheckpointRoot(tmp_path)
     toy.save(root, 2, 1)
     root.begin(1, "b" * 32)
     (tmp_path / "notes.txt").write_text("mine")
     before = set(os.listdir(tmp_path))
     writer, job = program(tmp_path, world_size=2, timeout_s=600)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core.dist_checkpointing.publish.root.Others", lambda *told: Others(*told, silent_s=0.1))
+        patch.setattr(
+            "core.dist_checkpointing.publish.checkpoint_root.Others", lambda *told: Others(*told, silent_s=0.1)
+        )
         with pytest.raises(Orphaned):
             job.conclude(lambda: True)
     job.abandon()
@@ -96,7 +98,7 @@ def wait_until(done, seconds=120):
 @pytest.mark.full
 def test_a_writer_leaves_when_its_job_is_gone(ranks, tmp_path):
     """It would wait for a receipt that nobody writes, for ten minutes."""
-    root = Root(tmp_path)
+    root = CheckpointRoot(tmp_path)
     toy.save(root, 2, 1)
     root.begin(1, "b" * 32)
     before = set(os.listdir(tmp_path))
@@ -109,7 +111,7 @@ def test_a_writer_leaves_when_its_job_is_gone(ranks, tmp_path):
 def test_a_writer_waits_for_ranks_that_go_on(ranks, tmp_path):
     """The writer of another rank outlives the job, too: what both have written is a checkpoint."""
     pid = orphan(ranks, tmp_path)
-    root = Root(tmp_path)
+    root = CheckpointRoot(tmp_path)
     with root.beating(1, UUID, every=0.2):
         time.sleep(7)
         assert is_there(pid) and root.steps() == []
@@ -131,12 +133,12 @@ def test_a_log_does_not_grow_for_ever(tmp_path, single):
     log = tmp_path / ".logs" / "writer-00000.log"
     log.parent.mkdir()
     log.write_text("".join(f"line {n} of before\n" for n in range(100_000)))
-    assert log.stat().st_size > LOG_BYTES
+    assert log.stat().st_size > MAX_LOG_BYTES
     manager = CheckpointManager(tmp_path, ps=single)
     manager.save_async(1, {"a": 1}).wait()
     manager.close()
     told = log.read_text().splitlines()
-    assert log.stat().st_size < LOG_BYTES / 2
+    assert log.stat().st_size < MAX_LOG_BYTES / 2
     assert told[0].startswith("line ") and "line 99999 of before" in told and "step-00000001: done after" in told[-1]
     before = len(told)
     manager.save_async(2, {"a": 1}).wait()

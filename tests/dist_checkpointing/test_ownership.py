@@ -8,9 +8,9 @@ import pytest
 
 from core.dist_checkpointing import CheckpointManager, save
 from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.index import Watch
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.place import open_place, open_store
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir, open_dir
 from tests.dist_checkpointing import small, toy
 from tests.dist_checkpointing.crash import CrashFs, Killed
 from tests.dist_checkpointing.users import files_below, made
@@ -60,35 +60,35 @@ def test_what_a_user_put_into_a_checkpoint_stays(extra, tmp_path, single):
     with pytest.raises(ValueError, match=rf"is a checkpoint and holds \d+ more \({extra[0]}.*move that, or choose"):
         save(small.state(2), tmp_path / "step-00000001", ps=single)
     save(small.state(2), tmp_path / "step-00000002", ps=single)
-    assert Root(tmp_path).retain(keep_last=1) == []
+    assert CheckpointRoot(tmp_path).retain(keep_last=1) == []
     assert before.items() <= files_below(tmp_path).items()
     os.unlink(tmp_path / "step-00000001" / extra)
     for folder, _, _ in os.walk(tmp_path / "step-00000001", topdown=False):
         if not os.listdir(folder):
             os.rmdir(folder)
-    assert Root(tmp_path).retain(keep_last=1) == [1]
+    assert CheckpointRoot(tmp_path).retain(keep_last=1) == [1]
 
 
 def test_a_step_that_holds_other_files_is_told(tmp_path, caplog):
     for step in (1, 2):
-        toy.save(Root(tmp_path), step, step)
+        toy.save(CheckpointRoot(tmp_path), step, step)
     made(tmp_path, "step-00000001/eval.json", "step-00000000/photo.jpg")
-    assert Root(tmp_path).retain(keep_last=1) == []
+    assert CheckpointRoot(tmp_path).retain(keep_last=1) == []
     assert "keeps 2 old steps: step-00000000 holds photo.jpg, which belongs to no checkpoint; move" in caplog.text
     assert len(caplog.records) == 1
 
 
 def test_files_put_in_while_it_is_saved(tmp_path):
-    toy.save(Root(tmp_path), 7, 1)
-    place = Root(tmp_path).begin(7, A)
+    toy.save(CheckpointRoot(tmp_path), 7, 1)
+    place = CheckpointRoot(tmp_path).begin(7, A)
     made(tmp_path, "step-00000007/notes.txt")
     for rank in range(2):
         toy.write_rank(place, rank, 2)
     with pytest.raises(ValueError, match=r"holds 1 more \(notes.txt\)"):
-        toy.committed(Root(tmp_path), 7, A)
+        toy.committed(CheckpointRoot(tmp_path), 7, A)
     assert (tmp_path / "step-00000007" / "notes.txt").read_text() == "mine"
     os.unlink(tmp_path / "step-00000007" / "notes.txt")
-    assert toy.version_of(Root(tmp_path).open(7)) == 1
+    assert toy.version_of(CheckpointRoot(tmp_path).open(7)) == 1
 
 
 @pytest.mark.parametrize("manifest", [None, b"", b"{", b"\0" * 50, b'{"crc":0,"format":1,"uuid":"x"}'])
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_ours_by_its_receipts(manifest, tmp_path, single
         save(small.state(2), tmp_path / "x", ps=single)
     notes.unlink()
     save(small.state(2), tmp_path / "x", ps=single)
-    assert os.listdir(tmp_path) == ["x"] and check(open_place(tmp_path / "x"), full=True) == []
+    assert os.listdir(tmp_path) == ["x"] and check(open_checkpoint_dir(tmp_path / "x"), full=True) == []
 
 
 def test_a_checkpoint_that_nothing_proves(tmp_path, single):
@@ -118,7 +118,7 @@ def test_nothing_is_saved_into_a_checkpoint_however_deep(where, tmp_path, single
     save(small.state(1), tmp_path / "x", ps=single)
     with pytest.raises(ValueError, match=r"/x is a checkpoint itself; save beside it, not inside"):
         save({"a": 1}, tmp_path / where, ps=single)
-    assert check(open_place(tmp_path / "x"), full=True) == []
+    assert check(open_checkpoint_dir(tmp_path / "x"), full=True) == []
     made(tmp_path, "manifest.json")  # of a web application: no checkpoint
     save({"a": 1}, tmp_path / "deep/er", ps=single)
 
@@ -143,7 +143,7 @@ def test_files_and_links_are_not_replaced(tmp_path, single):
 
 
 def test_a_sweep_takes_what_is_ours_and_nothing_else(tmp_path):
-    root = Root(tmp_path / "root", stale_s=0)
+    root = CheckpointRoot(tmp_path / "root", stale_s=0)
     toy.save(root, 1, 1)
     theirs = [".tmp-a-b", ".trash-x", f".tmp-x-{A[:31]}", f".tmp-x-{A.upper()}", f".replaced-a-{A}", f".tmp-a-{A}"]
     theirs += [f".trash-{B}", ".trash-step-00000001-backup"]
@@ -162,23 +162,23 @@ def test_a_sweep_takes_what_is_ours_and_nothing_else(tmp_path):
 def test_half_of_the_trash_is_known(tmp_path):
     """Killed at every step of a removal: the next sweep takes what is left."""
     fs = CrashFs()
-    toy.save(Root(tmp_path, fs=fs), 1, 1)
+    toy.save(CheckpointRoot(tmp_path, fs=fs), 1, 1)
     begin = fs.step.count
-    Root(tmp_path, fs=fs)._at.remove("step-00000001")
+    CheckpointRoot(tmp_path, fs=fs)._at.remove("step-00000001")
     assert os.listdir(tmp_path) == [] and fs.step.count - begin > 12
     for at in range(0, fs.step.count - begin, 2):
-        toy.save(Root(tmp_path), 1, 1)
+        toy.save(CheckpointRoot(tmp_path), 1, 1)
         with pytest.raises(Killed):
-            Root(tmp_path, fs=CrashFs(at))._at.remove("step-00000001")
+            CheckpointRoot(tmp_path, fs=CrashFs(at))._at.remove("step-00000001")
         made(tmp_path, f".trash-{B}/mine")
-        Root(tmp_path, stale_s=0).sweep()
+        CheckpointRoot(tmp_path, stale_s=0).sweep()
         if (tmp_path / "step-00000001").exists():
-            Root(tmp_path)._at.remove("step-00000001")
+            CheckpointRoot(tmp_path)._at.remove("step-00000001")
         assert os.listdir(tmp_path) == [f".trash-{B}"]
 
 
 def test_a_lock_that_was_being_given_back(tmp_path):
-    root = Root(tmp_path)
+    root = CheckpointRoot(tmp_path)
     lock = root.lock()
     shutil.copy(tmp_path / ".lock", tmp_path / f".trash-{A}")
     made(tmp_path, f".trash-{B}")
@@ -195,7 +195,7 @@ def test_a_lock_that_was_being_given_back(tmp_path):
 def test_in_an_object_store_too(single):
     """Content-addressed objects of others, 32 digits and all, and a web application's manifest."""
     url = "memory://ownership"
-    store = open_store(url)
+    store = open_dir(url)
     theirs = {f"blobs/{A}/file", f"blobs/{A}", f"blobs/{A}.trash", f"x/{A}.heartbeat", f"x/{A}/file"}
     theirs |= {"app/manifest.json", f"app/{B}/index.html", f"step-00000001/{A}/x"}
     store.write_all(dict.fromkeys(theirs, b"mine"))
@@ -205,10 +205,10 @@ def test_in_an_object_store_too(single):
     for step in (1, 2, 2):
         manager.save(step, {"a": step})
     manager.close()
-    Root(url).begin("plain", A)
-    Root(url).temporary("plain", A).write("zarr.json", b"{}")
+    CheckpointRoot(url).begin("plain", A)
+    CheckpointRoot(url).temporary("plain", A).write("zarr.json", b"{}")
     save({"a": 1}, f"{url}/plain", ps=single)
-    assert Root(url, stale_s=0).sweep("plain") == [f"plain/{A}"]
+    assert CheckpointRoot(url, stale_s=0).sweep("plain") == [f"plain/{A}"]
     ours = ("step-00000002", "plain", ".index")
     left = {name: store.read(name) for name in store.names() if not name.startswith(ours)}
     assert left == dict.fromkeys(theirs, b"mine")
@@ -218,7 +218,7 @@ def test_in_an_object_store_too(single):
 
 def test_a_commit_beside_a_sweep_of_an_object_store(monkeypatch):
     """At the moment at which the sweep judges what is being written."""
-    root = Root("memory://beside")
+    root = CheckpointRoot("memory://beside")
     place = root.begin(7, A)
     for rank in range(2):
         toy.write_rank(place, rank, 1)
@@ -227,7 +227,7 @@ def test_a_commit_beside_a_sweep_of_an_object_store(monkeypatch):
     def unchanged(watch, url, content):
         with monkeypatch.context() as patch:
             patch.setattr(Watch, "unchanged", real)
-            toy.committed(Root("memory://beside"), 7, A)
+            toy.committed(CheckpointRoot("memory://beside"), 7, A)
         return real(watch, url, content)
 
     monkeypatch.setattr(Watch, "unchanged", unchanged)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.grid import cell_of, cells
-from core.dist_checkpointing.planning.plan import make_plan, wire_bytes
+from core.dist_checkpointing.planning.plan import plan_writes, transfer_bytes
 from core.parallel_state.flat import intersect, relative, slices, volume, whole
 from tests.dist_checkpointing.meshes import (
     GPT_7B,
@@ -74,15 +74,15 @@ def whole_from_ranks(arrays, holdings, plan, values):
                 if (own := intersect(box, cell)) is not None:
                     write(key, own, read(rank, key, own))
     for wave in plan.waves:
-        for fragment in wave:
-            assert fragment.source != fragment.destination == owners[fragment.key, fragment.cell]
-            write(fragment.key, fragment.box, read(fragment.source, fragment.key, fragment.box))
+        for transfer in wave:
+            assert transfer.source != transfer.destination == owners[transfer.key, transfer.cell]
+            write(transfer.key, transfer.box, read(transfer.source, transfer.key, transfer.box))
     assert all((count == 1).all() for count in written.values()), "every element comes once"
     return result
 
 
 def check(arrays, holdings, **options):
-    plan = make_plan(arrays, holdings, **options)
+    plan = plan_writes(arrays, holdings, **options)
     values = random_arrays(arrays)
     result = whole_from_ranks(arrays, holdings, plan, values)
     assert all(result[key].tobytes() == values[key].tobytes() for key in arrays)
@@ -98,7 +98,7 @@ def test_every_layout_gives_the_whole(name):
         arrays = SMALL.arrays()
         plan = check(arrays, MESHES[name].holdings(SMALL))
         assert sum(map(len, plan.cells.values())) > 200
-    assert name not in MOVED or {fragment.key for wave in plan.waves for fragment in wave} == MOVED[name]
+    assert name not in MOVED or {transfer.key for wave in plan.waves for transfer in wave} == MOVED[name]
 
 
 @settings(max_examples=15, deadline=None)
@@ -147,7 +147,7 @@ def test_any_holdings_give_the_whole(data):
 
 def test_replicas_move_nothing_and_share_the_writing():
     arrays = {"a": ArrayInfo((8, 512, 512), "float32", stacked=True)}
-    plan = make_plan(arrays, [{"a": (whole((8, 512, 512)),)}] * 4)
+    plan = plan_writes(arrays, [{"a": (whole((8, 512, 512)),)}] * 4)
     assert plan.waves == [] and [len(plan.owned(rank)) for rank in range(4)] == [2, 2, 2, 2]
 
 
@@ -159,11 +159,11 @@ def test_the_owner_is_the_least_loaded_of_those_with_half_of_the_most():
     def held(*boxes):
         return [{key: (box,) for key in arrays} for box in boxes]
 
-    assert [len(make_plan(arrays, held(first, second, rest)).owned(rank)) for rank in range(3)] == [2, 1, 1]
+    assert [len(plan_writes(arrays, held(first, second, rest)).owned(rank)) for rank in range(3)] == [2, 1, 1]
     apart = {key: ArrayInfo((100 + i,), "float32") for i, key in enumerate(arrays)}  # four classes, largest first
     holdings = [{key: (((0, 50),),) for key in apart}, {key: (((50, 74),), ((74, 75),)) for key in apart}]
     holdings.append({key: (((75, info.shape[0]),),) for key, info in apart.items()})
-    owners = {key: cell[0][2] for key, cell in make_plan(apart, holdings).cells.items()}
+    owners = {key: cell[0][2] for key, cell in plan_writes(apart, holdings).cells.items()}
     assert owners == {"d": 0, "c": 1, "b": 2, "a": 2}
 
 
@@ -172,16 +172,16 @@ def test_what_several_hold_is_sent_by_all_in_turn():
     left, right = ((0, 200_000),), ((200_000, 2**18),)
     holdings = [{"a": tuple(((layer, layer + 1), *left) for layer in range(4))}] * 2
     holdings += [{"a": tuple(((layer, layer + 1), *right) for layer in range(4))}] * 3
-    fragments = [f for wave in make_plan(arrays, holdings).waves for f in wave]
-    assert {(f.source, f.destination) for f in fragments} == {(2, 0), (3, 1)}
+    transfers = [f for wave in plan_writes(arrays, holdings).waves for f in wave]
+    assert {(f.source, f.destination) for f in transfers} == {(2, 0), (3, 1)}
 
 
 def test_states_that_lie_alike_have_the_same_cells():
     with small_cells():
         arrays = SMALL.arrays(STATES)
         holdings = MESHES["uneven stages, tp 2, zero 2"].holdings(SMALL, STATES)
-        plan = make_plan(arrays, holdings)
-        alone = make_plan(SMALL.arrays(), MESHES["uneven stages, tp 2, zero 2"].holdings(SMALL))
+        plan = plan_writes(arrays, holdings)
+        alone = plan_writes(SMALL.arrays(), MESHES["uneven stages, tp 2, zero 2"].holdings(SMALL))
     for name, of_name in alone.cells.items():
         places = [cell[:2] for cell in of_name]
         assert all([cell[:2] for cell in plan.cells[state + name]] == places for state in STATES)
@@ -191,15 +191,15 @@ def test_arrays_that_lie_alike_are_shared_out():
     """Layers of a foreign module are arrays of one cell each: no rank writes them all."""
     arrays = {f"layers.{i}.w": ArrayInfo((10,), "float32") for i in range(6)}
     arrays |= {"b": ArrayInfo((20,), "float32")}
-    plan = make_plan(arrays, [{key: (whole(info.shape),) for key, info in arrays.items()}] * 2)
+    plan = plan_writes(arrays, [{key: (whole(info.shape),) for key, info in arrays.items()}] * 2)
     assert [sum(len(box) * (box[0][1] - box[0][0]) for _, _, box in plan.owned(r)) for r in (0, 1)] == [40, 40]
 
 
 def traffic(wave, arrays):
     sent, received = Counter(), Counter()
-    for fragment in wave:
-        sent[fragment.source] += wire_bytes(fragment.box, arrays[fragment.key])
-        received[fragment.destination] += wire_bytes(fragment.box, arrays[fragment.key])
+    for transfer in wave:
+        sent[transfer.source] += transfer_bytes(transfer.box, arrays[transfer.key])
+        received[transfer.destination] += transfer_bytes(transfer.box, arrays[transfer.key])
     return max(*sent.values(), *received.values())
 
 
@@ -208,7 +208,7 @@ def test_waves_are_bounded_few_and_finish_one_cell_after_the_other(wave_bytes):
     with small_cells():
         arrays = SMALL.arrays(STATES)
         holdings = MESHES["zero 8"].holdings(SMALL, STATES)
-        plan = make_plan(arrays, holdings, wave_bytes=wave_bytes)
+        plan = plan_writes(arrays, holdings, wave_bytes=wave_bytes)
         least = traffic([f for wave in plan.waves for f in wave], arrays) / wave_bytes
     assert all(wave == sorted(wave) and traffic(wave, arrays) <= wave_bytes for wave in plan.waves)
     assert least > 2 and len(plan.waves) <= 1.5 * least + 1
@@ -221,9 +221,9 @@ def test_waves_are_bounded_few_and_finish_one_cell_after_the_other(wave_bytes):
 def test_a_fragment_above_the_bound_has_a_wave_of_its_own():
     arrays = {"a": ArrayInfo((8,), "float64")}
     holdings = [{"a": (((0, 4),),)}, {"a": (((4, 6),),)}, {"a": (((6, 8),),)}]
-    assert [len(wave) for wave in make_plan(arrays, holdings, wave_bytes=32).waves] == [2]
-    assert [len(wave) for wave in make_plan(arrays, holdings, wave_bytes=31).waves] == [1, 1]
-    assert [len(wave) for wave in make_plan(arrays, holdings, wave_bytes=1).waves] == [1, 1]
+    assert [len(wave) for wave in plan_writes(arrays, holdings, wave_bytes=32).waves] == [2]
+    assert [len(wave) for wave in plan_writes(arrays, holdings, wave_bytes=31).waves] == [1, 1]
+    assert [len(wave) for wave in plan_writes(arrays, holdings, wave_bytes=1).waves] == [1, 1]
 
 
 def test_the_plan_does_not_depend_on_the_order_of_names_or_of_boxes_of_a_replica():
@@ -231,7 +231,7 @@ def test_the_plan_does_not_depend_on_the_order_of_names_or_of_boxes_of_a_replica
         holdings = MESHES["uneven stages, tp 2, zero 2"].holdings(SMALL)
         arrays = SMALL.arrays()
         turned = [dict(reversed(held.items())) for held in holdings]
-        assert make_plan(dict(reversed(arrays.items())), turned) == make_plan(arrays, holdings)
+        assert plan_writes(dict(reversed(arrays.items())), turned) == plan_writes(arrays, holdings)
 
 
 @pytest.mark.parametrize(
@@ -253,25 +253,25 @@ def test_the_plan_does_not_depend_on_the_order_of_names_or_of_boxes_of_a_replica
 def test_refusals(holdings, message):
     several = [boxes if isinstance(boxes[0][0], tuple) else (boxes,) for boxes in holdings]
     with pytest.raises(ValueError, match=message):
-        make_plan({"a": ArrayInfo((5, 4), "float32")}, [{"a": boxes} for boxes in several] or [{}])
+        plan_writes({"a": ArrayInfo((5, 4), "float32")}, [{"a": boxes} for boxes in several] or [{}])
 
 
 def test_refusals_of_names_and_of_tensors_without_dims():
     scalar = {"a": ArrayInfo((), "int64")}
     with pytest.raises(ValueError, match="rank 1 holds b, not among the 1 arrays"):
-        make_plan(scalar, [{"a": ((),)}, {"b": ((),)}])
+        plan_writes(scalar, [{"a": ((),)}, {"b": ((),)}])
     with pytest.raises(ValueError, match=r"no rank holds \(\)"):
-        make_plan(scalar, [{}])
+        plan_writes(scalar, [{}])
     with pytest.raises(ValueError, match=r"rank 0 holds \(\) and \(\) of a, which overlap"):
-        make_plan(scalar, [{"a": ((), ())}])
+        plan_writes(scalar, [{"a": ((), ())}])
     with pytest.raises(ValueError, match=r"a: dim 0 of \(0, 3\) has size 0"):
-        make_plan({"a": ArrayInfo((0, 3), "int64")}, [{}])
+        plan_writes({"a": ArrayInfo((0, 3), "int64")}, [{}])
 
 
 def figures(model, mesh):
     """(moved share of all bytes, largest writer by the mean)."""
     arrays, holdings = model.arrays(STATES), mesh.holdings(model, STATES)
-    plan = make_plan(arrays, holdings)
+    plan = plan_writes(arrays, holdings)
     bytes_of = Counter()
     for of_key in plan.cells.values():
         for _, box, owner in of_key:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.dist_checkpointing import CheckpointManager, ShardedTensor, load
-from core.dist_checkpointing.format.arrays import STORED
+from core.dist_checkpointing.format.arrays import STORED_DTYPES
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint
 from core.dist_checkpointing.reading import direct, loading, read_once
 from core.dist_checkpointing.writing.saving import Saver
@@ -205,7 +205,7 @@ def test_what_one_rank_finds_damaged_is_told_to_all(ranks, saved, tmp_path, harm
 def every_dtype():
     """Random bits as tensors of every dtype that can be stored, one without dims among them."""
     found = {}
-    for name in STORED:
+    for name in STORED_DTYPES:
         dtype = getattr(torch, name)
         bits = np.random.default_rng(0).integers(0, 2 if name == "bool" else 256, 6 * dtype.itemsize, np.uint8)
         found[name] = torch.from_numpy(bits).view(dtype).reshape(2, 3)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.dist_checkpointing.format.grid import cell_of, cells, inner_shape
-from core.dist_checkpointing.format.zarr_metadata import Chunks
-from core.dist_checkpointing.planning.plan import wire_size
+from core.dist_checkpointing.format.zarr_metadata import Chunking
+from core.dist_checkpointing.planning.plan import padded_bytes
 from core.dist_checkpointing.planning.read_plan import from_json, plan_reads, to_json
 from core.parallel_state.flat import intersect, slices, volume
 from tests.dist_checkpointing.meshes import GPT_70B, GPT_124M, SMALL, Mesh, small_cells
@@ -22,7 +22,7 @@ from tests.dist_checkpointing.test_thousands import mesh
 def chunks_of(arrays):
     def one(info):
         cell = cell_of(info)
-        return Chunks(info.shape, info.dtype, cell, inner_shape(cell))
+        return Chunking(info.shape, info.dtype, cell, inner_shape(cell))
 
     return {key: one(info) for key, info in arrays.items()}
 
@@ -75,9 +75,9 @@ def assert_everybody_gets_all(chunks, wanted, plan):
     found = defaultdict(lambda: defaultdict(list))
     for readings in plan.rounds.values():
         for one in readings:
-            assert len({rank for _, ranks in one.wants for rank in ranks}) > 1
-            assert any(one.reader in ranks for _, ranks in one.wants)
-            for box, ranks in one.wants:
+            assert len({rank for _, ranks in one.deliveries for rank in ranks}) > 1
+            assert any(one.reader in ranks for _, ranks in one.deliveries)
+            for box, ranks in one.deliveries:
                 assert intersect(box, one.box) == box
                 for rank in ranks:
                     found[rank][one.key, one.cell].append(box)
@@ -101,11 +101,11 @@ def moved(chunks, plan):
         for one in readings:
             itemsize = chunks[one.key].itemsize
             out = 0
-            for box, ranks in one.wants:
+            for box, ranks in one.deliveries:
                 for rank in ranks:
                     if rank != one.reader:
-                        received[number, rank] += wire_size(box, itemsize)
-                        out += wire_size(box, itemsize)
+                        received[number, rank] += padded_bytes(box, itemsize)
+                        out += padded_bytes(box, itemsize)
             sent[number, one.reader] += max(out, volume(one.box) * itemsize)
     return sent, received
 
@@ -132,7 +132,7 @@ def test_no_byte_is_read_twice_and_all_arrive(layout):
             mine = plan_reads(chunks, told(wanted), rank, round_bytes=2**15)
             assert mine.count == plan.count == max(plan.rounds, default=-1) + 1
             for number in range(plan.count):
-                for_me = [one for one in plan.rounds.get(number, []) if any(rank in r for _, r in one.wants)]
+                for_me = [one for one in plan.rounds.get(number, []) if any(rank in r for _, r in one.deliveries)]
                 assert mine.rounds.get(number, []) == for_me
 
 

@@ -14,6 +14,7 @@ import pytest
 from core.dist_checkpointing import load
 from core.dist_checkpointing.publish import commit as committing
 from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import (
     commit,
     merge_receipts,
@@ -21,8 +22,7 @@ from core.dist_checkpointing.publish.commit import (
     write_failure,
     write_receipt,
 )
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small, test_crash
 from tests.dist_checkpointing.test_async_save import program
@@ -109,7 +109,7 @@ def test_nobody_opens_more_than_a_group_and_the_groups(world):
 
 @pytest.fixture(params=STORES)
 def root(request, tmp_path):
-    return Root(store(request.param, tmp_path))
+    return CheckpointRoot(store(request.param, tmp_path))
 
 
 def write(place, rank, world, edit=lambda entries: None):
@@ -220,7 +220,7 @@ def in_pairs(root):
 def test_a_plain_save(ranks, tmp_path):
     ranks(in_pairs, str(tmp_path), world=4)
     assert [p.name for p in sorted((tmp_path / "x" / "receipts").iterdir())] == ["00000.json", "00002.json"]
-    assert check(open_place(tmp_path / "x"), full=True) == []
+    assert check(open_checkpoint_dir(tmp_path / "x"), full=True) == []
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
@@ -248,14 +248,14 @@ def test_the_writer_program_merges(tmp_path):
     world, uuid = 65, "0" * 32
     writer, job = program(tmp_path, world_size=world, timeout_s=60)
     writer.begin(job)
-    place = Root(str(tmp_path)).temporary(job.name, uuid)
+    place = CheckpointRoot(str(tmp_path)).temporary(job.name, uuid)
     for rank in range(1, world):
         write_receipt(place, rank, {}, receipts_folder(uuid, rank, world))
-    merge_receipts(Root(str(tmp_path)), job.name, uuid, 64, world, 60)
+    merge_receipts(CheckpointRoot(str(tmp_path)), job.name, uuid, 64, world, 60)
     error, _ = writer.wait()
     writer.close()
     assert error is None
-    place = open_place(tmp_path / job.name)
+    place = open_checkpoint_dir(tmp_path / job.name)
     assert not any("receipts" in line or "a/c" in line for line in check(place, full=True))
     assert np.frombuffer(place.read("a/c.0")[:24], "<f4").tolist() == [*range(6)]
     assert [name for name in place.names() if "receipts" in name] == ["receipts/00000.json", "receipts/00064.json"]

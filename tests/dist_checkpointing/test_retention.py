@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.__main__ import main
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.retention import Facts, Retention, checked_metrics
-from core.dist_checkpointing.publish.root import Root, step_name
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing.toy import STORES, save, store
 
@@ -89,7 +89,7 @@ def test_metrics_are_numbers():
 
 @pytest.fixture(params=STORES)
 def root(request, tmp_path):
-    return Root(store(request.param, tmp_path))
+    return CheckpointRoot(store(request.param, tmp_path))
 
 
 def counted(root, monkeypatch):

@@ -7,10 +7,10 @@ from threading import Timer
 
 import pytest
 
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import commit, planned_files
-from core.dist_checkpointing.publish.root import Root
 from core.dist_checkpointing.storage.fs import Fs
-from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 from tests.dist_checkpointing.toy import (
     METADATA,
     PLACES,
@@ -28,7 +28,7 @@ A = "a" * 32
 
 @pytest.fixture(params=STORES)
 def root(request, tmp_path):
-    return Root(store(request.param, tmp_path))
+    return CheckpointRoot(store(request.param, tmp_path))
 
 
 def fill(root, *steps):
@@ -132,7 +132,7 @@ def test_a_damaged_tag_stops_retention(root, text):
     "root", ["posix", *(pytest.param(kind, marks=pytest.mark.full) for kind in PLACES[1:])], indirect=True
 )
 def test_sweep_spares_who_is_alive(root, caplog, monkeypatch):
-    monkeypatch.setattr("core.dist_checkpointing.publish.root.PATIENCE_S", 0.0)
+    monkeypatch.setattr("core.dist_checkpointing.publish.checkpoint_root.PATIENCE_S", 0.0)
     fill(root, 1)
     place = root.begin(2, A)
     write_rank(place, 0, 2)
@@ -184,12 +184,12 @@ def test_an_attempt_that_is_given_up_is_not_waited_for(root):
 
 
 def test_a_replaced_checkpoint_without_successor(tmp_path):
-    root = Root(tmp_path, stale_s=0)
+    root = CheckpointRoot(tmp_path, stale_s=0)
     save(root, 2, 20)
     os.rename(tmp_path / "step-00000002", tmp_path / f".replaced-step-00000002-{A}")
     assert root.steps() == [2] and version_of(root.open(2)) == 20
     os.mkdir(tmp_path / f".tmp-step-00000002-{A}")
-    Root(tmp_path, stale_s=60).sweep()  # its successor may still be coming
+    CheckpointRoot(tmp_path, stale_s=60).sweep()  # its successor may still be coming
     assert not (tmp_path / "step-00000002").exists() and root.steps() == [2]
     root.sweep()
     assert sorted(os.listdir(tmp_path)) == ["step-00000002"] and version_of(root.open(2)) == 20
@@ -213,8 +213,12 @@ class SeenFs(Fs):
 def test_a_step_that_is_replaced_between_two_looks_is_found(tmp_path):
     """The name is away for a moment, under which it is `.replaced-`; then its successor has it."""
     fs = SeenFs(tmp_path)
-    reader, old, aside = Root(tmp_path, fs=fs), tmp_path / "step-00000002", tmp_path / f".replaced-step-00000002-{A}"
-    save(Root(tmp_path), 2, 20)
+    reader, old, aside = (
+        CheckpointRoot(tmp_path, fs=fs),
+        tmp_path / "step-00000002",
+        tmp_path / f".replaced-step-00000002-{A}",
+    )
+    save(CheckpointRoot(tmp_path), 2, 20)
     os.rename(old, aside)
     fs.before_listing = [lambda: os.rename(aside, old)]
     assert version_of(reader.open(2)) == 20 and not fs.before_listing
@@ -222,8 +226,8 @@ def test_a_step_that_is_replaced_between_two_looks_is_found(tmp_path):
 
 def test_a_directory_of_thousands_is_listed_a_few_times(tmp_path):
     fs = SeenFs(tmp_path)
-    fill(Root(tmp_path), *range(4))
-    root = Root(tmp_path, fs=fs)
+    fill(CheckpointRoot(tmp_path), *range(4))
+    root = CheckpointRoot(tmp_path, fs=fs)
     root.latest()
     assert fs.listings == 1
     fs.listings = 0
@@ -241,14 +245,14 @@ def test_a_directory_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
     with pytest.raises(ValueError, match=r"holds 1 entries \(chapter\.tex\) and is no checkpoint"):
-        Root(tmp_path).begin("thesis", A)
+        CheckpointRoot(tmp_path).begin("thesis", A)
     (tmp_path / "empty").mkdir()
-    save(Root(tmp_path), "empty", 1)
-    assert version_of(Root(tmp_path).open("empty")) == 1
+    save(CheckpointRoot(tmp_path), "empty", 1)
+    assert version_of(CheckpointRoot(tmp_path).open("empty")) == 1
 
 
 def test_other_objects_are_left_alone(tmp_path):
-    root = Root(store("memory", tmp_path), stale_s=0)
+    root = CheckpointRoot(store("memory", tmp_path), stale_s=0)
     others = {"notes.txt", "logs/today/a.txt", "step-00000009/x/y", "tags/best.txt"}
     root.files.write_all(dict.fromkeys(others, b"mine"))
     fill(root, 1, 2)
@@ -259,7 +263,7 @@ def test_other_objects_are_left_alone(tmp_path):
 
 
 def test_other_files_are_left_alone(tmp_path):
-    root = Root(tmp_path, stale_s=0)
+    root = CheckpointRoot(tmp_path, stale_s=0)
     for name in ("notes.txt", "step-7", "step-000000007", ".hidden"):
         (tmp_path / name).write_text("mine")
     fill(root, 1, 2)
@@ -273,12 +277,12 @@ def test_other_files_are_left_alone(tmp_path):
 def test_a_sweep_and_a_late_commit_do_not_both_succeed(tmp_path, monkeypatch, beat, before):
     """A writer that was silent for long beats again just when another job sweeps, at any of its beats."""
     place = store("memory", tmp_path)
-    late, other = Root(place), Root(place, stale_s=0 if before else 60)  # it has just beaten
+    late, other = CheckpointRoot(place), CheckpointRoot(place, stale_s=0 if before else 60)  # it has just beaten
     save(late, 1, 1)
     place_of_attempt = late.begin(1, A)
     for rank in range(2):
         write_rank(place_of_attempt, rank, 2)
-    swap, beats = KvPlace.swap, count()
+    swap, beats = KvCheckpointDir.swap, count()
 
     def swept_beside(files, name, old, new):
         mine = name.endswith(f"{A}.heartbeat") and new is not None and next(beats) == beat
@@ -289,7 +293,7 @@ def test_a_sweep_and_a_late_commit_do_not_both_succeed(tmp_path, monkeypatch, be
             other.sweep()
         return done
 
-    monkeypatch.setattr(KvPlace, "swap", swept_beside)
+    monkeypatch.setattr(KvCheckpointDir, "swap", swept_beside)
     try:
         committed(late, 1, A)
         outcome = 2

@@ -15,7 +15,7 @@ import torch
 
 from core.dist_checkpointing import CheckpointManager, load, save
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing.remote import RUN, run
 
@@ -153,7 +153,7 @@ def test_steps_and_a_save_do_not_list_the_files_of_all_steps(server):
 
 def test_requests_of_a_load(server):
     save(state(1), "s3://bucket/one", ps=single)
-    files = len(Root("s3://bucket").files.below("one").names())
+    files = len(CheckpointRoot("s3://bucket").files.below("one").names())
     before = len(server.requests())
     load(state(0), "s3://bucket/one", ps=single)
     assert 40 < len(server.requests()) - before <= 1.1 * files + 20

@@ -15,7 +15,7 @@ from core.dist_checkpointing.format.json_files import canonical_json, seal
 from core.dist_checkpointing.publish import check as checking
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.reading import stored
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from tests.dist_checkpointing.test_hostile_metadata import W, forged, put, saved  # noqa: F401
 
 
@@ -79,7 +79,7 @@ DERIVED = {"from": "optimizer/main/v", "torch_dtype": "bfloat16"}
 
 def judged(target):
     """Whether it loads, every value of it, and verifies: the same."""
-    problems = check(open_place(target), full=True)
+    problems = check(open_checkpoint_dir(target), full=True)
     try:
         load_plain_tensors(target)
     except ValueError as error:
@@ -108,7 +108,7 @@ def test_metadata_of_equal_checksums(saved, tmp_path, monkeypatch):  # noqa: F81
     for file, entry in manifest["files"].items():
         entry[1] = 7 if file.endswith(".json") else entry[1]
     (target / "manifest.json").write_bytes(seal(manifest))
-    assert check(open_place(target), full=True) == [
+    assert check(open_checkpoint_dir(target), full=True) == [
         f"{target}/model/w/zarr.json: says otherwise than zarr.json says of it"
     ]
 

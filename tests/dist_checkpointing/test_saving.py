@@ -15,8 +15,8 @@ from torch import nn
 from core.dist_checkpointing import ShardedObject, ShardedTensor, load, load_common_state_dict, save
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.state.mapping import sharded_state_dict
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.storage.fs import Fs
-from core.dist_checkpointing.storage.place import open_place
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
@@ -194,7 +194,7 @@ def slow_start(root):
 
 def test_nobody_writes_before_there_is_a_place(ranks, tmp_path):
     ranks(slow_start, str(tmp_path), world=2)
-    assert check(open_place(tmp_path / "x"), full=True) == []
+    assert check(open_checkpoint_dir(tmp_path / "x"), full=True) == []
 
 
 # disk full
@@ -212,7 +212,9 @@ def too_little(root):
 
 def test_too_little_space_is_told_before_anything_is_written(ranks, tmp_path):
     ranks(too_little, str(tmp_path), world=2)
-    assert [p.name for p in tmp_path.iterdir()] == ["old"] and check(open_place(tmp_path / "old"), full=True) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["old"] and check(
+        open_checkpoint_dir(tmp_path / "old"), full=True
+    ) == []
 
 
 def fills_up(root):
@@ -233,7 +235,9 @@ def fills_up(root):
 
 def test_a_disk_that_fills_up(ranks, tmp_path):
     ranks(fills_up, str(tmp_path), world=2)
-    assert [p.name for p in tmp_path.iterdir()] == ["old"] and check(open_place(tmp_path / "old"), full=True) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["old"] and check(
+        open_checkpoint_dir(tmp_path / "old"), full=True
+    ) == []
 
 
 # strange tensors and modules
@@ -311,7 +315,7 @@ def test_a_foreign_module(tmp_path, single):
 def test_nothing_at_all(tmp_path, single):
     for name, state in (("nothing", {}), ("values", {"a": {}, "b": [], "c": None, "d": {"e": "ü"}})):
         quick(tmp_path, single).save(name, state)
-        assert check(open_place(tmp_path / name), full=True) == []
+        assert check(open_checkpoint_dir(tmp_path / name), full=True) == []
         assert load(state, tmp_path / name, ps=single) == state
     assert load_common_state_dict(tmp_path / "values") == {"b": [], "c": None, "d/e": "ü"}
 

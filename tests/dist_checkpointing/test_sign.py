@@ -11,9 +11,9 @@ import pytest
 from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.format.json_files import seal
 from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import SIGNATURE
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.tools.sign import sign, unsigned
 from tests.dist_checkpointing.toy import STORES, crc32c, entry, save, store
 
@@ -40,7 +40,7 @@ def keys(tmp_path):
 @pytest.mark.parametrize("kind", STORES)
 def test_signed(kind, tmp_path, keys):
     private, public = keys
-    root = Root(store(kind, tmp_path))
+    root = CheckpointRoot(store(kind, tmp_path))
     save(root, 1, 5)
     place = root.open(1)
     assert unsigned(place, public) == [f"{place.url}{SIGNATURE}: is missing, nothing is signed"]
@@ -65,8 +65,8 @@ def forged(place, name, payload):
 
 def test_a_forger_without_the_key(tmp_path, keys):
     private, public = keys
-    save(Root(tmp_path), 1, 5)
-    place = open_place(tmp_path / "step-00000001")
+    save(CheckpointRoot(tmp_path), 1, 5)
+    place = open_checkpoint_dir(tmp_path / "step-00000001")
     sign(place, private)
     forged(place, "model/b/c", b"\0\0\x80\x40")
     assert check(place, full=True) == [], "checksums find no forger"
@@ -88,8 +88,8 @@ def test_a_forger_without_the_key(tmp_path, keys):
 def test_a_payload_that_the_crc_does_not_see(tmp_path, keys):
     """A cell's digest is of its checksums, which a forger can keep: the manifest stays the same, byte for byte."""
     private, public = keys
-    save(Root(tmp_path), 1, 5)
-    place = open_place(tmp_path / "step-00000001")
+    save(CheckpointRoot(tmp_path), 1, 5)
+    place = open_checkpoint_dir(tmp_path / "step-00000001")
     sign(place, private)
     data = bytearray(place.read("model/a/c.1.0"))
     data[0] ^= 1
@@ -99,7 +99,7 @@ def test_a_payload_that_the_crc_does_not_see(tmp_path, keys):
 
 def test_the_commands(tmp_path, keys, capsys):
     private, public = map(str, keys)
-    save(Root(tmp_path / "run"), 1, 5)
+    save(CheckpointRoot(tmp_path / "run"), 1, 5)
     at = str(tmp_path / "run" / "step-00000001")
     assert main(["verify", at, "--key", public]) == 1 and "is missing, nothing is signed" in capsys.readouterr().out
     assert main(["sign", str(tmp_path / "run"), "--key", private]) == 0
@@ -122,14 +122,14 @@ def test_the_commands(tmp_path, keys, capsys):
 def test_keys_of_openssl(tmp_path):
     for words in ("genpkey -algorithm ed25519 -out key.pem", "pkey -in key.pem -pubout -out public.pem"):
         subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
-    save(Root(tmp_path), 1, 5)
-    place = open_place(tmp_path / "step-00000001")
+    save(CheckpointRoot(tmp_path), 1, 5)
+    place = open_checkpoint_dir(tmp_path / "step-00000001")
     sign(place, tmp_path / "key.pem")
     assert unsigned(place, tmp_path / "public.pem") == []
 
 
 def test_without_the_package(tmp_path, keys):
-    save(Root(tmp_path), 1, 5)
+    save(CheckpointRoot(tmp_path), 1, 5)
     code = "import sys; sys.modules['cryptography'] = None; from core.dist_checkpointing.__main__ import main; "
     code += (
         f"print(main(['verify', {str(tmp_path)!r}, '--key', {str(keys[1])!r}]), main(['verify', {str(tmp_path)!r}]))"
@@ -139,7 +139,7 @@ def test_without_the_package(tmp_path, keys):
 
 
 def test_a_signed_checkpoint_is_replaced_and_a_users_file_of_that_name_is_not(tmp_path, keys):
-    root = Root(tmp_path / "root")
+    root = CheckpointRoot(tmp_path / "root")
     save(root, 1, 5)
     sign(root.open(1), keys[0])
     save(root, 1, 6)

@@ -4,8 +4,14 @@ import json
 
 import pytest
 
-from core.dist_checkpointing.planning.plan import make_plan
-from core.dist_checkpointing.state.catalog import completed, digest, merge, shortened, to_json
+from core.dist_checkpointing.planning.plan import plan_writes
+from core.dist_checkpointing.state.catalog import (
+    fingerprint,
+    merge_catalogs,
+    to_json,
+    with_repeated_arrays,
+    without_repeated_arrays,
+)
 from tests.dist_checkpointing.meshes import GPT_70B, SMALL, Mesh, small_cells
 
 STATES = ("model/decoder.layers.", "optimizer/main/decoder.layers.", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
@@ -24,8 +30,8 @@ def catalogue(model, layout):
     """(what every rank tells, arrays, what every rank holds)."""
     arrays, holdings = model.arrays(STATES), layout.holdings(model, STATES)
     local = [to_json({key: arrays[key] for key in held}, held) for held in holdings]
-    kinds = [digest(one["arrays"]) for one in local]
-    return [shortened(one, rank, kinds) for rank, one in enumerate(local)], kinds, arrays, holdings
+    kinds = [fingerprint(one["arrays"]) for one in local]
+    return [without_repeated_arrays(one, rank, kinds) for rank, one in enumerate(local)], kinds, arrays, holdings
 
 
 @pytest.mark.parametrize(
@@ -44,12 +50,12 @@ def test_what_each_rank_tells_is_small(layout):
     sizes = [len(json.dumps(one)) for one in told]
     assert max(sizes) <= 8000
     assert sum("arrays" in one for one in told) == len(set(kinds)) < len(told) / 8
-    found = merge(json.loads(json.dumps(completed(told, kinds))))
+    found = merge_catalogs(json.loads(json.dumps(with_repeated_arrays(told, kinds))))
     assert found.arrays == arrays and found.holdings == holdings
 
 
 def test_the_plan_of_what_was_told_is_the_plan():
     with small_cells():
         told, kinds, arrays, holdings = catalogue(SMALL, mesh(2, 2, 3, layers=6))
-        found = merge(json.loads(json.dumps(completed(told, kinds))))
-        assert make_plan(found.arrays, found.holdings) == make_plan(arrays, holdings)
+        found = merge_catalogs(json.loads(json.dumps(with_repeated_arrays(told, kinds))))
+        assert plan_writes(found.arrays, found.holdings) == plan_writes(arrays, holdings)

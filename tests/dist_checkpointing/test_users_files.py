@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.dist_checkpointing import CheckpointManager, save
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing import toy, whole
 from tests.dist_checkpointing.crash import CrashFs, Killed
@@ -94,10 +94,10 @@ class World:
             manager.save(self.version, {"a": self.version})
 
     def retain(self, where):
-        Root(self.top / where).retain(keep_last=1, keep_hours=1.0)
+        CheckpointRoot(self.top / where).retain(keep_last=1, keep_hours=1.0)
 
     def sweep(self, where):
-        Root(self.top / where, stale_s=0).sweep()
+        CheckpointRoot(self.top / where, stale_s=0).sweep()
 
     def prune(self, where):
         return main(["prune", str(self.top / where), "--keep-last", "1"])
@@ -109,7 +109,7 @@ class World:
         return main(["reshard", str(self.source), str(self.top / where), "--tp", "3", "--copy"])
 
     def killed(self, where, at):
-        toy.save(Root(self.top / where, fs=CrashFs(at), stale_s=0), 1 + at % 3, at, uuid=uuid4().hex)
+        toy.save(CheckpointRoot(self.top / where, fs=CrashFs(at), stale_s=0), 1 + at % 3, at, uuid=uuid4().hex)
 
     def tell(self, story):
         for name, *arguments in story:

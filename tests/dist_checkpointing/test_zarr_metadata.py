@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.dist_checkpointing.format.json_files import canonical_json
 from core.dist_checkpointing.format.zarr_metadata import array_metadata, check_metadata, group_metadata, info_of
 
@@ -16,7 +16,7 @@ def metadata(inner=(1, 4, 32)):
     return json.loads(canonical_json(array_metadata(INFO, (1, 16, 32), inner, {"unit": "m"})))
 
 
-@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("dtype", STORED_DTYPES)
 @pytest.mark.parametrize("inner", [None, (1, 4, 32)])
 def test_own_metadata_pass_the_check(dtype, inner):
     value = array_metadata(ArrayInfo((8, 64, 32), dtype), (1, 16, 32), inner, {"x": [1]})

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import zarr
 
-from core.dist_checkpointing.format.arrays import STORED
+from core.dist_checkpointing.format.arrays import STORED_DTYPES
 from core.dist_checkpointing.format.digest import file_crc
-from core.dist_checkpointing.storage.zarr_store import Reader, Writer, _Flight
+from core.dist_checkpointing.storage.zarr_store import Reader, Writer, _Operations
 from core.parallel_state.flat import slices, whole
 from tests.dist_checkpointing.places import (
     Folder,
@@ -43,7 +43,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("dtype", STORED_DTYPES)
 def test_zarr_python_reads_the_same_bits(dtype, layout, tmp_path):
     """Every type, an array without dims, a ragged edge; by the consolidated tree and by each array's own file."""
     cell, inner = LAYOUTS[layout]
@@ -276,7 +276,7 @@ class FakeFuture:
 
 
 def test_the_budget():
-    log, flight = [], _Flight(100)
+    log, flight = [], _Operations(100)
     for size in (60, 30, 20, 250, 10):
         flight.start("x", size, lambda size=size: FakeFuture(log, size), None)
     assert log == [60, 30, -60, 20, -30, -20, 250, -250, 10]

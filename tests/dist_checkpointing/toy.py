@@ -10,7 +10,7 @@ import tensorstore as ts
 
 from core.dist_checkpointing.format.json_files import canonical_json
 from core.dist_checkpointing.publish import commit as committing
-from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
 WORLD = 2
 PLACES = ["posix", "memory", "file"]  # the last two are key-value stores, which differ in their places alone
@@ -18,12 +18,12 @@ STORES = ["posix", "memory", pytest.param("file", marks=pytest.mark.full)]
 
 
 def store(kind, folder):
-    """Where a Root lies: a path, or a key-value store."""
+    """Where a CheckpointRoot lies: a path, or a key-value store."""
     if kind == "posix":
         return folder / "root"
     spec = {"driver": kind, "path": "steps/" if kind == "memory" else f"{folder}/steps/"}
     context = ts.Context()
-    return KvPlace(ts.KvStore.open(spec, context=context).result(), context)
+    return KvCheckpointDir(ts.KvStore.open(spec, context=context).result(), context)
 
 
 def crc32c(data):

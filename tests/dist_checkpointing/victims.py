@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from core.dist_checkpointing import CheckpointManager
-from core.dist_checkpointing.publish.root import Root
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.storage.fs import Fs
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives.groups import init_world
@@ -70,7 +70,7 @@ def retaining(ps, tell, root):
         tell("saved", seed)
         if seed % 4 == 0:
             tell("retains", seed)
-            Root(root).retain(keep_last=1)
+            CheckpointRoot(root).retain(keep_last=1)
 
 
 def filling(ps, tell, root, *, beside, hidden=False, limit=None):

@@ -31,7 +31,10 @@ def whole_weights(shard):
     """Global name -> the whole weight, from the parts that optimizers update."""
 
     def own(buffer):
-        return buffer.weights[buffer.own[0] - buffer.held[0] : buffer.own[1] - buffer.held[0]]
+        return buffer.weights[
+            buffer.shard_interval[0] - buffer.updated_interval[0] : buffer.shard_interval[1]
+            - buffer.updated_interval[0]
+        ]
 
     return _assembled(shard, whole_buckets(shard, own))
 

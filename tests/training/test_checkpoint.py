@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import read_manifest
-from core.dist_checkpointing.publish.root import Root
 from core.optimizer import OptimizerConfig
 from core.training import (
     CheckpointConfig,
@@ -207,7 +207,7 @@ def writer_dies(directory, on_failure):
     def before(step):
         manager = run.checkpoints.manager
         if step == 1:
-            manager._settle()
+            manager._wait_for_save()
             os.kill(manager._writer._process.pid, signal.SIGSTOP)
         if step == 2:
             os.kill(manager._writer._process.pid, signal.SIGKILL)
@@ -232,7 +232,7 @@ def every_save_fails(directory, on_failure):
 
     def before(step):
         if step:
-            run.checkpoints.manager._settle()
+            run.checkpoints.manager._wait_for_save()
             run.checkpoints.manager._failure = f"the save of step {step} failed: so the test says"
 
     if on_failure == "warn":
@@ -255,5 +255,8 @@ def keeps_the_best(directory):
 def test_a_run_keeps_its_best_checkpoint(ranks, tmp_path):
     """Of which the loss was largest: the first, before it learned."""
     ranks(keeps_the_best, str(tmp_path), world=1)
-    found = {step: read_manifest(Root(tmp_path).open(step)).run["metrics"]["loss"] for step in Root(tmp_path).steps()}
+    found = {
+        step: read_manifest(CheckpointRoot(tmp_path).open(step)).run["metrics"]["loss"]
+        for step in CheckpointRoot(tmp_path).steps()
+    }
     assert len(found) == 2 and max(found) == N and found[min(found)] >= found[N]

@@ -17,33 +17,34 @@ class BufferCopies:
     """Sends the first rank's buffers after each step, and before each further forward of one (accumulation).
 
     Which buffers a model writes is seen in its first forward in training, and agreed by all ranks; others, such as
-    rotary tables, are never sent. A write that comes later is told.
+    rotary tables, are never sent. A write that comes later is a warning.
     stages: their modules. One broadcast per dtype over the data group, of written buffers only.
     """
 
     def __init__(self, stages: Sequence[nn.Module], ps: ParallelState) -> None:
         self._group, self._stages = ps.group("dp-cp"), stages
-        held = {id(t) for stage in stages for t in stage.buffers() if t.numel() and t.layout is torch.strided}
-        self._places = [
-            ((i, f"{path}.{name}" if path else name), module, name)
-            for i, stage in enumerate(stages)
-            for path, module in stage.named_modules()
-            for name, tensor in module._buffers.items()
-            if id(tensor) in held
-        ]
-        self.enabled = self._group is not None and bool(self._places)
-        self._written: list[Key] | None = None  # None: not known yet
-        self._dirty = self._told = False
-        self._first: dict[Key, Tensor] = {}
+        # (key, module, name) of every dense buffer
+        self._watched: list[tuple[Key, nn.Module, str]] = []
+        for number, stage in enumerate(stages):
+            dense_ids = {id(b) for b in stage.buffers() if b.numel() and b.layout is torch.strided}
+            for path, module in stage.named_modules():
+                for name, buffer in module._buffers.items():
+                    if id(buffer) in dense_ids:
+                        full_name = f"{path}.{name}" if path else name
+                        self._watched.append(((number, full_name), module, name))
+        self.enabled = self._group is not None and bool(self._watched)
+        self._written: list[Key] | None = None  # None: the first forward has not been seen yet
+        self._dirty = self._warned = False
+        self._initial_values: dict[Key, Tensor] = {}
         self._versions: dict[Key, tuple[int, int]] = {}
         self._hooks: list[Any] = []
         if self.enabled:
-            # values, not versions: batch norms write without one
-            self._first = {key: t.detach().clone() for key, t in self._tensors().items()}
+            # compare values, not versions: batch norm kernels write without changing a version
+            self._initial_values = {key: buffer.detach().clone() for key, buffer in self._tensors().items()}
             self._hooks = [stage.register_forward_pre_hook(self._before_forward) for stage in stages]
 
     def _tensors(self) -> dict[Key, Tensor]:
-        return {key: t for key, module, name in self._places if (t := module._buffers[name]) is not None}
+        return {key: buffer for key, module, name in self._watched if (buffer := module._buffers[name]) is not None}
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -55,37 +56,47 @@ class BufferCopies:
 
     @torch.no_grad()
     def send(self) -> None:
-        """What forwards in training have written since the last time. Collective over the data group."""
+        """Send what forwards in training have written since the last time. Collective over the data group."""
         if not (self.enabled and self._dirty):
             return
         self._dirty = False
-        found = self._tensors()
+        tensors = self._tensors()
         if self._written is None:
-            mine = [key for key, tensor in found.items() if not _same(self._first.get(key), tensor)]
-            self._first = {}
-            told = all_gather_objects(mine, self._group)
-            self._written = sorted({key for theirs in told for key in theirs})
-            self._versions = {key: (id(t), t._version) for key, t in found.items() if key not in self._written}
-        elif not self._told:
-            self._tell(found)
+            # every rank may have run other branches: what one wrote, all send
+            local_writes = []
+            for key, tensor in tensors.items():
+                if not _equal(self._initial_values.get(key), tensor):
+                    local_writes.append(key)
+            self._initial_values = {}
+            written: set[Key] = set()
+            for rank_writes in all_gather_objects(local_writes, self._group):
+                written.update(rank_writes)
+            self._written = sorted(written)
+            for key, tensor in tensors.items():
+                if key not in written:
+                    self._versions[key] = (id(tensor), tensor._version)
+        elif not self._warned:
+            self._warn_of_late_write(tensors)
         if not self._written:
             return
         assert self._group is not None
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for key in self._written:
-            by_dtype.setdefault(found[key].dtype, []).append(found[key])
-        for tensors in by_dtype.values():
-            flat = torch.cat([t.contiguous().view(-1) for t in tensors])
+            by_dtype.setdefault(tensors[key].dtype, []).append(tensors[key])
+        for same_dtype in by_dtype.values():
+            flat = torch.cat([buffer.contiguous().view(-1) for buffer in same_dtype])
             broadcast(flat.view(torch.uint8), self._group)
             if self._group.rank:
-                for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                for tensor, values in zip(
+                    same_dtype, flat.split([buffer.numel() for buffer in same_dtype]), strict=True
+                ):
+                    tensor.copy_(values.view(tensor.shape))
 
-    def _tell(self, found: dict[Key, Tensor]) -> None:
-        for key, seen in self._versions.items():
-            tensor = found.get(key)
-            if tensor is None or seen != (id(tensor), tensor._version):
-                self._told = True
+    def _warn_of_late_write(self, tensors: dict[Key, Tensor]) -> None:
+        for key, seen_version in self._versions.items():
+            tensor = tensors.get(key)
+            if tensor is None or seen_version != (id(tensor), tensor._version):
+                self._warned = True
                 warnings.warn(
                     f"DataParallel: buffer {key[1]} was written for the first time after the first step, so every "
                     "rank keeps its own; write it in the first forward in training too",
@@ -94,11 +105,11 @@ class BufferCopies:
                 return
 
     def remove(self) -> None:
-        """No hooks any more."""
+        """Take the hooks out."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.enabled = [], False
 
 
-def _same(before: Tensor | None, tensor: Tensor) -> bool:
+def _equal(before: Tensor | None, tensor: Tensor) -> bool:
     return before is not None and before.shape == tensor.shape and torch.equal(before, tensor)

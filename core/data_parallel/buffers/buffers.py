@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.data_parallel.weights.weights import Interval, Storage, Weights, gone
+from core.data_parallel.weights.weights import Interval, Storage, Weights, nan_placeholder
 from core.parallel_state.collectives import Group, all_reduce, start_gather_parts, start_sum_into_own
 from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket, flat_intervals
@@ -17,15 +17,15 @@ from core.parallel_state.state import ParallelState
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients of parameters of `dtype` are added up: float32 at least."""
+    """The dtype in which gradients of `dtype` parameters are added up: float32 at least."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of a parameter that lies in what a rank updates.
+    """The elements of one parameter that this rank updates.
 
-    interval: elements of the parameter's local flat form. span: where they are in `held`.
+    interval: elements of the parameter's local flat form. span: where they lie in `Buffer.weights`.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Buffer(Weights):
     """One bucket on this rank. Written by `DataParallel`, read by optimizers.
 
     bucket: where each parameter lies. ranks: the group over which it is cut; copies: the group of ranks that hold
-    the same part (HSDP). own: this rank's equal part; held: what its optimizer updates, `own`, or all at stage 0.
-    weights, gradients: 1-D, live memory of `held`; gradients are complete after `DataParallel.finish`.
-    counted: intervals of `held` whose gradients this rank counts in the norm: every true element on one rank only.
-    number: of the bucket, the same on every rank of the group.
+    the same shard (HSDP). shard_interval: this rank's equal shard of the bucket; updated_interval: what its optimizer
+    updates, the shard, or all at stage 0. weights, gradients: 1-D, live memory of `updated_interval`; gradients are
+    complete after `DataParallel.finish`. counted: intervals of it whose gradients this rank counts in the norm:
+    every true element on one rank only. number: of the bucket, the same on every rank of the group.
     """
 
     def __init__(
@@ -57,17 +57,19 @@ class Buffer(Weights):
     ) -> None:
         self.number, self.bucket, self.ps = number, bucket, ps
         self.parameters = [parameters[slot.name] for slot in bucket.slots]
-        dense = bucket.group == "dp-cp"
-        self.ranks: Group | None = ps.group("shard" if dense else bucket.group)
-        self.copies: Group | None = ps.group("replicate") if dense else None
+        is_dense = bucket.group == "dp-cp"
+        self.ranks: Group | None = ps.group("shard" if is_dense else bucket.group)
+        self.copies: Group | None = ps.group("replicate") if is_dense else None
         # over one rank there is nothing to divide
         self.stage = zero_stage if self.ranks is not None else min(zero_stage, 1)
-        self.own = bucket.cut(self.ranks.size, self.ranks.rank) if self.ranks is not None else (0, bucket.size)
-        self.held = self.own if self.stage else (0, bucket.size)
+        self.shard_interval = (0, bucket.size)
+        if self.ranks is not None:
+            self.shard_interval = bucket.cut(self.ranks.size, self.ranks.rank)
+        self.updated_interval = self.shard_interval if self.stage else (0, bucket.size)
         self.dtype = self.parameters[0].dtype
         self.grad_dtype = grad_dtype if grad_dtype is not None else wide(self.dtype)
         narrower = reduce_dtype is not None and reduce_dtype.itemsize < self.grad_dtype.itemsize
-        self._wire = reduce_dtype if narrower else None
+        self._reduce_dtype = reduce_dtype if narrower else None
         self._gathering: PendingCollective | None = None
         self._summing: PendingCollective | None = None
         self._build_weights(ps.device)
@@ -76,21 +78,23 @@ class Buffer(Weights):
     def _build_gradients(self) -> None:
         size, dtype, device = self.bucket.size, self.grad_dtype, self.ps.device
         flat = torch.zeros(size, dtype=dtype, device=device)
-        self._grads = self._views(flat)
-        self._gone_grads = [gone(view) for view in self._grads]
+        self._full_gradients = self._views(flat)
+        self._gradient_placeholders = [nan_placeholder(view) for view in self._full_gradients]
         self._grad_storage = Storage(flat)
-        # which gradients hold nothing yet: the first contribution overwrites, and no pass of zeros is needed
-        self._fresh = [False] * len(self.parameters)
-        self._used = [False] * len(self.parameters)  # since the last zero(), by ways that ask before they add
-        self._first = True  # stages 2, 3: of the step's sums
-        for index, (parameter, view) in enumerate(zip(self.parameters, self._grads, strict=True)):
+        # Gradients that are still empty: the first contribution overwrites them, so no pass writes zeros.
+        self._is_empty = [False] * len(self.parameters)
+        self._was_added_to = [False] * len(self.parameters)  # since the last zero(), through take() or add()
+        self._first_sum = True  # stages 2, 3: whether no sum of this step has ended yet
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._full_gradients, strict=True)):
             parameter.main_grad = view  # type: ignore[attr-defined]
             parameter.take_main_grad = partial(self.take, index)  # type: ignore[attr-defined]
         if self.stage < 2:
-            self.gradients = flat[slice(*self.held)]
+            self.gradients = flat[slice(*self.updated_interval)]
         else:
-            self.gradients = torch.zeros(self.held[1] - self.held[0], dtype=dtype, device=device)
-            self._give_back_gradients()
+            self.gradients = torch.zeros(
+                self.updated_interval[1] - self.updated_interval[0], dtype=dtype, device=device
+            )
+            self._free_gradients()
 
     @property
     def memory(self) -> dict[str, list[Tensor]]:
@@ -102,166 +106,175 @@ class Buffer(Weights):
 
     # gradients
 
-    def _give_back_gradients(self) -> None:
+    def _free_gradients(self) -> None:
         for index in range(len(self.parameters)):
-            self._expect(index)
-        self._grad_storage.give_back()
+            self._mark_empty(index)
+        self._grad_storage.release()
 
-    def _expect(self, index: int) -> None:
-        """Nothing is in the gradient of parameter `index`, nor can it be read."""
-        self._fresh[index] = True
-        self.parameters[index].main_grad = self._gone_grads[index]  # type: ignore[attr-defined]
+    def _mark_empty(self, index: int) -> None:
+        """The gradient of parameter `index` holds nothing: reading `main_grad` gives NaN."""
+        self._is_empty[index] = True
+        self.parameters[index].main_grad = self._gradient_placeholders[index]  # type: ignore[attr-defined]
 
-    def _open(self, index: int) -> Tensor:
-        """Its memory, to be overwritten."""
-        if not self._grad_storage.there:
-            self._grad_storage.take()
+    def _begin_overwrite(self, index: int) -> Tensor:
+        """The memory of gradient `index`, to be overwritten."""
+        if not self._grad_storage.has_memory:
+            self._grad_storage.allocate()
             self._grad_storage.flat[self.bucket.slots[-1].stop :].zero_()  # the padding
-        self._fresh[index] = False
-        view = self._grads[index]
+        self._is_empty[index] = False
+        view = self._full_gradients[index]
         self.parameters[index].main_grad = view  # type: ignore[attr-defined]
         return view
 
     def take(self, index: int) -> Tensor:
         """The gradient of parameter `index`, to be added to."""
-        self._used[index] = True
-        return self._open(index).zero_() if self._fresh[index] else self._grads[index]
+        self._was_added_to[index] = True
+        return self._begin_overwrite(index).zero_() if self._is_empty[index] else self._full_gradients[index]
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add to the gradient of parameter `index`."""
-        if self._fresh[index] and gradient.layout is torch.strided:
-            self._used[index] = True
-            self._open(index).copy_(gradient)
+        if self._is_empty[index] and gradient.layout is torch.strided:
+            self._was_added_to[index] = True
+            self._begin_overwrite(index).copy_(gradient)
         else:
             self.take(index).add_(gradient)
 
     def forget(self, index: int) -> None:
-        """What has come for parameter `index` in this step is not wanted."""
-        if self.stage >= 2 and not self._first:
-            slot, (first, last) = self.bucket.slots[index], self.held
+        """Drop what has come for parameter `index` in this step."""
+        if self.stage >= 2 and not self._first_sum:
+            slot, (first, last) = self.bucket.slots[index], self.updated_interval
             self.gradients[max(first, slot.start) - first : max(first, min(last, slot.stop)) - first].zero_()
-        if not self._fresh[index]:
-            self._expect(index)
+        if not self._is_empty[index]:
+            self._mark_empty(index)
 
     def start_sum(self) -> None:
-        """Sum what was added since the last time over `ranks`. Reduce-scatter."""
-        for index, fresh in enumerate(self._fresh):
+        """Start to sum what was added since the last sum over `ranks`. Reduce-scatter."""
+        for index, fresh in enumerate(self._is_empty):
             if fresh:
-                self._open(index).zero_()
+                self._begin_overwrite(index).zero_()
         self._summing = start_sum_into_own(
             self._grad_storage.flat,
             self.ranks,
-            wire=self._wire,
+            wire=self._reduce_dtype,
             tag=2 * self.number + 1,
-            what=f"the gradient sum of {self.words}",
+            what=f"the gradient sum of {self.label}",
         )
 
     @property
     def holds_scratch(self) -> bool:
         """Whether a sum under way holds memory beside the buffer's own, so that few should be."""
-        return self.stage >= 2 or self._wire is not None or (self.ranks is not None and self.ranks.composed)
+        return self.stage >= 2 or self._reduce_dtype is not None or (self.ranks is not None and self.ranks.composed)
 
     def wait_sum(self) -> None:
-        """Until the sum of this rank's part is in `gradients`; stages 2, 3: added to it, and whole gradients go."""
+        """Wait for this rank's shard of the sum; stages 2, 3: add it to `gradients` and free the full gradients."""
         if self._summing is None:
             return
         pending, self._summing = self._summing, None
-        own = pending.wait()
+        shard_sum = pending.wait()
         if self.stage >= 2:
-            self.gradients.copy_(own) if self._first else self.gradients.add_(own)
-            self._first = False
-            self._give_back_gradients()
+            self.gradients.copy_(shard_sum) if self._first_sum else self.gradients.add_(shard_sum)
+            self._first_sum = False
+            self._free_gradients()
 
     @property
     def own_gradients(self) -> Tensor:
-        """This rank's part of `gradients`, [own]."""
-        return self.gradients[self.own[0] - self.held[0] : self.own[1] - self.held[0]]
+        """This rank's shard of `gradients`: `shard_interval`."""
+        (start, stop), (offset, _) = self.shard_interval, self.updated_interval
+        return self.gradients[start - offset : stop - offset]
 
     def complete(self) -> None:
-        """After the step's last sum. HSDP: add up the parts of the copies, all-reduce over `copies`."""
-        if self.stage >= 2 and self._first:
+        """After the step's last sum. HSDP: add up the shards of all copies, all-reduce over `copies`."""
+        if self.stage >= 2 and self._first_sum:
             self.gradients.zero_()
         if self.copies is not None:
             all_reduce(self.own_gradients, self.copies)
 
     def start_gather_gradients(self) -> PendingCollective | None:
-        """Stage 0: bring the sums to all ranks. All-gather over `ranks`."""
+        """Stage 0: bring the sums to all ranks: reduce-scatter and all-gather make an all-reduce."""
         if self.stage or self.ranks is None:
             return None
         return start_gather_parts(
-            self._grad_storage.flat, self.ranks, tag=2 * self.number + 1, what=f"the gradients of {self.words}"
+            self._grad_storage.flat, self.ranks, tag=2 * self.number + 1, what=f"the gradients of {self.label}"
         )
 
     def zero(self) -> None:
-        """Start over.
+        """Begin a new step.
 
-        What somebody may have added to without asking (`main_grad_of`) is zeroed now; the rest when it is needed.
+        Gradients that operations add to without `take` (`main_grad_of`) are zeroed now; others when they are needed.
         """
-        self._first = True
+        self._first_sum = True
         if self.stage >= 2:
-            if self._grad_storage.there:  # of a backward that was given up
-                self._give_back_gradients()
+            if self._grad_storage.has_memory:  # of a backward that was given up
+                self._free_gradients()
             return
-        for index, fresh in enumerate(self._fresh):
-            if self._used[index]:
-                self._expect(index)
-                self._used[index] = False
+        for index, fresh in enumerate(self._is_empty):
+            if self._was_added_to[index]:
+                self._mark_empty(index)
+                self._was_added_to[index] = False
             elif not fresh:
-                self._grads[index].zero_()
+                self._full_gradients[index].zero_()
 
     # what lies where
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """The parts of parameters inside `held`, ascending."""
-        first, last = self.held
-        found = []
+        """What of parameters lies inside `updated_interval`, ascending."""
+        first, last = self.updated_interval
+        inside = []
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
             start, stop = max(first, slot.start), min(last, slot.stop)
             if start < stop:
                 interval = start - slot.start, stop - slot.start
-                found.append(Segment(slot.name, parameter, interval, (start - first, stop - first)))
-        return tuple(found)
+                inside.append(Segment(slot.name, parameter, interval, (start - first, stop - first)))
+        return tuple(inside)
 
-    def _inside(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """Those parts of intervals of the bucket that lie in `own`, seen from `held`; neighbours joined."""
-        found: list[Interval] = []
+    def _in_shard(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """What of the bucket's intervals lies in this rank's shard; neighbours joined.
+
+        Counted from the first element of `updated_interval`.
+        """
+        (shard_start, shard_stop), (offset, _) = self.shard_interval, self.updated_interval
+        inside: list[Interval] = []
         for start, stop in intervals:
-            start, stop = max(start, self.own[0]) - self.held[0], min(stop, self.own[1]) - self.held[0]
-            if start < stop and found and found[-1][1] == start:
-                found[-1] = found[-1][0], stop
+            start, stop = max(start, shard_start) - offset, min(stop, shard_stop) - offset
+            if start < stop and inside and inside[-1][1] == start:
+                inside[-1] = inside[-1][0], stop
             elif start < stop:
-                found.append((start, stop))
-        return found
+                inside.append((start, stop))
+        return inside
 
     @cached_property
     def counted(self) -> list[Interval]:
         if self.copies is not None and self.copies.rank:
             return []
-        at = self.ps.coordinate | {"dp": 0, "cp": 0, "edp": 0}  # along which it is cut, not repeated
-        found: list[Interval] = []
+        data_coordinate = self.ps.coordinate | {
+            "dp": 0,
+            "cp": 0,
+            "edp": 0,
+        }  # the bucket is cut along these axes, so no rank repeats another's elements
+        inside: list[Interval] = []
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
             layout = layout_of(parameter)
-            if layout.owned_by(at):
+            if layout.owned_by(data_coordinate):
                 box = tuple((0, s.stop - s.start) for s in layout.box(self.ps.coordinate, self.ps.sizes))
                 shape = tuple(parameter.shape)
-                found += [(a + slot.start, b + slot.start) for a, b in flat_intervals(shape, box)]
-        return self._inside(found)
+                inside += [(a + slot.start, b + slot.start) for a, b in flat_intervals(shape, box)]
+        return self._in_shard(inside)
 
     def partial(self) -> dict[str, list[Tensor]]:
         """group -> this rank's gradients that are partial sums over it, as views; complete after `finish` only."""
-        found: dict[str, list[Tensor]] = {}
+        inside: dict[str, list[Tensor]] = {}
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
             for name in layout_of(parameter).gradient_groups[1:]:
-                parts = self._inside([(slot.start, slot.stop)])
-                found.setdefault(name, []).extend(self.gradients[start:stop] for start, stop in parts)
-        return found
+                intervals_here = self._in_shard([(slot.start, slot.stop)])
+                inside.setdefault(name, []).extend(self.gradients[start:stop] for start, stop in intervals_here)
+        return inside
 
     def remove(self) -> None:
-        """Whole parameters in memory of their own; no `main_grad`."""
+        """Give parameters memory of their own with full values; take `main_grad` away."""
         self.gather()
         self.take_weights()
-        for parameter, view, kind in zip(self.parameters, self._whole, self._classes, strict=True):
+        for parameter, view, kind in zip(self.parameters, self._full_weights, self._classes, strict=True):
             parameter.__class__ = kind
             parameter.data = view.clone()
             del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]
@@ -270,18 +283,18 @@ class Buffer(Weights):
 
 
 def sum_views(views: Sequence[Tensor], group: Group | None) -> None:
-    """All-reduce scattered pieces as one."""
+    """All-reduce scattered views in one call."""
     if group is None or not views:
         return
-    whole = all_reduce(torch.cat(list(views)), group)
-    for view, part in zip(views, whole.split([v.numel() for v in views]), strict=True):
-        view.copy_(part)
+    joined = all_reduce(torch.cat(list(views)), group)
+    for view, values in zip(views, joined.split([v.numel() for v in views]), strict=True):
+        view.copy_(values)
 
 
 def partial_views(buffers: Sequence[Buffer]) -> dict[str, list[Tensor]]:
     """group -> gradients that are partial sums over it."""
-    found: dict[str, list[Tensor]] = {}
+    inside: dict[str, list[Tensor]] = {}
     for buffer in buffers:
         for name, views in buffer.partial().items():
-            found.setdefault(name, []).extend(views)
-    return {name: found[name] for name in sorted(found)}
+            inside.setdefault(name, []).extend(views)
+    return {name: inside[name] for name in sorted(inside)}

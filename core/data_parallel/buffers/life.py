@@ -1,4 +1,4 @@
-"""One step's life: what has become of the gradients, and what may come next. Nothing else decides it.
+"""The phases of one step: what has become of the gradients, and which calls may come next.
 
 | phase | backward | finish | step | zero_grad |
 |---|---|---|---|---|
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """Of the gradients of one `DataParallel`; fresh and accumulating are told apart by what has arrived."""
+    """Of the gradients of one `DataParallel`; fresh and accumulating differ by what has arrived."""
 
     OPEN = 0  # fresh or accumulating: contributions are added
     SUMMED = 1  # `finish` has run

@@ -1,4 +1,5 @@
-"""Models that were built on the meta device: filled module by module, of which each rank keeps its part."""
+"""Models that were built on the meta device: filled module by module, so that a rank never holds more than its
+shards and one module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,98 +17,117 @@ from core.parallel_state.state import ParallelState
 Init = Callable[[nn.Module], None]
 
 
-def stand_up(module: Modules, ps: ParallelState) -> dict[int, str]:
-    """Put parameters of the device, without memory, in the place of those on meta. Returns id -> name of them.
+def allocate_from_meta(module: Modules, ps: ParallelState) -> dict[int, str]:
+    """Replace parameters on meta by parameters of the device without memory. Returns id -> name of them.
 
     Raises ValueError: buffers on meta whose module cannot make them again.
     """
-    lacking = [
-        f"{path}.{name}"
-        for stage in modules_of(module).values()
-        for path, part in stage.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and buffer.is_meta and not hasattr(part, "reset_parameters")
-    ]
+    lacking = []
+    for stage in modules_of(module).values():
+        for path, submodule in stage.named_modules():
+            if hasattr(submodule, "reset_parameters"):
+                continue
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    lacking.append(f"{path}.{name}")
     if lacking:
         raise ValueError(
             f"{len(lacking)} buffers are on meta and their modules have no reset_parameters(), first {lacking[0]}: "
             "nobody knows their values; build them on the device, or give init=, and reset_parameters() to the module"
         )
-    made: dict[int, Parameter] = {}
+    replacements: dict[int, Parameter] = {}
     for stage in modules_of(module).values():
-        for part in stage.modules():
-            for name, p in part._parameters.items():
-                if p is not None and p.is_meta:
-                    if id(p) not in made:
-                        empty = torch.zeros((1,) * p.dim(), dtype=p.dtype, device=ps.device).expand(p.shape)
-                        made[id(p)] = Parameter(empty, requires_grad=p.requires_grad)
-                        made[id(p)].__dict__.update(p.__dict__)
-                    part._parameters[name] = made[id(p)]
-    ids = {id(p) for p in made.values()}
-    return {id(p): name for name, p in named_parameters(module) if id(p) in ids}
+        for submodule in stage.modules():
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    if id(parameter) not in replacements:  # tied weights are one parameter, also afterwards
+                        replacements[id(parameter)] = _without_memory_like(parameter, ps.device)
+                    submodule._parameters[name] = replacements[id(parameter)]
+    ids = {id(parameter) for parameter in replacements.values()}
+    return {id(parameter): name for name, parameter in named_parameters(module) if id(parameter) in ids}
+
+
+def _without_memory_like(parameter: Parameter, device: torch.device) -> Parameter:
+    """The same shape, dtype and attributes on `device`, one element expanded to the shape."""
+    element = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=device)
+    replacement = Parameter(element.expand(parameter.shape), requires_grad=parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    return replacement
 
 
 @torch.no_grad()
 def fill_all(
-    module: Modules, ps: ParallelState, unfilled: Mapping[int, str], buffers: Sequence[Buffer], init: Init | None
+    module: Modules,
+    ps: ParallelState,
+    name_of_unfilled: Mapping[int, str],
+    buffers: Sequence[Buffer],
+    init: Init | None,
 ) -> None:
-    """Draw the values of each module in turn, and keep this rank's part. Collective.
+    """Draw the values of each module in turn, and keep this rank's shard. Collective.
 
     All ranks of a data group draw the same numbers, in the order of the modules, from the first rank's seed: those
     of a model that was built with it on the device. Raises ValueError: a module that has neither init nor
     `reset_parameters`, nor parameters that carry their own initial values.
     """
     seed = all_gather_objects(torch.initial_seed(), ps.group("dp-cp"))[0]
-    places = {id(p): (buffer, i) for buffer in buffers for i, p in enumerate(buffer.parameters)}
-    done: set[int] = set()
+    buffer_of = {id(parameter): (buffer, i) for buffer in buffers for i, parameter in enumerate(buffer.parameters)}
+    filled: set[int] = set()
     with torch.random.fork_rng(devices=[] if ps.device.type == "cpu" else [ps.device]):
         torch.manual_seed(seed)
         for stage in modules_of(module).values():
-            for part in list(stage.modules()):
-                held = {name: p for name, p in part._parameters.items() if p is not None and id(p) in unfilled}
-                if held and not all(id(p) in done for p in held.values()):
-                    _fill(part, held, unfilled, ps, init, getattr(stage, "seed", seed))
-                    for name, p in held.items():
-                        drawn, part._parameters[name] = part._parameters[name], p
-                        assert drawn is not None
-                        if id(p) in places and id(p) not in done:
-                            buffer, index = places[id(p)]
-                            buffer.put(index, drawn)
-                        elif id(p) not in done:
-                            p.data = drawn.data
-                    done |= {id(p) for p in held.values()}
-                elif any(buffer is not None and buffer.is_meta for buffer in part._buffers.values()):
-                    remake: Any = part.reset_parameters  # `stand_up` has seen that it is there
+            for submodule in list(stage.modules()):
+                present = {name: p for name, p in submodule._parameters.items() if p is not None}
+                own_parameters = {name: p for name, p in present.items() if id(p) in name_of_unfilled}
+                ids = {id(parameter) for parameter in own_parameters.values()}
+                if ids - filled:
+                    _fill_module(submodule, own_parameters, name_of_unfilled, ps, init, getattr(stage, "seed", seed))
+                    for name, parameter in own_parameters.items():
+                        # the full tensor goes as soon as this rank has its elements of it
+                        full, submodule._parameters[name] = submodule._parameters[name], parameter
+                        assert full is not None
+                        if id(parameter) in filled:  # tied weights: the first values count
+                            continue
+                        if id(parameter) in buffer_of:
+                            buffer, index = buffer_of[id(parameter)]
+                            buffer.store(index, full)
+                        else:  # frozen: every rank has it in full
+                            parameter.data = full.data
+                    filled |= ids
+                elif any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
+                    remake: Any = submodule.reset_parameters  # `allocate_from_meta` has checked that it is there
                     remake()
 
 
-def _fill(
-    part: nn.Module,
-    held: Mapping[str, Parameter],
-    names: Mapping[int, str],
+def _fill_module(
+    submodule: nn.Module,
+    own_parameters: Mapping[str, Parameter],
+    name_of: Mapping[int, str],
     ps: ParallelState,
     init: Init | None,
     seed: int,
 ) -> None:
-    """Real parameters in the module, with values."""
-    for name, p in held.items():
-        whole = Parameter(torch.empty(p.shape, dtype=p.dtype, device=ps.device), requires_grad=False)
-        whole.__dict__.update(p.__dict__)
-        part._parameters[name] = whole
-    for name, buffer in part._buffers.items():
+    """Put real parameters into the module, with values."""
+    for name, parameter in own_parameters.items():
+        full = Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=ps.device), requires_grad=False)
+        full.__dict__.update(parameter.__dict__)
+        submodule._parameters[name] = full
+    for name, buffer in submodule._buffers.items():
         if buffer is not None and buffer.is_meta:
-            part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=ps.device)
-    own = [p for p in held.values() if getattr(p, "initial", None) is not None]
+            submodule._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=ps.device)
+    with_initial = [
+        parameter for parameter in own_parameters.values() if getattr(parameter, "initial", None) is not None
+    ]
     if init is not None:
-        init(part)
-    elif len(own) == len(held):
-        for name, p in held.items():
-            tensor: Tensor = part._parameters[name]  # type: ignore[assignment]
-            fill(tensor, names[id(p)], p.initial, seed=seed, at=ps.coordinate, sizes=ps.sizes)  # type: ignore[attr-defined]
-    elif callable(reset := getattr(part, "reset_parameters", None)):
+        init(submodule)
+    elif len(with_initial) == len(own_parameters):
+        for name, parameter in own_parameters.items():
+            tensor: Tensor = submodule._parameters[name]  # type: ignore[assignment]
+            fill(tensor, name_of[id(parameter)], parameter.initial, seed=seed, at=ps.coordinate, sizes=ps.sizes)  # type: ignore[attr-defined]
+    elif callable(reset := getattr(submodule, "reset_parameters", None)):
         reset()
     else:
         raise ValueError(
-            f"{type(part).__name__} holds {len(held)} parameters on meta ({next(iter(held))}, ...) and has no "
-            "reset_parameters(); give DataParallel init=, a function that fills one module's own parameters"
+            f"{type(submodule).__name__} holds {len(own_parameters)} parameters on meta "
+            f"({next(iter(own_parameters))}, ...) and has no reset_parameters(); "
+            "give DataParallel init=, a function that fills one module's own parameters"
         )

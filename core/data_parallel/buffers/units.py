@@ -1,10 +1,12 @@
-"""Whole parameters just in time: gathered before a module runs, forward or backward, and freed after it (ZeRO-3).
+"""ZeRO-3's weights just in time: gathered before a module runs, forward or backward, and freed after it.
 
-A unit is a layer, or what is left of its stage (the root). Forward asks by module hooks; backward by hooks on the
-outputs, which run before anything behind them does. Works for any module, with any recomputation: a region that runs
-again calls no module hooks of its own, and its unit has been gathered when its backward began.
+A unit is a layer, or what is left of its pipeline stage (the root). In forward module hooks gather; in backward hooks
+on the outputs, which run before the backward of the unit itself. The next unit is prefetched: its all-gather runs
+while this one computes. That works for any module, with any activation checkpointing: a region that runs again calls
+no module hooks of its own, and its unit was gathered when its backward began.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.weights.table import Members
 
 
 class Unit:
@@ -22,26 +25,26 @@ class Unit:
         self.module = module
         self.buffers: list[Buffer] = []
         self.parameters: list[Parameter] = []
-        self.to_come = 0  # parameters that this backward has not reached
-        self.backward = -1  # number of the last backward that came here
+        self.missing_gradients = 0  # parameters that this backward has not reached
+        self.last_backward = -1  # number of the last backward that came here
 
-    def take_in(self, buffer: Buffer) -> None:
+    def add_buffer(self, buffer: Buffer) -> None:
         """Add a bucket, whose parameters belong to this unit."""
         self.buffers.append(buffer)
         self.parameters += buffer.parameters
 
-    def start(self) -> None:
-        """Ask for the parameters."""
+    def prefetch(self) -> None:
+        """Start to gather the parameters."""
         for buffer in self.buffers:
             buffer.start_gather()
 
-    def need(self) -> None:
-        """Until they are there."""
+    def gather(self) -> None:
+        """Wait until the parameters are there."""
         for buffer in self.buffers:
             buffer.gather()
 
     def free(self, *, keep: bool = True) -> None:
-        """Give their memory back; keep: what was written into them counts."""
+        """Free the memory of full parameters; keep: what was written into them counts."""
         for buffer in self.buffers:
             buffer.free(keep=keep)
 
@@ -54,116 +57,148 @@ def _backward_now() -> int:
 class StageUnits:
     """The units of one stage, and the hooks that call them.
 
-    layers: in the order of execution; the one after next is asked for ahead. frees: parameters go after use
+    layers: in the order of execution; the next one is prefetched. frees: parameters are freed after use
     (ZeRO-3); else the hooks only wait for what the last step sent. divided: gradients are summed in every backward
     (ZeRO-2, 3); backward_begins is called when one reaches the stage.
     """
 
     def __init__(self, root: Unit, layers: list[Unit], *, frees: bool, divided: bool, backward_begins: Any) -> None:
         self.root, self.layers = root, layers
-        self.split = self.held = False
+        self.split = self.unsharded = False
         self._frees, self._divided, self._backward_begins = frees, divided, backward_begins
-        self._behind: list[Unit] = []  # whose backward has begun
-        self._backward = -1  # number of the last backward that came to the root
+        self._in_backward: list[Unit] = []  # units whose backward has begun and that are not freed yet
+        self._last_backward = -1  # number of the last backward that came to the root
         self._hooks: list[Any] = []
         self._hook(root, None)
-        for place, unit in enumerate(layers):
-            self._hook(unit, place)
+        for position, unit in enumerate(layers):
+            self._hook(unit, position)
 
-    def _hook(self, unit: Unit, place: int | None) -> None:
+    def _hook(self, unit: Unit, position: int | None) -> None:
         @torch.compiler.disable
         def before(module: nn.Module, args: Any) -> None:
             if module is unit.module:  # a deep copy has the hooks too
-                self._before_forward(unit, place)
+                self._before_forward(unit, position)
 
         @torch.compiler.disable
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if module is unit.module:
-                self._after_forward(unit, place, output)
+                self._after_forward(unit, position, output)
 
-        # first of all before, last of all after: the user's hooks see whole parameters
+        # our hook runs first before forward and last after it, so that users' hooks see full parameters
         self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True))
         self._hooks.append(unit.module.register_forward_hook(after))
 
-    def _before_forward(self, unit: Unit, place: int | None) -> None:
-        unit.need()
-        following = 0 if place is None else place + 1
-        if self._frees and following < len(self.layers):
-            self.layers[following].start()
+    def _before_forward(self, unit: Unit, position: int | None) -> None:
+        unit.gather()
+        next_position = 0 if position is None else position + 1
+        if self._frees and next_position < len(self.layers):
+            self.layers[next_position].prefetch()
 
-    def _after_forward(self, unit: Unit, place: int | None, output: Any) -> None:
-        differentiated = torch.is_grad_enabled()
-        if differentiated and (self._frees or (self._divided and place is None)):
+    def _after_forward(self, unit: Unit, position: int | None, output: Any) -> None:
+        with_graph = torch.is_grad_enabled()
+        if with_graph and (self._frees or (self._divided and position is None)):
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(lambda gradient: self._before_backward(unit, place))
-        # backward follows at once, and begins with these two
-        soon = differentiated and not self.split and (place is None or place == len(self.layers) - 1)
-        again = unit in self._behind and _backward_now() == unit.backward  # recomputed in its own backward
-        if self._frees and not (self.held or soon or again):
+                    leaf.register_hook(lambda gradient: self._before_backward(unit, position))
+        # backward follows at once and begins with the last layer and the root: gathering them again would be waste
+        backward_is_next = with_graph and not self.split and (position is None or position == len(self.layers) - 1)
+        # a recomputed forward runs inside of its own backward, which still needs the weights
+        is_recomputed = unit in self._in_backward and _backward_now() == unit.last_backward
+        if self._frees and not (self.unsharded or backward_is_next or is_recomputed):
             unit.free()
 
-    def _before_backward(self, unit: Unit, place: int | None) -> None:
-        now = _backward_now()
-        if place is None:
-            if now != self._backward:  # else one more output
-                self._backward = now
-                self._behind.clear()  # of a backward that failed, or did not reach every parameter
-                plain = self._backward_begins()
+    def _before_backward(self, unit: Unit, position: int | None) -> None:
+        current = _backward_now()
+        if position is None:
+            if current != self._last_backward:  # else this is another output of the root
+                self._last_backward = current
+                self._in_backward.clear()  # leftovers of a backward that failed, or did not reach every parameter
+                is_plain_loop = self._backward_begins()
                 self.begin_backward()
-                if plain and not torch.is_grad_enabled():  # of a graph of this backward weights are still needed
+                # create_graph=True: a graph of this backward needs the weights afterwards
+                if is_plain_loop and not torch.is_grad_enabled():
                     torch.autograd.Variable._execution_engine.queue_callback(self.free)
             return
-        if not self._frees or (unit in self._behind and unit.backward == now):  # one more output
+        if not self._frees or (unit in self._in_backward and unit.last_backward == current):  # another output
             return
-        for other in [u for u in self._behind if not u.to_come and not self.held]:
-            self._behind.remove(other)  # every parameter has its gradient, and now those before it run
+        # Units behind this one are finished when every parameter has its gradient.
+        finished = [other for other in self._in_backward if not other.missing_gradients and not self.unsharded]
+        for other in finished:
+            self._in_backward.remove(other)
             other.free()
-        unit.need()
-        unit.to_come, unit.backward = len(unit.parameters), now
-        if unit not in self._behind:
-            self._behind.append(unit)
-        if place:
-            self.layers[place - 1].start()
+        unit.gather()
+        unit.missing_gradients, unit.last_backward = len(unit.parameters), current
+        if unit not in self._in_backward:
+            self._in_backward.append(unit)
+        if position:
+            self.layers[position - 1].prefetch()
 
-    def need(self) -> None:
-        """All of them, until they are there."""
+    def gather(self) -> None:
+        """Wait until the parameters of all units are there."""
         for unit in (self.root, *self.layers):
-            unit.need()
+            unit.gather()
 
     def begin_backward(self) -> None:
-        """Before anything of a backward: what only the root knows, and the last layer."""
+        """Before anything of a backward: gather what only the root holds, and prefetch the last layer."""
         if self._frees:
-            self.root.need()
+            self.root.gather()
             if self.layers:
-                self.layers[-1].start()
+                self.layers[-1].prefetch()
 
     def free(self, *, keep: bool = True) -> None:
-        """After a backward, or when parameters have changed (then not keep: what was gathered before is old)."""
-        self._behind.clear()
-        if self._frees and not self.held:
+        """After a backward, or when parameters have changed (then not keep: what was gathered before is outdated)."""
+        self._in_backward.clear()
+        if self._frees and not self.unsharded:
             for unit in (self.root, *self.layers):
                 unit.free(keep=keep)
 
-    def keep(self, held: bool) -> None:
-        """Free nothing from now on; or free all, what is lent too, with what was written meanwhile."""
-        self.held = held
-        if not held:
+    def set_unsharded(self, unsharded: bool) -> None:
+        """True: free nothing from now on. False: adopt what was written meanwhile, and free all, what is lent too."""
+        self.unsharded = unsharded
+        if not unsharded:
             self.free()
         for unit in (self.root, *self.layers):
             for buffer in unit.buffers:
-                buffer.kept = held
-                if not held:
+                buffer.unsharded = unsharded
+                if not unsharded:
                     buffer.end_loan()
 
     @property
-    def waits(self) -> bool:
+    def may_wait_at_use(self) -> bool:
         """Whether gathers that are under way may stay so until the weights are used."""
         groups = [b.ranks for unit in (self.root, *self.layers) for b in unit.buffers]
         return any(group is not None and not group.composed for group in groups)
 
     def remove(self) -> None:
-        """No hooks any more."""
+        """Take the hooks out."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def needs_units(buffers: Sequence[Buffer], zero_stage: int, overlap: bool) -> bool:
+    """Whether weights or gradients come and go, or gathered weights are waited for where they are used."""
+    groups = [buffer.ranks for buffer in buffers if buffer.ranks is not None]
+    if not groups:
+        return False
+    waits_at_use = overlap and zero_stage >= 1 and any(not group.composed for group in groups)
+    return waits_at_use or zero_stage >= 2
+
+
+def make_units(
+    stage: Members, buffers: Sequence[Buffer], zero_stage: int, backward_begins: Callable[[], bool]
+) -> StageUnits:
+    """The layers of a pipeline stage with their buckets; what is in no layer belongs to the root."""
+    layers = {name: Unit(module) for name, module in stage.units.items()}
+    root = Unit(stage.module)
+    for buffer in buffers:
+        in_one_unit = all(parameter in stage.names for parameter in buffer.parameters)
+        unit = layers[buffer.bucket.unit] if in_one_unit and buffer.bucket.unit else root
+        unit.add_buffer(buffer)
+    return StageUnits(
+        root,
+        list(layers.values()),
+        frees=zero_stage == 3,
+        divided=zero_stage >= 2,
+        backward_begins=backward_begins,
+    )

@@ -1,8 +1,8 @@
-"""A parameter whose memory was given back (ZeRO-3): its shape and its gradient are there, its values must be fetched.
+"""A parameter whose memory was freed (ZeRO-3): its shape and its gradient are there, its values must be gathered.
 
-Outside of its unit somebody may well read it: `state_dict`, a deep copy, a penalty over all weights, a method that is
-not `forward`, a layer that uses another one's weight. Then its bucket is gathered on the spot and lent until the next
-step; that is told once.
+Outside of its unit a program may well read it: `state_dict`, a deep copy, a penalty over all weights, a method that
+is not `forward`, a layer that uses another one's weight. Then its bucket is gathered on the spot and lent until the
+next step, with a warning the first time.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-# what is known of a parameter that is not there
+# what is known of a parameter without its values
 _ATTRIBUTES = """
     shape dtype device requires_grad grad is_leaf ndim layout grad_fn _version is_cuda is_cpu is_sparse is_meta
     is_quantized is_nested itemsize nbytes names output_nr retains_grad is_xpu is_mps is_mkldnn is_sparse_csr
@@ -33,12 +33,12 @@ FACTS = {
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class Whole(Parameter):
-    """The class of a parameter while it is gathered: a write to `.data` leaves no trace, so asking for it does."""
+class GatheredParameter(Parameter):
+    """The class of a parameter while it is gathered: a write to `.data` leaves no trace, so reading `.data` does."""
 
     @property
     def data(self) -> Tensor:
-        self.bucket.untraced = True  # type: ignore[attr-defined]
+        self.bucket.data_was_read = True  # type: ignore[attr-defined]
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -50,15 +50,15 @@ class Whole(Parameter):
         return copied
 
 
-class Freed(Parameter):
-    """The class of a parameter while its values are not there; every function that wants them fetches them first."""
+class FreedParameter(Parameter):
+    """The class of a parameter while its values are freed; a function that reads them gathers them first."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func not in FACTS:
                 for leaf in pytree.tree_leaves((args, kwargs)):
-                    if type(leaf) is Freed:
+                    if type(leaf) is FreedParameter:
                         leaf.bucket.lend()  # type: ignore[attr-defined]
             return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""Before the first step: the ranks of a data group train the same parameters, from the same values."""
+"""Before the first step: the ranks of a data group must train the same parameters, from the same values."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -22,34 +22,34 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
     every rank of the group: a parameter that is trained on some ranks only, or is of another size there.
     """
     group = ps.group("dp-cp")
-    mine = {slot.name: slot.stop - slot.start for bucket in table for slot in bucket.slots}
-    digest = blake2b(repr(list(mine.items())).encode(), digest_size=16).hexdigest()
+    local_sizes = {slot.name: slot.stop - slot.start for bucket in table for slot in bucket.slots}
+    digest = blake2b(repr(list(local_sizes.items())).encode(), digest_size=16).hexdigest()
     hashes = all_gather_objects(digest, group)
-    everyone = all_gather_objects(mine, group) if len(set(hashes)) > 1 else [mine]
+    everyone = all_gather_objects(local_sizes, group) if len(set(hashes)) > 1 else [local_sizes]
     first, *others = everyone
-    for rank, theirs in enumerate(others, 1):
-        if list(theirs.items()) != list(first.items()):
+    for rank, sizes in enumerate(others, 1):
+        if list(sizes.items()) != list(first.items()):
             assert group is not None
-            differs = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+            different = sorted(name for name in first.keys() | sizes.keys() if first.get(name) != sizes.get(name))
             raise ValueError(
                 f"DataParallel: ranks {group.ranks[0]} and {group.ranks[rank]} do not train the same parameters: "
-                f"{', '.join(differs[:3]) or 'their order'} ({len(differs)} of {len(first)}) frozen, missing or of "
-                "another size on one of them; build the same model on every rank"
+                f"{', '.join(different[:3]) or 'their order'} ({len(different)} of {len(first)}) frozen, missing or "
+                "of another size on one of them; build the same model on every rank"
             )
     if len(hashes) > 1:
-        _take_first(module, ps)
+        _broadcast_first(module, ps)
 
 
 @torch.no_grad()
-def _take_first(module: Modules, ps: ParallelState) -> None:
-    held: list[tuple[str, Tensor]] = [(layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)]
-    held += [("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()]
-    for name, tensor in held:
+def _broadcast_first(module: Modules, ps: ParallelState) -> None:
+    tensors: list[tuple[str, Tensor]] = [(layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)]
+    tensors += [("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()]
+    for name, tensor in tensors:
         group = ps.group(name)
-        if without_memory(tensor):  # every rank draws the same
+        if without_memory(tensor):  # built on meta: every rank will draw the same values
             continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()
-            broadcast(values.reshape(-1).view(torch.uint8), group)  # bytes: of any dtype
+            broadcast(values.reshape(-1).view(torch.uint8), group)  # as bytes: backends do not send every dtype
             if not tensor.is_contiguous():
                 tensor.copy_(values)

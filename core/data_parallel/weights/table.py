@@ -1,4 +1,4 @@
-"""From modules to the entries of the bucket table: which parameter is gathered with what."""
+"""From modules to the entries of the bucket table: which parameters are gathered together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Members:
     @property
     def parameters(self) -> list[Parameter]:
         """The trainable ones, each once."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
 
 def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
@@ -39,7 +39,7 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
 
     Raises ValueError: a name or class that matches no module of any stage.
     """
-    found: dict[int, Members] = {}
+    stages: dict[int, Members] = {}
     problems = []
     for number, module in modules_of(modules).items():
         try:
@@ -49,76 +49,86 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
             problems.append(error)
         if units == "layer":
             chosen |= _blocks(module, chosen)
-        found[number] = Members(module, chosen)
-    if units != "layer" and len(problems) == len(found):  # a stage of its own may well lack some
+        stages[number] = Members(module, chosen)
+    if units != "layer" and len(problems) == len(stages):  # a single stage may lack some of the names
         raise ValueError(f"shard_units: {problems[0]}")
     uses: dict[Parameter, set[tuple[int, str]]] = {}
-    for number, stage in found.items():
+    for number, stage in stages.items():
         for path, module in stage.module.named_modules(remove_duplicate=False):
-            inside = next((unit for unit in stage.units if f"{path}.".startswith(f"{unit}.")), "")
-            for p in module.parameters(recurse=False):
-                uses.setdefault(p, set()).add((number, inside))
-    for stage in found.values():
-        for p in stage.parameters:
-            ((_, unit), *others) = uses[p]
+            is_inside = next((unit for unit in stage.units if f"{path}.".startswith(f"{unit}.")), "")
+            for parameter in module.parameters(recurse=False):
+                uses.setdefault(parameter, set()).add((number, is_inside))
+    for stage in stages.values():
+        for parameter in stage.parameters:
+            ((_, unit), *others) = uses[parameter]
             if unit and not others:
-                stage.names[p] = unit
-    return found
+                stage.names[parameter] = unit
+    return stages
 
 
 def _blocks(module: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Layers that stand in an nn.Sequential (torchvision, timm): elements with modules of their own, the innermost
     such ones, where no chosen layer is inside or around."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for path, parent in module.named_modules():
         if not isinstance(parent, nn.Sequential) or any(f"{path}.".startswith(f"{name}.") for name in chosen):
             continue
         for name, child in parent.named_children():
-            whole = f"{path}.{name}" if path else name
-            inner = [m for m in child.modules() if isinstance(m, nn.Sequential)]
-            deeper = any(next(element.children(), None) is not None for m in inner for element in m)
-            around = any(other.startswith(f"{whole}.") for other in chosen)
-            inside = any(whole.startswith(f"{other}.") for other in found)
-            if next(child.children(), None) is not None and not (deeper or around or inside):
-                found[whole] = child
-    return found
+            full_name = f"{path}.{name}" if path else name
+            if next(child.children(), None) is None or _has_inner_blocks(child):
+                continue
+            contains_chosen = any(chosen_name.startswith(f"{full_name}.") for chosen_name in chosen)
+            is_inside = any(full_name.startswith(f"{block_name}.") for block_name in blocks)
+            if not (contains_chosen or is_inside):
+                blocks[full_name] = child
+    return blocks
+
+
+def _has_inner_blocks(module: nn.Module) -> bool:
+    """Whether an nn.Sequential inside of it has elements with modules of their own."""
+    for inner in module.modules():
+        if not isinstance(inner, nn.Sequential):
+            continue
+        if any(next(element.children(), None) is not None for element in inner):
+            return True
+    return False
 
 
 def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
     """The trainable parameters, in the order of execution. Raises ValueError: parameters that share memory."""
-    names = {p: name for name, p in named_parameters(modules) if p.requires_grad}
+    names = {parameter: name for name, parameter in named_parameters(modules) if parameter.requires_grad}
     _refuse_overlap(names)
-    made: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for number, stage in stages.items():
-        for p in stage.parameters:
-            name, layout = names[p], layout_of(p)
-            made.setdefault(
+        for parameter in stage.parameters:
+            name, layout = names[parameter], layout_of(parameter)
+            entries.setdefault(
                 name,
                 Entry(
                     name,
-                    p.numel(),
-                    stage.names.get(p, ""),
+                    parameter.numel(),
+                    stage.names.get(parameter, ""),
                     number,
                     layout.gradient_groups[0],
-                    str(p.dtype).removeprefix("torch."),
+                    str(parameter.dtype).removeprefix("torch."),
                     is_vector(name, layout.shape),
                     "embedding" in layout.partial,
                 ),
             )
-    return list(made.values())
+    return list(entries.values())
 
 
 def _refuse_overlap(names: Mapping[Parameter, str]) -> None:
-    """Two parameters in one memory would be two after they were moved."""
+    """Two parameters in one memory would be moved into two places of the buckets."""
     spans: list[tuple[int, int, Any]] = [
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.itemsize, name)
-        for p, name in names.items()
-        if p.data_ptr() and not without_memory(p)
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.numel() * parameter.itemsize, name)
+        for parameter, name in names.items()
+        if parameter.data_ptr() and not without_memory(parameter)
     ]
     spans.sort(key=lambda span: span[:2])
-    for (_, end, one), (start, _, other) in pairwise(spans):
+    for (_, end, first_name), (start, _, second_name) in pairwise(spans):
         if start < end:
             raise ValueError(
-                f"{one} and {other} are 2 parameters in 1 memory: they would be updated twice; make them one "
-                "nn.Parameter used in both places"
+                f"{first_name} and {second_name} are 2 parameters in 1 memory: they would be updated twice; make "
+                "them one nn.Parameter used in both places"
             )

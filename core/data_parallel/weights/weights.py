@@ -1,10 +1,10 @@
-"""The weights of one bucket: a flat storage, parameters as views of it, gathered, freed and lent (ZeRO-3).
+"""The weights of one bucket: a flat storage with parameters as views of it; gathered, freed and lent under ZeRO-3.
 
 | weights are | read in the unit | read elsewhere | written | step |
 |---|---|---|---|---|
-| whole (stages 0 to 2) | there | there | kept | updated |
-| freed (stage 3) | gathered before | lent, told once | lent, kept | updated |
-| gathered: in a unit, or held | there | there | kept when freed | what was written is updated |
+| full (stages 0 to 2) | there | there | kept | updated |
+| freed (stage 3) | gathered before | lent, with a warning once | lent, kept | updated |
+| gathered: in a unit, or unsharded | there | there | kept when freed | what was written is updated |
 | lent: until the next step | there | there | kept | what was written is updated; then freed |
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.data_parallel.weights.freed import Freed, Whole, set_data
+from core.data_parallel.weights.freed import FreedParameter, GatheredParameter, set_data
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
 from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket
@@ -26,13 +26,13 @@ Interval = tuple[int, int]
 FREED = 2**30  # version of parameters that are not there: autograd's message shows it
 
 
-def gone(tensor: Tensor) -> Tensor:
-    """Stands where memory was given back: the shape is right, reading gives NaN, writing fails."""
+def nan_placeholder(tensor: Tensor) -> Tensor:
+    """Stands where memory was freed: the shape is right, reading gives NaN, writing fails."""
     return tensor.new_full((1,) * tensor.dim(), torch.nan).expand(tensor.shape)
 
 
 def without_memory(parameter: Tensor) -> bool:
-    """Whether it only has a shape, and is to be filled later."""
+    """Whether it only has a shape (all strides 0), and is to be filled later."""
     return parameter.numel() > 1 and not any(parameter.stride())
 
 
@@ -43,146 +43,148 @@ class Storage:
         self.flat, self._bytes = flat, flat.untyped_storage().nbytes()
 
     @property
-    def there(self) -> bool:
+    def has_memory(self) -> bool:
         """Whether it has memory."""
         return self.flat.untyped_storage().nbytes() > 0
 
-    def take(self) -> None:
-        """Memory, of no defined value."""
+    def allocate(self) -> None:
+        """Have memory, of no defined values."""
         self.flat.untyped_storage().resize_(self._bytes)
 
-    def give_back(self) -> None:
-        """Free the memory of whole parameters; shapes stay."""
+    def release(self) -> None:
+        """Free the memory; views keep their shapes."""
         self.flat.untyped_storage().resize_(0)
 
 
 class Weights:
-    """What `Buffer` does with weights."""
+    """The weights' half of `Buffer`; the gradients' half is in buffers.py."""
 
     number: int
     bucket: Bucket
     parameters: list[Parameter]
     ranks: Group | None
     stage: int
-    held: Interval
+    updated_interval: Interval
     dtype: torch.dtype
     _gathering: PendingCollective | None
 
     def _build_weights(self, device: torch.device) -> None:
-        unfilled = all(map(without_memory, self.parameters))  # see core/data_parallel/buffers/meta.py
-        flat = (torch.empty if unfilled and self.stage == 3 else torch.zeros)(
-            self.bucket.size, dtype=self.dtype, device=device
-        )
-        self._whole = self._views(flat)
+        on_meta = all(map(without_memory, self.parameters))  # see core/data_parallel/buffers/meta.py
+        # empty memory that is never written costs nothing, and a model on meta may be too large for one device
+        new_tensor = torch.empty if on_meta and self.stage == 3 else torch.zeros
+        flat = new_tensor(self.bucket.size, dtype=self.dtype, device=device)
+        self._full_weights = self._views(flat)
         with torch.no_grad():
-            for view, parameter in zip(self._whole, self.parameters, strict=True):
-                if not unfilled:
+            for view, parameter in zip(self._full_weights, self.parameters, strict=True):
+                if not on_meta:
                     view.copy_(parameter)
-        self._missing = [gone(p.detach()) for p in self.parameters] if self.stage == 3 else []
-        self._tuple = tuple(self.parameters)
+        self._placeholders = [nan_placeholder(p.detach()) for p in self.parameters] if self.stage == 3 else []
+        self._parameter_tuple = tuple(self.parameters)
         self._classes = [type(p) for p in self.parameters]
         self._storage = Storage(flat)
-        # stage 3. lent: whole until the next step, because somebody outside its unit reads it. kept: by `unshard`.
-        # untraced: somebody has had its `.data`, where no version tells of writes
-        self.lent = self.kept = self.untraced = False
+        # Stage 3. lent: gathered until the next step, because code outside of its unit reads it. unsharded: by
+        # `DataParallel.unshard`. data_was_read: a program has its `.data`, whose writes change no version counter.
+        self.lent = self.unsharded = self.data_was_read = False
         self.updates = 0  # a graph of before an update is refused by autograd, which compares versions
-        self.told: list[str] = []  # of all buckets of one DataParallel: loans are told once
-        self.weights = flat[slice(*self.held)]
+        self.loan_warnings: list[str] = []  # shared by all buckets of one DataParallel: it warns once
+        self.weights = flat[slice(*self.updated_interval)]
         self.gathered = True
         if self.stage == 3:
-            self.weights = torch.zeros_like(self.weights) if unfilled else self.weights.clone()
+            self.weights = torch.zeros_like(self.weights) if on_meta else self.weights.clone()
             for parameter in self.parameters:
                 parameter.bucket = self  # type: ignore[attr-defined]
-            self._point(self._whole)
-            self._mark(self.updates)
+            self._set_data(self._full_weights)
+            self._set_versions(self.updates)
             self.free()
         else:
-            self._point(self._whole)
+            self._set_data(self._full_weights)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         pairs = zip(self.bucket.slots, self.parameters, strict=True)
         return [flat[slot.start : slot.stop].view(p.shape) for slot, p in pairs]
 
-    def _point(self, views: Sequence[Tensor]) -> None:
+    def _set_data(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
             set_data(parameter, view)
 
-    def _mark(self, version: int) -> None:
-        """Views of parameters that autograd saved look at the storage itself: of another version they are an error,
-        where a freed storage would be a crash of the process."""
-        torch._C._autograd._unsafe_set_version_counter(self._tuple, (version,) * len(self._tuple))
+    def _set_versions(self, version: int) -> None:
+        """Views of parameters that autograd saved read the storage itself.
+
+        With another version they raise an error; reading a freed storage would crash the process.
+        """
+        torch._C._autograd._unsafe_set_version_counter(self._parameter_tuple, (version,) * len(self._parameter_tuple))
 
     @cached_property
-    def words(self) -> str:
+    def label(self) -> str:
         """What errors call it."""
         names = [slot.name for slot in self.bucket.slots]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"{names[0]}{more}"
 
-    def put(self, index: int, whole: Tensor) -> None:
-        """Take the values of parameter `index`; this rank keeps what it holds."""
+    def store(self, index: int, full: Tensor) -> None:
+        """Take the values of parameter `index`; this rank keeps its own elements."""
         if self.stage < 3:
-            self._whole[index].copy_(whole)
+            self._full_weights[index].copy_(full)
             return
-        slot, (first, last) = self.bucket.slots[index], self.held
+        slot, (first, last) = self.bucket.slots[index], self.updated_interval
         start, stop = max(first, slot.start), min(last, slot.stop)
         if start < stop:
-            part = whole.reshape(-1)[start - slot.start : stop - slot.start]
-            self.weights[start - first : stop - first].copy_(part)
+            elements = full.reshape(-1)[start - slot.start : stop - slot.start]
+            self.weights[start - first : stop - first].copy_(elements)
 
     def start_gather(self) -> None:
-        """Stage 3: take memory for the whole bucket and ask for the other parts. All-gather over `ranks`."""
+        """Stage 3: allocate the full bucket and start to gather the other shards. All-gather over `ranks`."""
         if self.gathered or self._gathering is not None:
             return
-        self._storage.take()
+        self._storage.allocate()
         flat = self._storage.flat
         assert self.ranks is not None
         with torch.no_grad():
             own_part(flat, self.ranks).copy_(self.weights)
         self._gathering = start_gather_parts(
-            flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"
+            flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.label}"
         )
 
     def gather(self) -> None:
-        """Until the whole parameters are there (`start_gather` if it was not called)."""
+        """Wait until the full parameters are there (`start_gather` if it was not called)."""
         if self.gathered and self._gathering is None:
             return
         self.start_gather()
         self.wait()
         if not self.gathered:
             self.gathered = True
-            self.untraced = False
+            self.data_was_read = False
             for parameter, kind in zip(self.parameters, self._classes, strict=True):
-                parameter.__class__ = Whole if kind is Parameter else kind
-            self._point(self._whole)
-            self._mark(self.updates)
+                parameter.__class__ = GatheredParameter if kind is Parameter else kind
+            self._set_data(self._full_weights)
+            self._set_versions(self.updates)
 
     def free(self, *, keep: bool = True) -> None:
-        """Stage 3: give the memory of whole parameters back, if it is not lent; keep: what was written counts."""
+        """Stage 3: free the memory of full parameters, if it is not lent; keep: what was written counts."""
         self.wait()
-        if self.stage == 3 and not self.lent and (self.gathered or self._storage.there):
+        if self.stage == 3 and not self.lent and (self.gathered or self._storage.has_memory):
             if keep and self.gathered:
                 self.take_weights()
-            self._leave()
-            self._storage.give_back()
+            self._drop_values()
+            self._storage.release()
 
-    def _leave(self) -> None:
+    def _drop_values(self) -> None:
         if self.gathered:
             self.gathered = False
-            self._point(self._missing)
-            self._mark(FREED)
+            self._set_data(self._placeholders)
+            self._set_versions(FREED)
             for parameter, kind in zip(self.parameters, self._classes, strict=True):
                 if kind is Parameter:
-                    parameter.__class__ = Freed
+                    parameter.__class__ = FreedParameter
 
     def lend(self) -> None:
-        """Stage 3: somebody outside of the unit wants the values: whole until the next step. All-gather."""
+        """Stage 3: code outside of the unit reads the values: full until the next step. All-gather."""
         if self.gathered:
             return
-        if not self.told:  # before the others are waited for
-            self.told.append(self.words)
+        if not self.loan_warnings:  # warn before the gather: if other ranks do not read, it waits in vain
+            self.loan_warnings.append(self.label)
             warnings.warn(
-                f"ZeRO stage 3: {self.words} was read outside of its module's forward: gathered, which every rank "
+                f"ZeRO stage 3: {self.label} was read outside of its module's forward: gathered, which every rank "
                 "must do alike, and kept whole until the next step; what was taken out does not follow later steps. "
                 "Around many reads write shard.unshard(model) ... shard.reshard(model); to save, "
                 "sharded_state_dict(shard)",
@@ -192,25 +194,25 @@ class Weights:
         self.lent = True
 
     def take_weights(self) -> None:
-        """What somebody wrote into whole parameters, or put in the place of their data, is what counts.
+        """Adopt what the program wrote into full parameters, or put in the place of their data.
 
         Raises ValueError: of another dtype, shape or device.
         """
         if not self.gathered:
             return
-        written = self.lent or self.kept or self.untraced
-        for parameter, view in zip(self.parameters, self._whole, strict=True):
+        was_written = self.lent or self.unsharded or self.data_was_read
+        for parameter, view in zip(self.parameters, self._full_weights, strict=True):
             if parameter.data_ptr() != view.data_ptr():
-                self._adopt(parameter, view)
-                written = True
-            written = written or parameter._version != self.updates
+                self._adopt_data(parameter, view)
+                was_written = True
+            was_written = was_written or parameter._version != self.updates
         if self.stage < 3:
             return
         assert self.ranks is not None
-        if written:
+        if was_written:
             self.weights.copy_(own_part(self._storage.flat, self.ranks))
 
-    def _adopt(self, parameter: Parameter, view: Tensor) -> None:
+    def _adopt_data(self, parameter: Parameter, view: Tensor) -> None:
         data = parameter.detach()
         if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
             self.refuse_moved()
@@ -218,42 +220,42 @@ class Weights:
         set_data(parameter, view)
 
     def refuse_moved(self) -> NoReturn:
-        """Raise ValueError: parameters are no views of the buffer any more, and cannot be made so."""
+        """Raise ValueError: parameters are no views of the buffer any more, and cannot become views again."""
         raise ValueError(
-            f"DataParallel: the values of {self.words} do not lie in its buffers any more (model.to() or half() "
+            f"DataParallel: the values of {self.label} do not lie in its buffers any more (model.to() or half() "
             "after it was made?), so updates do not reach them; convert the model first"
         )
 
     def end_loan(self) -> None:
-        """What was written while it was lent counts."""
+        """Adopt what was written while it was lent, and free it."""
         if self.lent:
             self.take_weights()
-            self._take_back()
+            self._close_loan()
 
-    def _take_back(self) -> None:
-        """The end of a loan. Who still holds a tensor of it keeps that memory, and the values of then."""
-        self._leave()
+    def _close_loan(self) -> None:
+        """Free lent memory by taking new storage: whoever still has a tensor of the loan keeps its values."""
+        self._drop_values()
         flat = torch.empty_like(self._storage.flat)
-        self._storage, self._whole, self.lent = Storage(flat), self._views(flat), False
-        self._storage.give_back()
+        self._storage, self._full_weights, self.lent = Storage(flat), self._views(flat), False
+        self._storage.release()
 
     def publish(self) -> None:
-        """`weights` have changed: start to bring them to the other ranks. Stages 1, 2: all-gather over `ranks`."""
+        """`weights` have changed: start to send them to the other ranks. Stages 1, 2: all-gather over `ranks`."""
         self.updates += 1
         if self.stage < 3:
-            moved = tuple(parameter._version + 1 for parameter in self._tuple)
-            torch._C._autograd._unsafe_set_version_counter(self._tuple, moved)
+            versions = tuple(parameter._version + 1 for parameter in self._parameter_tuple)
+            torch._C._autograd._unsafe_set_version_counter(self._parameter_tuple, versions)
         if self.stage in (1, 2) and self.ranks is not None:
             self._gathering = start_gather_parts(
-                self._storage.flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.words}"
+                self._storage.flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.label}"
             )
         elif self.stage == 3:
             if self.lent:
-                self._take_back()
+                self._close_loan()
             self.free(keep=False)
 
     def wait(self) -> None:
-        """Until what is under way has arrived."""
+        """Wait for the gather that is under way."""
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
             pending.wait()

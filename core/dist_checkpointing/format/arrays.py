@@ -1,4 +1,4 @@
-"""What every room of the checkpoint knows of an array: one global tensor, whoever holds which part of it."""
+"""What every room of the checkpoint knows of an array: one global tensor, whoever holds which shard of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from core.parallel_state.flat import Box
 Index = tuple[int, ...]  # of a cell in its array's grid
 
 # torch's name -> (zarr data type, fill value): what plain zarr-python cannot name is stored as its bits
-STORED: dict[str, tuple[str, Any]] = {
+STORED_DTYPES: dict[str, tuple[str, Any]] = {
     "float64": ("float64", "NaN"),
     "float32": ("float32", "NaN"),
     "float16": ("float16", "NaN"),
@@ -28,13 +28,23 @@ STORED: dict[str, tuple[str, Any]] = {
     "complex128": ("complex128", ["NaN", "NaN"]),
     "complex64": ("complex64", ["NaN", "NaN"]),
 }
+# bytes of an element, by zarr data type
 ITEMSIZE = {
     "complex128": 16,
     "complex64": 8,
-    **{f"float{8 * n}": n for n in (2, 4, 8)},
-    **{f"{sign}int{8 * n}": n for n in (1, 2, 4, 8) for sign in ("", "u")},
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
     "bool": 1,
-}  # of the zarr data types
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class ArrayInfo:
     @property
     def itemsize(self) -> int:
         """Bytes of one element on disk."""
-        return ITEMSIZE[STORED[self.dtype][0]]
+        return ITEMSIZE[STORED_DTYPES[self.dtype][0]]
 
     def to_json(self) -> list[Any]:
         """Plain values, for comparing catalogues across ranks."""
@@ -66,9 +76,14 @@ class ArrayInfo:
     @classmethod
     def from_json(cls, value: list[Any]) -> "ArrayInfo":
         """The inverse of `to_json`."""
-        shape, *facts = value
-        return cls(tuple(shape), *facts)
+        shape, *attributes = value
+        return cls(tuple(shape), *attributes)
 
 
 Arrays = Mapping[str, ArrayInfo]  # key (the array's path in the group) -> what it is
 Holdings = Mapping[str, tuple[Box, ...]]  # key -> the disjoint boxes of it that one rank holds
+
+
+def boxes_from_json(boxes: list[list[list[int]]]) -> tuple[Box, ...]:
+    """Boxes as they read back from JSON, which has lists only."""
+    return tuple([tuple([(start, stop) for start, stop in box]) for box in boxes])

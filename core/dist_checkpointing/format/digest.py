@@ -1,4 +1,8 @@
-"""The checksum of a file of the checkpoint, from the few bytes that determine the others (docs: the manifest)."""
+"""The checksum of a file of the checkpoint, from the few bytes that determine the others (docs: the manifest).
+
+A cell carries a crc32c behind every payload, so a checksum over those checksums vouches for gigabytes without
+reading them.
+"""
 
 import os
 import struct
@@ -6,11 +10,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from core.dist_checkpointing.format.zarr_metadata import Chunks
+from core.dist_checkpointing.format.zarr_metadata import CRC_BYTES, Chunking
 from core.dist_checkpointing.storage.fs import open_regular
 
-_CRC_BYTES = 4
-_MISSING = (2**64 - 1, 2**64 - 1)  # the index entry of a piece that lies outside of the array
+_OUTSIDE = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that lies outside of the array
 
 
 def json_crc(data: bytes) -> int:
@@ -23,20 +26,20 @@ def cell_crc(read: Callable[[int, int], bytes], size: int, metadata: Mapping[str
 
     Raises ValueError: a file that cannot be a cell of this array, by its size or by its index.
     """
-    chunks = Chunks.of(metadata)
-    stride = chunks.unit_bytes + _CRC_BYTES
-    if chunks.piece is None:
+    chunking = Chunking.from_metadata(metadata)
+    stride = chunking.unit_bytes + CRC_BYTES
+    if chunking.inner is None:
         if size != stride:
             raise ValueError(f"{size} bytes instead of {stride}")
-        return zlib.crc32(_exactly(read, chunks.unit_bytes, _CRC_BYTES))
-    length = 16 * chunks.pieces + _CRC_BYTES
+        return zlib.crc32(_read_exactly(read, chunking.unit_bytes, CRC_BYTES))
+    length = chunking.index_bytes
     if size < length:
         raise ValueError(f"{size} bytes, the index alone has {length}")
-    index = _exactly(read, size - length, length)
-    starts = _starts(index, chunks.pieces, stride)
-    if size != len(starts) * stride + length:
-        raise ValueError(f"{size} bytes instead of {len(starts)} * {stride} + {length}")
-    crcs = [_exactly(read, start + chunks.unit_bytes, _CRC_BYTES) for start in starts]
+    index = _read_exactly(read, size - length, length)
+    offsets = _chunk_offsets(index, chunking.units_per_cell, stride)
+    if size != len(offsets) * stride + length:
+        raise ValueError(f"{size} bytes instead of {len(offsets)} * {stride} + {length}")
+    crcs = [_read_exactly(read, offset + chunking.unit_bytes, CRC_BYTES) for offset in offsets]
     return zlib.crc32(b"".join([*crcs, index]))
 
 
@@ -52,17 +55,17 @@ def file_crc(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> tuple
         os.close(descriptor)
 
 
-def _starts(index: bytes, pieces: int, stride: int) -> range:
-    """Where the pieces of a shard begin: one behind the other from 0, in whatever order, or ValueError."""
-    numbers = struct.unpack_from(f"<{2 * pieces}Q", index)
-    entries = [entry for entry in zip(numbers[::2], numbers[1::2], strict=True) if entry != _MISSING]
-    starts = range(0, len(entries) * stride, stride)
-    if not entries or sorted(entries) != [(start, stride) for start in starts]:
+def _chunk_offsets(index: bytes, units: int, stride: int) -> range:
+    """Where the inner chunks of a cell begin: one behind the other from 0, in whatever order, or ValueError."""
+    numbers = struct.unpack_from(f"<{2 * units}Q", index)
+    entries = [entry for entry in zip(numbers[::2], numbers[1::2], strict=True) if entry != _OUTSIDE]
+    offsets = range(0, len(entries) * stride, stride)
+    if not entries or sorted(entries) != [(offset, stride) for offset in offsets]:
         raise ValueError(f"the index does not list pieces of {stride} bytes one behind the other")
-    return starts
+    return offsets
 
 
-def _exactly(read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
+def _read_exactly(read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
     data = read(offset, length)
     if len(data) != length:
         raise ValueError(f"{len(data)} bytes at {offset} instead of {length}")

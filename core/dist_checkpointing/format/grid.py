@@ -1,7 +1,8 @@
 """The canonical grid: which cells an array is stored in, whoever writes it. No process, no torch.
 
-The cells follow from the shape and the dim that tensor parallelism cuts, never from the dtype: every state of a
-parameter has the same grid, so one plan serves all. Sizes are elements, counted as 4 bytes.
+A cell is what one file holds of one array. The cells follow from the shape and from the dim that tensor parallelism
+cuts, never from the dtype or from the layout that writes: every state of a parameter has the same grid, so one plan
+serves all, and any layout reads any other's cells. Sizes are elements, counted as 4 bytes each.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,21 +25,28 @@ def cell_shape(
     Raises ValueError: a dim of size 0, a `tp_dim` that is not there.
     """
     _check(shape, tp_dim, stacked)
-    layer = prod(shape[1:] if stacked else shape)
-    if stacked and layer < MIN:
-        return (_divisor(shape[0], MAX // layer), *shape[1:])
+    layer_elements = prod(shape[1:] if stacked else shape)
+    if stacked and layer_elements < MIN:
+        # small layers share a cell: one file per layer's bias would cost more to open than to read
+        return (_divisor(shape[0], MAX // layer_elements), *shape[1:])
     cell = [1, *shape[1:]] if stacked else list(shape)
     if tp_dim is not None:
-        last = tp_dim == len(shape) - 1
+        is_last_dim = tp_dim == len(shape) - 1
         # half the floor: 2.25 MiB of an attention output at h 768 have four cells, so that TP=4 reads no half cells
-        least = MIN // 2 * (1 if last else prod(cell[:tp_dim]))
+        min_elements = MIN // 2
+        if not is_last_dim:
+            min_elements *= prod(cell[:tp_dim])
         rows = round_up(-(-shape[tp_dim] // parts)) * parts if ragged else shape[tp_dim]
-        fitting = (g for g in range(parts, 1, -1) if parts % g == rows % g == 0 and layer >= g * least)
-        if cuts := next(fitting, 0):
-            cell[tp_dim] = rows // cuts
-            cell[:tp_dim] = cell[:tp_dim] if last else [1] * tp_dim
-        elif ragged:
-            cell[tp_dim] = round_up(shape[tp_dim])
+        # the largest number of cuts that divides `parts`, and the rows, and leaves cells that are not too small
+        for cuts in range(parts, 1, -1):
+            if parts % cuts == rows % cuts == 0 and layer_elements >= cuts * min_elements:
+                cell[tp_dim] = rows // cuts
+                if not is_last_dim:
+                    cell[:tp_dim] = [1] * tp_dim
+                break
+        else:
+            if ragged:
+                cell[tp_dim] = round_up(shape[tp_dim])
     return _limited(cell, MAX, MIN)
 
 
@@ -48,22 +56,23 @@ def cell_of(info: ArrayInfo) -> tuple[int, ...]:
 
 
 def inner_shape(cell: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The pieces that a cell can be read in, at most 1 MiB each, contiguous in it; None for a cell up to 1 MiB."""
+    """The inner chunks that a cell can be read in: at most 1 MiB each, contiguous in it. None: a cell up to 1 MiB."""
     return _limited(cell, MIN) if prod(cell) > MIN else None
 
 
 def cells(shape: tuple[int, ...], cell: tuple[int, ...], box: Box | None = None) -> Iterator[tuple[Index, Box]]:
     """Index and box of every cell that touches `box` (default: of all), clipped to the array, in C order."""
-    axes = [
-        [(i, (i * size, min(i * size + size, n))) for i in range(start // size, -(-stop // size))]
-        for n, size, (start, stop) in zip(shape, cell, whole(shape) if box is None else box, strict=True)
-    ]
-    for cut in product(*axes):
-        yield tuple([i for i, _ in cut]), tuple([interval for _, interval in cut])
+    touched = whole(shape) if box is None else box
+    positions_by_dim = []
+    for size, step, (start, stop) in zip(shape, cell, touched, strict=True):
+        positions = range(start // step, -(-stop // step))
+        positions_by_dim.append([(i, (i * step, min(i * step + step, size))) for i in positions])
+    for position in product(*positions_by_dim):
+        yield tuple([i for i, _ in position]), tuple([interval for _, interval in position])
 
 
 def blocks(box: Box) -> Iterator[Box]:
-    """A box in parts of at most 16 MiB, contiguous in it and in its C order."""
+    """A box in blocks of at most 16 MiB, each contiguous in it, in its C order."""
     shape = extent(box)
     if volume(box):
         for _, block in cells(shape, _limited(shape, MAX, MIN)):
@@ -78,19 +87,19 @@ def cell_name(index: Index) -> str:
 def read_bytes(info: ArrayInfo, boxes: Iterable[Box]) -> tuple[int, int]:
     """(bytes in `boxes`, bytes that reading them takes): what is checked by one checksum is read as a whole, once."""
     cell = cell_of(info)
-    piece = inner_shape(cell) or cell
+    unit = inner_shape(cell) or cell
     needed = 0
     touched: set[Index] = set()
     for box in boxes:
         needed += volume(box)
-        touched.update(index for index, _ in cells(info.shape, piece, box))
-    return needed * info.itemsize, len(touched) * prod(piece) * info.itemsize
+        touched.update(index for index, _ in cells(info.shape, unit, box))
+    return needed * info.itemsize, len(touched) * prod(unit) * info.itemsize
 
 
 def _check(shape: tuple[int, ...], tp_dim: int | None, stacked: bool) -> None:
-    for dim, n in enumerate(shape):
-        if n < 1:
-            raise ValueError(f"dim {dim} of {shape} has size {n}: nothing to store; leave the tensor out")
+    for dim, size in enumerate(shape):
+        if size < 1:
+            raise ValueError(f"dim {dim} of {shape} has size {size}: nothing to store; leave the tensor out")
     if (stacked and not shape) or (tp_dim is not None and not stacked <= tp_dim < len(shape)):
         axis = "with a stack axis" if stacked else "without a stack axis"
         raise ValueError(f"tensor-parallel dim {tp_dim} does not fit the shape {shape} {axis}; dims count from 0")
@@ -99,25 +108,33 @@ def _check(shape: tuple[int, ...], tp_dim: int | None, stacked: bool) -> None:
 def _limited(cell: Iterable[int], limit: int, least: int = 0) -> tuple[int, ...]:
     """Cut from the left until at most `limit` elements are left, by divisors: a file's last cells have full size.
 
-    Where no divisor leaves `least`, in even parts: 128257 rows would become as many files.
+    Where no divisor leaves `least` elements, in even parts: 128257 rows would become as many files.
     """
-    cut = list(cell)
-    for dim, n in enumerate(cut):
-        if prod(cut) <= limit:
+    limited = list(cell)
+    for dim, size in enumerate(limited):
+        if prod(limited) <= limit:
             break
-        rest = prod(cut[dim + 1 :])
-        cut[dim] = _divisor(n, max(1, limit // rest))
-        if cut[dim] * rest < least:
-            most = limit // rest // ROWS * ROWS
-            cut[dim] = round_up(-(-n // -(-n // most)))
-    return tuple(cut)
+        row_elements = prod(limited[dim + 1 :])
+        limited[dim] = _divisor(size, max(1, limit // row_elements))
+        if limited[dim] * row_elements < least:
+            max_rows = limit // row_elements // ROWS * ROWS
+            even_parts = -(-size // max_rows)
+            limited[dim] = round_up(-(-size // even_parts))
+    return tuple(limited)
 
 
-def _divisor(n: int, most: int) -> int:
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return max(d for pair in small for d in (pair, n // pair) if d <= most)
+def _divisor(size: int, limit: int) -> int:
+    """The largest divisor of `size` up to `limit`."""
+    largest = 1
+    for small in range(1, isqrt(size) + 1):
+        if size % small == 0:
+            # divisors come in pairs around the square root
+            for divisor in (small, size // small):
+                if largest < divisor <= limit:
+                    largest = divisor
+    return largest
 
 
-def round_up(n: int) -> int:
+def round_up(rows: int) -> int:
     """Rows of a ragged dim: to full multiples of 16."""
-    return -(-n // ROWS) * ROWS
+    return -(-rows // ROWS) * ROWS

@@ -1,27 +1,27 @@
-"""JSON that is written in one way only and read with suspicion."""
+"""JSON that is written in one way only, so that it has a checksum, and read with suspicion."""
 
 import json
 import math
 import zlib
 from typing import Any
 
-from core.dist_checkpointing.storage.fs import MOST_BYTES
+from core.dist_checkpointing.storage.fs import MAX_JSON_BYTES
 
 
 def canonical_json(value: Any) -> bytes:
     """The one text of a JSON value: sorted keys, no spaces. ValueError: NaN is no JSON; more than a reader takes."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    if len(text) > MOST_BYTES:
+    if len(text) > MAX_JSON_BYTES:
         raise ValueError(
-            f"{len(text)} bytes of JSON, readers take {MOST_BYTES}: save fewer arrays or objects at a time"
+            f"{len(text)} bytes of JSON, readers take {MAX_JSON_BYTES}: save fewer arrays or objects at a time"
         )
     return text
 
 
 def parse_json(data: bytes, file: str) -> Any:
     """The value of a JSON file. ValueError naming `file`: it is damaged, or too large (parsed it is larger still)."""
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{file} has {len(data)} bytes, of JSON at most {MOST_BYTES} are read; use another step")
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{file} has {len(data)} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step")
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
@@ -29,8 +29,9 @@ def parse_json(data: bytes, file: str) -> Any:
 
 
 def _finite(text: str) -> float:
-    """Of a number, NaN or Infinity. ValueError: it is none that could be written again."""
-    if not math.isfinite(number := float(text)):
+    """The float of a number's text. ValueError: NaN or infinite, which could not be written again."""
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"the number {text[:40]} is not finite")
     return number
 
@@ -45,8 +46,9 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
     value = parse_json(data, file)
     if not isinstance(value, dict):
         raise ValueError(f"{file}: a JSON {type(value).__name__}, not an object; use another step")
-    said = value.pop("crc", None)
+    stated_crc = value.pop("crc", None)
+    # the whole text is compared, not the number alone: a byte that JSON does not mind would else pass unnoticed
     if data != seal(value):
-        found = zlib.crc32(canonical_json(value))
-        raise ValueError(f"{file}: its crc is {said}, its content has {found}: damaged; use another step")
+        actual_crc = zlib.crc32(canonical_json(value))
+        raise ValueError(f"{file}: its crc is {stated_crc}, its content has {actual_crc}: damaged; use another step")
     return value

@@ -3,7 +3,7 @@
 from urllib.parse import quote, unquote
 
 RESERVED = ("receipts", "manifest.json", "zarr.json")
-MOST = 200  # characters of a name, escaped
+MAX_NAME_LENGTH = 200  # characters, escaped: file systems take 255
 
 
 def path_of(key: str) -> str:
@@ -19,15 +19,16 @@ def key_of(path: str) -> str:
 
 def check_key(key: str) -> None:
     """Raise ValueError where a key cannot be a path below a checkpoint, escaped or not."""
-    names = key.split("/")
-    if any(not n.strip(".") or n in RESERVED or len(_escaped(n)) > MOST for n in names):
-        raise ValueError(
-            f"the key {key!r} cannot be a path in a checkpoint: its names, between '/', must not be empty, of dots "
-            f"only, of more than {MOST} characters (escaped), or one of {', '.join(RESERVED)}; rename it"
-        )
+    for name in key.split("/"):
+        if not name.strip(".") or name in RESERVED or len(_escaped(name)) > MAX_NAME_LENGTH:
+            raise ValueError(
+                f"the key {key!r} cannot be a path in a checkpoint: its names, between '/', must not be empty, of "
+                f"dots only, of more than {MAX_NAME_LENGTH} characters (escaped), or one of {', '.join(RESERVED)}; "
+                "rename it"
+            )
 
 
 def _escaped(name: str) -> str:
-    """zarr keeps names that begin with `__` for itself."""
     text = quote(name, safe="", errors="surrogatepass").replace("~", "%7E")
+    # zarr keeps names that begin with `__` for itself
     return f"%5F{text[1:]}" if text.startswith("__") else text

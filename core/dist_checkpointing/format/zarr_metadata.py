@@ -1,4 +1,4 @@
-"""What the zarr.json files of a checkpoint say, and nothing else is believed when they are read."""
+"""The zarr.json files of a checkpoint: how they are made, and the checks before one that is read is believed."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from core.dist_checkpointing.format.arrays import ITEMSIZE, STORED, ArrayInfo
+from core.dist_checkpointing.format.arrays import ITEMSIZE, STORED_DTYPES, ArrayInfo
 
 Json = dict[str, Any]
 
@@ -15,30 +15,39 @@ _CRC32C: Json = {"name": "crc32c"}
 _NEWER = "a newer version may have written it, or another program"
 
 # Far above any checkpoint, low enough that what a hostile file says costs neither memory nor time.
-_MAX_DIMS, _MAX_CELLS, _MAX_PIECES, _MAX_CHUNK_BYTES = 32, 2**24, 2**16, 2**30
+_MAX_DIMS, _MAX_CELLS, _MAX_INNER_CHUNKS, _MAX_CHUNK_BYTES = 32, 2**24, 2**16, 2**30
+
+CRC_BYTES = 4  # of the checksum behind every payload
+INDEX_ENTRY_BYTES = 16  # offset and length of one inner chunk, two little-endian 64-bit integers
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """How an array is cut: in cells, one file each, and those in pieces (None: the cell is one)."""
+class Chunking:
+    """How an array is cut: in cells, one file each, and those in inner chunks (None: the cell is one).
+
+    A cell with inner chunks is what zarr calls a shard: the chunks, each with its checksum behind it, then an index
+    of where each begins, then the index's checksum.
+    """
 
     shape: tuple[int, ...]
     data_type: str
     cell: tuple[int, ...]
-    piece: tuple[int, ...] | None
+    inner: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> "Chunks":
-        """What an array's metadata says; `check_metadata` tells whether it can be."""
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> "Chunking":
+        """What an array's zarr.json says; `check_metadata` tells whether it can be."""
         codec = metadata["codecs"][0]
-        piece = tuple(codec["configuration"]["chunk_shape"]) if codec["name"] == "sharding_indexed" else None
+        inner = None
+        if codec["name"] == "sharding_indexed":
+            inner = tuple(codec["configuration"]["chunk_shape"])
         cell = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
-        return cls(tuple(metadata["shape"]), metadata["data_type"], cell, piece)
+        return cls(tuple(metadata["shape"]), metadata["data_type"], cell, inner)
 
     @property
     def unit(self) -> tuple[int, ...]:
         """The shape of what one checksum covers: it is read as a whole."""
-        return self.cell if self.piece is None else self.piece
+        return self.cell if self.inner is None else self.inner
 
     @property
     def itemsize(self) -> int:
@@ -47,35 +56,44 @@ class Chunks:
 
     @property
     def unit_bytes(self) -> int:
-        """The payload of one."""
+        """The payload of one unit, without its checksum."""
         return prod(self.unit) * self.itemsize
 
     @property
-    def pieces(self) -> int:
-        """Entries of a shard's index."""
+    def units_per_cell(self) -> int:
+        """How many units a cell has: the entries of its index."""
         return prod(self.cell) // prod(self.unit)
 
     @property
-    def most_bytes(self) -> int:
-        """Of a cell's file: all pieces, each with its checksum, and a shard's index with its own."""
-        return self.pieces * (self.unit_bytes + 4) + (0 if self.piece is None else 16 * self.pieces + 4)
+    def index_bytes(self) -> int:
+        """The length of a cell's index and its checksum, at the end of the file; 0 without inner chunks."""
+        return 0 if self.inner is None else INDEX_ENTRY_BYTES * self.units_per_cell + CRC_BYTES
+
+    @property
+    def max_file_bytes(self) -> int:
+        """The size of a cell's file with all its units; one at the array's edge may have fewer."""
+        return self.units_per_cell * (self.unit_bytes + CRC_BYTES) + self.index_bytes
 
 
 def array_metadata(
     info: ArrayInfo, cell: tuple[int, ...], inner: tuple[int, ...] | None, attributes: Json | None = None
 ) -> Json:
-    """The zarr.json of an array in cells of this shape, each a shard of `inner` pieces if that is not None.
+    """The zarr.json of an array in cells of this shape, each with chunks of shape `inner` if that is not None.
 
     What tools need to know of it beside zarr is in the attributes `tp_dim` and `stack`, see `info_of`.
     """
-    data_type, fill_value = STORED[info.dtype]
+    data_type, fill_value = STORED_DTYPES[info.dtype]
     codecs = [_BYTES, _CRC32C]
     if inner is not None:
-        shard = {"chunk_shape": list(inner), "codecs": codecs, "index_codecs": codecs, "index_location": "end"}
-        codecs = [{"name": "sharding_indexed", "configuration": shard}]
-    told: Json = {"torch_dtype": info.dtype} if data_type != info.dtype else {}
-    told |= {"tp_dim": info.tp_dim} if info.tp_dim is not None else {}
-    told |= {"stack": info.stack} if info.stacked else {}
+        sharding = {"chunk_shape": list(inner), "codecs": codecs, "index_codecs": codecs, "index_location": "end"}
+        codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+    all_attributes = dict(attributes or {})
+    if data_type != info.dtype:
+        all_attributes["torch_dtype"] = info.dtype
+    if info.tp_dim is not None:
+        all_attributes["tp_dim"] = info.tp_dim
+    if info.stacked:
+        all_attributes["stack"] = info.stack
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -85,7 +103,7 @@ def array_metadata(
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(cell)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": codecs,
-        "attributes": {**(attributes or {}), **told},
+        "attributes": all_attributes,
     }
 
 
@@ -94,7 +112,7 @@ def info_of(metadata: Mapping[str, Any]) -> ArrayInfo:
     attributes = metadata["attributes"]
     dtype, tp_dim = attributes.get("torch_dtype", metadata["data_type"]), attributes.get("tp_dim")
     stacked = "stack" in attributes
-    ragged = not stacked and tp_dim == 0
+    ragged = not stacked and tp_dim == 0  # rows that tensor parallelism cuts, outside of stacks: a vocabulary
     return ArrayInfo(tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, attributes.get("stack", ""))
 
 
@@ -106,19 +124,19 @@ def group_metadata(arrays: Mapping[str, Json], attributes: Json) -> dict[str, Js
     groups: dict[str, Json] = {}
     for key in arrays:
         check_path(key)
-        parts = key.split("/")
-        for length in range(1, len(parts)):
-            path = "/".join(parts[:length])
+        names = key.split("/")
+        for length in range(1, len(names)):
+            path = "/".join(names[:length])
             if path in arrays:
                 raise ValueError(f"the array {key!r} lies inside the array {path!r}: rename one of them")
             groups[path] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     # An empty table in a group within says to zarr-python: complete, do not look at the files.
-    below = {path: {**group, "consolidated_metadata": _consolidated({})} for path, group in groups.items()}
+    subgroups = {path: {**group, "consolidated_metadata": _consolidated({})} for path, group in groups.items()}
     groups[""] = {
         "zarr_format": 3,
         "node_type": "group",
         "attributes": attributes,
-        "consolidated_metadata": _consolidated({**below, **arrays}),
+        "consolidated_metadata": _consolidated({**subgroups, **arrays}),
     }
     return groups
 
@@ -128,7 +146,7 @@ def _consolidated(entries: Json) -> Json:
 
 
 def check_path(key: str) -> None:
-    """Raises ValueError: what a file says is a path, and is none of plain names below a checkpoint."""
+    """Raises ValueError: a key from a file that is not a path of plain names below a checkpoint."""
     for name in key.split("/"):
         plain = name.isprintable() and "\\" not in name and not name.startswith("__") and name != "zarr.json"
         if not plain or not name.strip("."):
@@ -136,66 +154,79 @@ def check_path(key: str) -> None:
 
 
 def check_metadata(key: str, metadata: Any) -> None:
-    """Raises ValueError: anything but what `array_metadata` makes for some array, of a size that can be."""
+    """Raises ValueError: anything but what `array_metadata` makes for some array, of a size that can be.
+
+    It is made again from the few facts in it and compared, so that no field is overlooked.
+    """
     check_path(key)
     try:
-        chunks, attributes = Chunks.of(metadata), metadata["attributes"]
-        dtype = attributes.get("torch_dtype", chunks.data_type)
-        known = dtype in STORED
+        chunking, attributes = Chunking.from_metadata(metadata), metadata["attributes"]
+        dtype = attributes.get("torch_dtype", chunking.data_type)
+        known = dtype in STORED_DTYPES
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"array {key!r}: zarr.json is not an array's ({error!r}); {_NEWER}") from None
     if not known:
-        raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {', '.join(STORED)}; {_NEWER}")
-    expected = array_metadata(ArrayInfo(chunks.shape, dtype), chunks.cell, chunks.piece, attributes)
-    if found := difference("zarr.json", metadata, expected):
-        raise ValueError(f"array {key!r}: {found}; {_NEWER}")
-    if problem := _absurd(chunks):
-        raise ValueError(f"array {key!r}: {problem}; shape {_short(chunks.shape)}, cells {_short(chunks.cell)}")
-    if problem := _misplaced(key, len(chunks.shape), attributes):
+        types = ", ".join(STORED_DTYPES)
+        raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {types}; {_NEWER}")
+    expected = array_metadata(ArrayInfo(chunking.shape, dtype), chunking.cell, chunking.inner, attributes)
+    if problem := difference("zarr.json", metadata, expected):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
-    tp_dim = attributes.get("tp_dim")  # rows of a vocabulary are rounded up, which may be more than there are
-    if any(cut > n and dim != tp_dim for dim, (n, cut) in enumerate(zip(chunks.shape, chunks.cell, strict=True))):
-        raise ValueError(
-            f"array {key!r}: cells {_short(chunks.cell)} are larger than its shape {_short(chunks.shape)}"
-        )
+    if problem := _impossible_sizes(chunking):
+        raise ValueError(f"array {key!r}: {problem}; shape {_short(chunking.shape)}, cells {_short(chunking.cell)}")
+    if problem := _impossible_attributes(key, len(chunking.shape), attributes):
+        raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
+    tp_dim = attributes.get("tp_dim")
+    for dim, (size, cell_size) in enumerate(zip(chunking.shape, chunking.cell, strict=True)):
+        # rows of a vocabulary are rounded up, which may be more than there are
+        if cell_size > size and dim != tp_dim:
+            raise ValueError(
+                f"array {key!r}: cells {_short(chunking.cell)} are larger than its shape {_short(chunking.shape)}"
+            )
 
 
-def difference(where: str, found: Any, wanted: Any) -> str | None:
-    """The first thing that is not as it should be; true is not 1, as it is to Python."""
-    if json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True):
+def difference(path: str, actual: Any, expected: Any) -> str | None:
+    """The first difference between two JSON values, as a sentence; true is not 1, as it is to Python.
+
+    path: of the values, for the sentence. None: they are equal.
+    """
+    if json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True):
         return None
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        found, wanted = dict(enumerate(found)), dict(enumerate(wanted))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for name in sorted(found.keys() ^ wanted.keys()):
-            return f"{where}: {_short(name)} is {'missing' if name in wanted else 'unknown'}"
-        deeper = (difference(f"{where}: {name}", found[name], wanted[name]) for name in sorted(found))
-        return next(filter(None, deeper))
-    return f"{where} is {_short(found)}, this version reads {_short(wanted)}"
+    if isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        actual, expected = dict(enumerate(actual)), dict(enumerate(expected))
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        for name in sorted(actual.keys() ^ expected.keys()):
+            return f"{path}: {_short(name)} is {'missing' if name in expected else 'unknown'}"
+        for name in sorted(actual):
+            if deeper := difference(f"{path}: {name}", actual[name], expected[name]):
+                return deeper
+        return None
+    return f"{path} is {_short(actual)}, this version reads {_short(expected)}"
 
 
-def _absurd(chunks: Chunks) -> str | None:
-    """What of these numbers cannot be."""
-    shape, cell, piece = chunks.shape, chunks.cell, chunks.unit
-    if any(type(n) is not int or not 0 < n < 2**63 for n in (*shape, *cell, *piece)):
+def _impossible_sizes(chunking: Chunking) -> str | None:
+    """Why an array of these sizes cannot be; None if it can."""
+    shape, cell, unit = chunking.shape, chunking.cell, chunking.unit
+    if any(type(size) is not int or not 0 < size < 2**63 for size in (*shape, *cell, *unit)):
         return "its sizes are not integers from 1 to 2**63 - 1"
-    if not len(shape) == len(cell) == len(piece) <= _MAX_DIMS:
-        return f"{len(shape)} dims in cells of {len(cell)} in pieces of {len(piece)} (at most {_MAX_DIMS} dims)"
-    if prod(shape) * ITEMSIZE[chunks.data_type] >= 2**63:
+    if not len(shape) == len(cell) == len(unit) <= _MAX_DIMS:
+        return f"{len(shape)} dims in cells of {len(cell)} in pieces of {len(unit)} (at most {_MAX_DIMS} dims)"
+    if prod(shape) * ITEMSIZE[chunking.data_type] >= 2**63:
         return "it is larger than 2**63 bytes"
-    if any(n % part for n, part in zip(cell, piece, strict=True)):
-        return f"pieces {piece} do not divide its cells"
-    cells = prod(-(-n // size) for n, size in zip(shape, cell, strict=True))
-    if cells > _MAX_CELLS or chunks.pieces > _MAX_PIECES or chunks.unit_bytes > _MAX_CHUNK_BYTES:
-        return f"{cells} cells of {chunks.pieces} pieces of {chunks.unit_bytes} bytes are too many or too large"
+    if any(size % unit_size for size, unit_size in zip(cell, unit, strict=True)):
+        return f"pieces {unit} do not divide its cells"
+    cell_count = prod(-(-size // cell_size) for size, cell_size in zip(shape, cell, strict=True))
+    units, unit_bytes = chunking.units_per_cell, chunking.unit_bytes
+    if cell_count > _MAX_CELLS or units > _MAX_INNER_CHUNKS or unit_bytes > _MAX_CHUNK_BYTES:
+        return f"{cell_count} cells of {units} pieces of {unit_bytes} bytes are too many or too large"
     return None
 
 
-def _misplaced(key: str, dims: int, attributes: Json) -> str | None:
-    """What `tp_dim` and `stack` cannot be."""
+def _impossible_attributes(key: str, dims: int, attributes: Json) -> str | None:
+    """Why `tp_dim` and `stack` cannot be of this array; None if they can."""
     tp_dim, stack = attributes.get("tp_dim", dims - 1), attributes.get("stack", "")
     stacked = "stack" in attributes
-    if not isinstance(stack, str) or (stack and not key.rpartition("/")[2].startswith(f"{stack}.")):
+    name = key.rpartition("/")[2]
+    if not isinstance(stack, str) or (stack and not name.startswith(f"{stack}.")):
         return f"the stack {_short(stack)} is not the beginning of its name"
     if stacked and not dims:
         return "it has no dim that counts the layers of its stack"

@@ -1,4 +1,4 @@
-"""What the ranks of TP x PP hold of an array, and what reading it costs: arithmetic."""
+"""What the ranks of a tensor x pipeline parallel job hold of an array, and what reading it costs: arithmetic."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -13,64 +13,83 @@ Intervals = list[tuple[int, int]]
 def cuts(info: ArrayInfo, tp: int, pp: int) -> list[Intervals]:
     """dim -> the intervals that ranks hold of it, in the order of tensor ranks or of pipeline stages.
 
-    A vocabulary is cut as it is padded in memory, of which only true rows are here: the last may be empty.
+    A vocabulary is cut as it is padded in memory, but only its true rows are counted: the last intervals may be
+    short or empty.
     """
-    found = [[(0, n)] for n in info.shape]
+    intervals = [[(0, size)] for size in info.shape]
     if info.stacked:
-        found[0] = _even(info.shape[0], pp)
+        intervals[0] = _even_cuts(info.shape[0], pp)
     if info.tp_dim is not None:
-        n = info.shape[info.tp_dim]
-        found[info.tp_dim] = _padded(n, tp) if info.ragged else _even(n, tp)
-    return found
+        size = info.shape[info.tp_dim]
+        intervals[info.tp_dim] = _padded_cuts(size, tp) if info.ragged else _even_cuts(size, tp)
+    return intervals
 
 
-def _even(n: int, parts: int) -> Intervals:
-    return list(pairwise(n * part // parts for part in range(parts + 1)))
+def _even_cuts(size: int, ranks: int) -> Intervals:
+    return list(pairwise(size * rank // ranks for rank in range(ranks + 1)))
 
 
-def _padded(n: int, tp: int) -> Intervals:
-    parts = 8 if 8 % tp == 0 else tp
-    rows = round_up(-(-n // parts)) * parts // tp
-    return [(min(rank * rows, n), min(rank * rows + rows, n)) for rank in range(tp)]
+def _padded_cuts(size: int, tp: int) -> Intervals:
+    # padded as the embedding pads it: for 8 tensor ranks where tp divides 8, so that the sizes 1, 2, 4 and 8 agree
+    padded_for = 8 if 8 % tp == 0 else tp
+    rows_per_rank = round_up(-(-size // padded_for)) * padded_for // tp
+    starts = range(0, rows_per_rank * tp, rows_per_rank)
+    return [(min(start, size), min(start + rows_per_rank, size)) for start in starts]
 
 
 def check_layout(arrays: Arrays, tp: int, pp: int) -> None:
     """Raises ValueError naming the arrays that cannot be cut so, and the numbers that can."""
     if tp < 1 or pp < 1:
         raise ValueError(f"tp={tp} and pp={pp} must be at least 1")
-    cut = {
-        key: info.shape[info.tp_dim] for key, info in arrays.items() if info.tp_dim is not None and not info.ragged
-    }
-    if bad := {key: n for key, n in cut.items() if n % tp}:
-        common = gcd(*cut.values())
-        valid = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise ValueError(f"tp={tp} does not divide {_named(bad)}; all arrays can be cut in {valid}")
-    layers = {key: info.shape[0] for key, info in arrays.items() if info.stacked}
-    if bad := {key: n for key, n in layers.items() if n < pp}:
+    cut_sizes = {}
+    layer_counts = {}
+    for key, info in arrays.items():
+        if info.tp_dim is not None and not info.ragged:
+            cut_sizes[key] = info.shape[info.tp_dim]
+        if info.stacked:
+            layer_counts[key] = info.shape[0]
+    if undivided := {key: size for key, size in cut_sizes.items() if size % tp}:
+        common = gcd(*cut_sizes.values())
+        valid = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
+        raise ValueError(f"tp={tp} does not divide {_listed(undivided)}; all arrays can be cut in {valid}")
+    if too_short := {key: layers for key, layers in layer_counts.items() if layers < pp}:
         raise ValueError(
-            f"pp={pp} stages are more than there are layers in {_named(bad)}; take at most {min(bad.values())}"
+            f"pp={pp} stages are more than there are layers in {_listed(too_short)}; "
+            f"take at most {min(too_short.values())}"
         )
 
 
-def _named(sizes: Mapping[str, int]) -> str:
-    shown = [f"{key} ({n})" for key, n in sorted(sizes.items())]
-    return ", ".join(shown[:8]) + f" and {len(shown) - 8} more" * (len(shown) > 8)
+def _listed(sizes: Mapping[str, int]) -> str:
+    shown = [f"{key} ({size})" for key, size in sorted(sizes.items())]
+    text = ", ".join(shown[:8])
+    if len(shown) > 8:
+        text += f" and {len(shown) - 8} more"
+    return text
 
 
 def read_amplification(arrays: Iterable[tuple[ArrayInfo, tuple[int, ...]]], tp: int, pp: int) -> float:
-    """Bytes that the ranks read over bytes that they need, all together.
+    """Bytes that all ranks together read, divided by the bytes that they need; 1.0 at best.
 
     arrays: each with the shape of what shares one checksum, which is read as a whole.
     """
     needed = read = 0
-    for info, unit in arrays:
-        weight = info.itemsize * (tp if info.tp_dim is None else 1)
-        dims = cuts(info, tp, pp)
-        needed += weight * prod(sum(stop - start for start, stop in dim) for dim in dims)
-        read += weight * prod(_touched(dim, n) for dim, n in zip(dims, unit, strict=True))
+    for info, unit_shape in arrays:
+        # an array that tensor parallelism does not cut is read by all tensor ranks
+        readers = tp if info.tp_dim is None else 1
+        intervals_by_dim = cuts(info, tp, pp)
+        needed_elements = [sum(stop - start for start, stop in intervals) for intervals in intervals_by_dim]
+        read_elements = [
+            _rows_of_units(intervals, unit) for intervals, unit in zip(intervals_by_dim, unit_shape, strict=True)
+        ]
+        needed += info.itemsize * readers * prod(needed_elements)
+        read += info.itemsize * readers * prod(read_elements)
     return read / needed if needed else 1.0
 
 
-def _touched(dim: Intervals, unit: int) -> int:
-    """How many rows of whole units cover each interval."""
-    return sum((-(-stop // unit) - start // unit) * unit for start, stop in dim if start < stop)
+def _rows_of_units(intervals: Intervals, unit: int) -> int:
+    """How many rows the units of `unit` rows have that touch the intervals; counted once for each interval."""
+    rows = 0
+    for start, stop in intervals:
+        if start < stop:
+            rows += (-(-stop // unit) - start // unit) * unit
+    return rows

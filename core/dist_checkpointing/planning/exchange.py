@@ -1,4 +1,4 @@
-"""Runs a plan: fragments travel as bits in waves, whole cells come out."""
+"""Carries out a plan: ranks send each other what they lack of their cells, as bits, in waves of all-to-alls."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,21 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.format.arrays import STORED, ArrayInfo, Arrays, Index
-from core.dist_checkpointing.planning.plan import Fragment, Plan, wire_bytes
+from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo, Arrays, Index
+from core.dist_checkpointing.planning.plan import Transfer, WritePlan, transfer_bytes
 from core.parallel_state.collectives import Group, all_gather, all_to_all
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers: no copy touches a NaN's payload
+# item size -> dtype that elements travel as: integers, because copying a NaN as a float may change its payload
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BITS[16] = torch.complex128  # there is no wider integer
 
 
-class Part(Protocol):
-    """A piece of an array in this rank's memory."""
+class ShardLike(Protocol):
+    """A box of an array in this rank's memory."""
 
     @property
     def box(self) -> Box:
-        """Where in the array."""
+        """Where it lies in the array."""
         ...
 
     @property
@@ -32,73 +33,91 @@ class Part(Protocol):
         ...
 
 
-Parts = Mapping[str, Sequence[Part]]
+ShardsByKey = Mapping[str, Sequence[ShardLike]]
 OwnedCell = tuple[str, Index, Box, np.ndarray]
 
 
 def owned_cells(
-    plan: Plan, arrays: Arrays, parts: Parts, rank: int, group: Group | None, device: torch.device | str = "cpu"
+    plan: WritePlan,
+    arrays: Arrays,
+    shards: ShardsByKey,
+    rank: int,
+    group: Group | None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[OwnedCell]:
     """Collective: every rank exhausts it, or the others hang. Each cell that `rank` owns, once, as stored.
 
-    Those that need nobody come first, then wave by wave those that became whole.
+    Cells that need nothing from other ranks come first, then wave by wave those that became complete.
     """
-    yield from local_cells(plan, arrays, parts, rank)
-    yield from exchanged_cells(plan, arrays, parts, rank, group, device)
+    yield from local_cells(plan, arrays, shards, rank)
+    yield from exchanged_cells(plan, arrays, shards, rank, group, device)
 
 
-def local_cells(plan: Plan, arrays: Arrays, parts: Parts, rank: int) -> Iterator[OwnedCell]:
-    """The cells that `rank` owns and holds: views of parts (any strides) where one part on the CPU covers them.
+def local_cells(plan: WritePlan, arrays: Arrays, shards: ShardsByKey, rank: int) -> Iterator[OwnedCell]:
+    """The cells that `rank` owns and holds: views (any strides) of a shard on the CPU that covers the cell.
 
-    Raises ValueError: a part that is not of its array's dtype or not of its box's shape, parts that are not what the
-    plan was made from.
+    Raises ValueError: a shard that is not of its array's dtype or not of its box's shape, shards that are not what
+    the plan was made from.
     """
-    held = held_parts(arrays, parts)
-    awaited = {(f.key, f.cell) for wave in plan.waves for f in wave if f.destination == rank}
+    local_shards = shards_as_bits(arrays, shards)
+    awaited = set()
+    for wave in plan.waves:
+        for transfer in wave:
+            if transfer.destination == rank:
+                awaited.add((transfer.key, transfer.cell))
     for key, index, box in plan.owned(rank):
         if (key, index) not in awaited:
-            yield key, index, box, _local(key, arrays[key], held.get(key, ()), box)
+            yield key, index, box, _local_cell(key, arrays[key], local_shards.get(key, ()), box)
 
 
 def exchanged_cells(
-    plan: Plan, arrays: Arrays, parts: Parts, rank: int, group: Group | None, device: torch.device | str = "cpu"
+    plan: WritePlan,
+    arrays: Arrays,
+    shards: ShardsByKey,
+    rank: int,
+    group: Group | None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[OwnedCell]:
-    """Collective: every rank exhausts it. The cells that `rank` makes of what others send; they are the caller's.
+    """Collective: every rank exhausts it. The cells that `rank` assembles from what others send, in new memory.
 
     group: of all ranks of the plan, None for a single process. device: where the group's messages live.
     Raises ValueError: as `local_cells`.
     """
-    held = held_parts(arrays, parts)
+    local_shards = shards_as_bits(arrays, shards)
     boxes = {(key, index): box for key, index, box in plan.owned(rank)}
-    begun: dict[tuple[str, Index], np.ndarray] = {}
-    missing: dict[tuple[str, Index], int] = {}
+    incomplete: dict[tuple[str, Index], np.ndarray] = {}
+    missing: dict[tuple[str, Index], int] = {}  # elements that are still to come
     for wave in plan.waves:
-        for fragment, elements in exchange(wave, arrays, held, rank, group, device):
-            key, index = at = fragment.key, fragment.cell
-            if at not in begun:
-                begun[at], missing[at] = _assembled(arrays[key], held.get(key, ()), boxes[at])
-            begun[at][slices(relative(fragment.box, boxes[at]))] = _stored(elements, arrays[key])
-            missing[at] -= volume(fragment.box)
-            if not missing[at]:
-                yield key, index, boxes[at], begun.pop(at)
-    for key, index in begun:
-        raise _lacking(key, boxes[key, index], missing[key, index])
+        for transfer, elements in exchange(wave, arrays, local_shards, rank, group, device):
+            key, index = transfer.key, transfer.cell
+            cell = key, index
+            if cell not in incomplete:
+                incomplete[cell], missing[cell] = _assemble(arrays[key], local_shards.get(key, ()), boxes[cell])
+            inside = slices(relative(transfer.box, boxes[cell]))
+            incomplete[cell][inside] = _as_stored(elements, arrays[key])
+            missing[cell] -= volume(transfer.box)
+            if not missing[cell]:
+                # handed out at once and dropped here: memory holds one incomplete cell per rank, not all of them
+                yield key, index, boxes[cell], incomplete.pop(cell)
+    for key, index in incomplete:
+        raise _incomplete_error(key, boxes[key, index], missing[key, index])
 
 
 def gather_json(value: Any, group: Group | None, device: torch.device | str = "cpu") -> list[Any]:
     """Collective: one JSON value of every rank, in rank order, as it reads back. device: of the group's messages."""
     text = json.dumps(value).encode()
+    # all-gather needs equal sizes: the lengths go first, then every text padded to the longest (JSON ignores spaces)
     sizes = all_gather(torch.tensor([len(text)], device=device), group).tolist()
     padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8).to(device)
-    everyone = all_gather(padded, group).cpu().numpy().reshape(len(sizes), -1)
-    return [json.loads(row.tobytes()) for row in everyone]
+    texts = all_gather(padded, group).cpu().numpy().reshape(len(sizes), -1)
+    return [json.loads(row.tobytes()) for row in texts]
 
 
 @dataclass(frozen=True)
-class Held:
-    """A part as integers of its dtype's size; array: the same memory as it is stored, None if not on the CPU.
+class ShardBits:
+    """A shard as integers of its dtype's size; array: the same memory as it is stored, None if not on the CPU.
 
-    Made once per part: a view by torch costs more than a small cell's write.
+    Made once per shard: a view by torch costs more than writing a small cell.
     """
 
     box: Box
@@ -106,57 +125,63 @@ class Held:
     array: np.ndarray | None
 
     def cut(self, box: Box) -> Tensor:
-        """The elements of `box`, inside the part's."""
+        """The elements of `box`, which lies inside of the shard's."""
         return self.bits[slices(relative(box, self.box))]
 
     def stored(self, box: Box, info: ArrayInfo) -> np.ndarray:
-        """The same as stored: a view on the CPU, else a copy."""
-        where: Any = (*slices(relative(box, self.box)), ...)  # the dots: a view even of an array without dims
-        return self.array[where] if self.array is not None else _stored(self.cut(box), info)
+        """The elements of `box` in the stored dtype: a view on the CPU, else a copy."""
+        if self.array is None:
+            return _as_stored(self.cut(box), info)
+        index: Any = (*slices(relative(box, self.box)), ...)  # the dots: a view even of an array without dims
+        return self.array[index]
 
 
-def held_parts(arrays: Arrays, parts: Parts) -> dict[str, list[Held]]:
-    """Of every part. Raises ValueError: one that is not of its array's dtype or not of its box's shape."""
-    found: dict[str, list[Held]] = {}
-    for key, of_key in parts.items():
-        info, found[key] = arrays[key], []
-        for part in of_key:
-            dtype = str(part.data.dtype).removeprefix("torch.")
-            if dtype != info.dtype or tuple(part.data.shape) != extent(part.box):
+def shards_as_bits(arrays: Arrays, shards: ShardsByKey) -> dict[str, list[ShardBits]]:
+    """Every shard as bits. Raises ValueError: one that is not of its array's dtype or not of its box's shape."""
+    bits_by_key: dict[str, list[ShardBits]] = {}
+    for key, shards_of_array in shards.items():
+        info, bits_by_key[key] = arrays[key], []
+        for shard in shards_of_array:
+            dtype = str(shard.data.dtype).removeprefix("torch.")
+            shape = tuple(shard.data.shape)
+            if dtype != info.dtype or shape != extent(shard.box):
                 raise ValueError(
-                    f"the part {part.box} of {key} is {dtype} {tuple(part.data.shape)}; its array and box say "
-                    f"{info.dtype} {extent(part.box)}"
+                    f"the part {shard.box} of {key} is {dtype} {shape}; its array and box say "
+                    f"{info.dtype} {extent(shard.box)}"
                 )
-            bits = part.data.detach().view(BITS[part.data.element_size()])
-            found[key].append(Held(part.box, bits, _stored(bits, info) if bits.device.type == "cpu" else None))
-    return found
+            bits = shard.data.detach().view(BITS[shard.data.element_size()])
+            array = _as_stored(bits, info) if bits.device.type == "cpu" else None
+            bits_by_key[key].append(ShardBits(shard.box, bits, array))
+    return bits_by_key
 
 
-def _stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
-    return bits.cpu().numpy().view(STORED[info.dtype][0])
+def _as_stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
+    stored_dtype, _ = STORED_DTYPES[info.dtype]
+    return bits.cpu().numpy().view(stored_dtype)
 
 
-def _local(key: str, info: ArrayInfo, parts: Sequence[Held], cell: Box) -> np.ndarray:
-    for part in parts:
-        if intersect(part.box, cell) == cell:
-            return part.stored(cell, info)
-    whole, missing = _assembled(info, parts, cell)
+def _local_cell(key: str, info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> np.ndarray:
+    """A cell that this rank holds: a view of the shard that covers it, else assembled in new memory."""
+    for shard in shards:
+        if intersect(shard.box, cell) == cell:
+            return shard.stored(cell, info)
+    array, missing = _assemble(info, shards, cell)
     if missing:
-        raise _lacking(key, cell, missing)
-    return whole
+        raise _incomplete_error(key, cell, missing)
+    return array
 
 
-def _assembled(info: ArrayInfo, parts: Sequence[Held], cell: Box) -> tuple[np.ndarray, int]:
-    """A cell with what is here of it, and how many elements are not: those are not initialized."""
-    whole, missing = np.empty(extent(cell), STORED[info.dtype][0]), volume(cell)
-    for part in parts:
-        if (box := intersect(part.box, cell)) is not None:
-            whole[slices(relative(box, cell))] = part.stored(box, info)
-            missing -= volume(box)
-    return whole, missing
+def _assemble(info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> tuple[np.ndarray, int]:
+    """A cell filled with what this rank holds of it, and how many elements it lacks: those are not initialized."""
+    array, missing = np.empty(extent(cell), STORED_DTYPES[info.dtype][0]), volume(cell)
+    for shard in shards:
+        if (overlap := intersect(shard.box, cell)) is not None:
+            array[slices(relative(overlap, cell))] = shard.stored(overlap, info)
+            missing -= volume(overlap)
+    return array, missing
 
 
-def _lacking(key: str, cell: Box, missing: int) -> ValueError:
+def _incomplete_error(key: str, cell: Box, missing: int) -> ValueError:
     return ValueError(
         f"{key}: {missing} of the {volume(cell)} elements of {cell} are in no part; pass the parts whose boxes the "
         "plan was made from"
@@ -164,53 +189,63 @@ def _lacking(key: str, cell: Box, missing: int) -> ValueError:
 
 
 def exchange(
-    wave: list[Fragment],
+    wave: list[Transfer],
     arrays: Arrays,
-    parts: Mapping[str, Sequence[Held]],
+    shards: Mapping[str, Sequence[ShardBits]],
     rank: int,
     group: Group | None,
     device: torch.device | str,
-) -> Iterator[tuple[Fragment, Tensor]]:
-    """One all-to-all: (fragment, its bits on the CPU) of what came to `rank`. wave: sorted, what concerns `rank`."""
+) -> Iterator[tuple[Transfer, Tensor]]:
+    """Collective: one all-to-all. (transfer, its bits on the CPU) of all that came to `rank`.
+
+    wave: sorted transfers, at least all that `rank` sends or receives. device: where the group's messages live.
+    Raises ValueError: transfers without a group to send them in.
+    """
     if group is None:
-        raise ValueError(f"the plan moves {len(wave)} fragments between ranks; pass the group of all of them")
-    going: list[list[Fragment]] = [[] for _ in range(group.size)]
-    coming: list[list[Fragment]] = [[] for _ in range(group.size)]
-    for fragment in wave:
-        if fragment.source == rank:
-            going[fragment.destination].append(fragment)
-        if fragment.destination == rank:
-            coming[fragment.source].append(fragment)
-    send, receive = ([sum(_size(f, arrays) for f in peer) for peer in side] for side in (going, coming))
-    message = _packed(going, sum(send), arrays, parts, device)
-    answer = all_to_all(message, group, send_rows=send, receive_rows=receive).cpu()
-    del message  # not held while the caller writes
-    yield from _split(answer, coming, arrays)
+        raise ValueError(f"the plan moves {len(wave)} transfers between ranks; pass the group of all of them")
+    outgoing: list[list[Transfer]] = [[] for _ in range(group.size)]
+    incoming: list[list[Transfer]] = [[] for _ in range(group.size)]
+    for transfer in wave:
+        if transfer.source == rank:
+            outgoing[transfer.destination].append(transfer)
+        if transfer.destination == rank:
+            incoming[transfer.source].append(transfer)
+    send_bytes = [_message_bytes(transfers, arrays) for transfers in outgoing]
+    receive_bytes = [_message_bytes(transfers, arrays) for transfers in incoming]
+    message = _packed(outgoing, sum(send_bytes), arrays, shards, device)
+    received = all_to_all(message, group, send_rows=send_bytes, receive_rows=receive_bytes).cpu()
+    del message  # its memory is free while the caller writes
+    yield from _unpacked(received, incoming, arrays)
 
 
 def _packed(
-    going: list[list[Fragment]],
+    outgoing: list[list[Transfer]],
     size: int,
     arrays: Arrays,
-    parts: Mapping[str, Sequence[Held]],
+    shards: Mapping[str, Sequence[ShardBits]],
     device: torch.device | str,
 ) -> Tensor:
+    """The message of `size` bytes with all that this rank sends, one destination after the other."""
     message = torch.empty(size, dtype=torch.uint8, device=device)
-    for fragment, raw in _split(message, going, arrays):
-        part = next(part for part in parts[fragment.key] if intersect(part.box, fragment.box) == fragment.box)
-        raw.copy_(part.cut(fragment.box))
+    for transfer, elements in _unpacked(message, outgoing, arrays):
+        candidates = shards[transfer.key]
+        source = next(shard for shard in candidates if intersect(shard.box, transfer.box) == transfer.box)
+        elements.copy_(source.cut(transfer.box))
     return message
 
 
-def _size(fragment: Fragment, arrays: Arrays) -> int:
-    return wire_bytes(fragment.box, arrays[fragment.key])
+def _message_bytes(transfers: list[Transfer], arrays: Arrays) -> int:
+    return sum(transfer_bytes(transfer.box, arrays[transfer.key]) for transfer in transfers)
 
 
-def _split(message: Tensor, order: list[list[Fragment]], arrays: Arrays) -> Iterator[tuple[Fragment, Tensor]]:
-    """Each fragment with its place in a message, as integers of its dtype's size."""
+def _unpacked(
+    message: Tensor, transfers_by_rank: list[list[Transfer]], arrays: Arrays
+) -> Iterator[tuple[Transfer, Tensor]]:
+    """Each transfer with the view of its elements in a message, as integers of its dtype's size."""
     start = 0
-    for fragment in (fragment for peer in order for fragment in peer):
-        itemsize = arrays[fragment.key].itemsize
-        raw = message[start : start + volume(fragment.box) * itemsize]
-        yield fragment, raw.view(BITS[itemsize]).view(extent(fragment.box))
-        start += _size(fragment, arrays)
+    for transfers in transfers_by_rank:
+        for transfer in transfers:
+            info = arrays[transfer.key]
+            elements = message[start : start + volume(transfer.box) * info.itemsize]
+            yield transfer, elements.view(BITS[info.itemsize]).view(extent(transfer.box))
+            start += transfer_bytes(transfer.box, info)

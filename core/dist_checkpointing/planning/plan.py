@@ -1,7 +1,8 @@
-"""Who writes which cell, and which fragments change rank before: the same on every rank. No process, no torch.
+"""Which rank writes which cell of a save, and what the ranks send each other before. No process, no torch.
 
-Arrays that have one geometry and lie on the ranks alike (a parameter's float32 main copy and its moments) form a
-class: cut once; each array's cells have owners of their own.
+Every rank computes the same plan from the same integers, so nobody has to send it. Arrays of one shape that lie on
+the ranks alike (a parameter's float32 main weights and its moments) form a class: their cells are cut once, but each
+array's cells have owners of their own, so that all ranks share the writing.
 """
 
 from collections import Counter, defaultdict
@@ -16,15 +17,15 @@ from core.dist_checkpointing.format.grid import cell_name, cell_of, cells
 from core.parallel_state.flat import Box, intersect, volume
 
 WAVE_BYTES = 64 << 20
-FRAGMENT_ALIGN = 16  # bytes: where a fragment starts in a message, so that it can be viewed in its own dtype
+TRANSFER_ALIGN = 16  # bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
 
-Pieces = dict[Box, tuple[int, ...]]  # what is held of one cell: box -> the ranks that hold it
+Holders = dict[Box, tuple[int, ...]]  # of one cell: each box of it that ranks hold -> those ranks
 
 
-class Fragment(NamedTuple):
-    """A part of one cell that `source` holds and `destination` writes; `box` counts from the array's origin.
+class Transfer(NamedTuple):
+    """A box of one cell that `source` holds and `destination` writes; `box` counts from the array's origin.
 
-    A message holds them sorted.
+    Transfers of one message are sorted, so that both ends agree on the order without telling each other.
     """
 
     key: str
@@ -35,202 +36,240 @@ class Fragment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """cells: key -> (index, box, owner) of every cell in C order. waves: what each exchange carries, sorted."""
+class WritePlan:
+    """cells: key -> (index, box, owner) of every cell in C order. waves: the sorted transfers of each all-to-all."""
 
     cells: Mapping[str, Sequence[tuple[Index, Box, int]]]
-    waves: list[list[Fragment]]
+    waves: list[list[Transfer]]
 
     def owned(self, rank: int) -> list[tuple[str, Index, Box]]:
-        """The cells that `rank` writes, sorted."""
-        return [(key, at, box) for key in sorted(self.cells) for at, box, owner in self.cells[key] if owner == rank]
+        """The cells that `rank` writes, as (key, index, box), sorted."""
+        owned_cells = []
+        for key in sorted(self.cells):
+            for index, box, owner in self.cells[key]:
+                if owner == rank:
+                    owned_cells.append((key, index, box))
+        return owned_cells
 
 
 @dataclass(frozen=True)
-class _Cell:
-    """A cell of every array of a class. moved: owner -> what it lacks, and who sends that."""
+class _PlannedCell:
+    """One cell of every array of a class, and who holds what of it.
+
+    received: owner -> (box, sender) of all that it does not hold itself; computed once for each owner.
+    """
 
     index: Index
     box: Box
-    pieces: Pieces
-    moved: dict[int, list[tuple[Box, int]]] = field(default_factory=dict)
+    holders: Holders
+    received: dict[int, list[tuple[Box, int]]] = field(default_factory=dict)
 
     @cached_property
     def disjoint(self) -> bool:
-        """Whether no two pieces overlap: together they are the cell, and no larger."""
-        return sum(map(volume, self.pieces)) == volume(self.box)
+        """Whether no two held boxes overlap: then their volumes add up to the cell's."""
+        return sum(map(volume, self.holders)) == volume(self.box)
 
     @cached_property
     def candidates(self) -> list[int]:
-        """Who may own it."""
-        return _candidates(self.pieces)
+        """The ranks that may own the cell."""
+        return _candidates(self.holders)
 
 
-def make_plan(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int = WAVE_BYTES) -> Plan:
+def plan_writes(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int = WAVE_BYTES) -> WritePlan:
     """Owners balanced by bytes, and the exchange in waves of at most `wave_bytes` sent and received per rank.
 
-    holdings: of every rank, in rank order. A rank writes what it holds; of ranks that hold at least half as much of
-    a cell as the one that holds most, the least loaded. A fragment larger than `wave_bytes` has a wave of its own.
+    holdings: of every rank, in rank order. A rank writes what it holds: among the ranks that hold at least half as
+    much of a cell as its largest holder, the least loaded becomes the owner. A transfer larger than `wave_bytes` has
+    a wave of its own.
     Raises ValueError: boxes of one rank that overlap or leave the array, elements that no rank holds.
     """
-    classes = _classes(arrays, holdings)
-    todo = [
-        (volume(cell.box) * arrays[key].itemsize, key, cell)
-        for keys in classes.values()
-        for cell in _cells_of_class(keys, arrays, holdings)
-        for key in keys
-    ]
-    todo.sort(key=lambda item: (-item[0], item[1], item[2].index))
-    load = [0] * len(holdings)
-    planned: dict[str, list[tuple[Index, Box, int]]] = {key: [] for key in sorted(arrays)}
-    fragments = []
-    for size, key, cell in todo:
+    unassigned = []
+    for keys in _array_classes(arrays, holdings).values():
+        for cell in _cells_of_class(keys, arrays, holdings):
+            elements = volume(cell.box)
+            unassigned += [(elements * arrays[key].itemsize, key, cell) for key in keys]
+    # the largest cells first: greedy balancing is then off by one small cell at most. Key and index break all ties,
+    # so that every rank computes the same plan
+    unassigned.sort(key=lambda item: (-item[0], item[1], item[2].index))
+    load = [0] * len(holdings)  # rank -> bytes that it writes
+    assigned: dict[str, list[tuple[Index, Box, int]]] = {key: [] for key in sorted(arrays)}
+    transfers = []
+    for size, key, cell in unassigned:
         owner = min(cell.candidates, key=lambda rank: (load[rank], rank))
         load[owner] += size
-        planned[key].append((cell.index, cell.box, owner))
-        if owner not in cell.moved:
-            cell.moved[owner] = _moved(cell, owner)
-        fragments += [Fragment(key, cell.index, box, source, owner) for box, source in cell.moved[owner]]
-    for of_key in planned.values():
-        of_key.sort()
-    return Plan(planned, _waves(fragments, arrays, len(holdings), wave_bytes))
+        assigned[key].append((cell.index, cell.box, owner))
+        if owner not in cell.received:
+            cell.received[owner] = _received(cell, owner)
+        for box, source in cell.received[owner]:
+            transfers.append(Transfer(key, cell.index, box, source, owner))
+    for cells_of_array in assigned.values():
+        cells_of_array.sort()
+    return WritePlan(assigned, _waves(transfers, arrays, len(holdings), wave_bytes))
 
 
-def wire_bytes(box: Box, info: ArrayInfo) -> int:
-    """What a fragment takes in a message."""
-    return wire_size(box, info.itemsize)
+def transfer_bytes(box: Box, info: ArrayInfo) -> int:
+    """The bytes that a box of an array takes in a message, padding included."""
+    return padded_bytes(box, info.itemsize)
 
 
-def wire_size(box: Box, itemsize: int) -> int:
-    """The same, of elements of that size."""
-    return -(-volume(box) * itemsize // FRAGMENT_ALIGN) * FRAGMENT_ALIGN
+def padded_bytes(box: Box, itemsize: int) -> int:
+    """The bytes of a box in a message, rounded up to `TRANSFER_ALIGN`; elements of `itemsize` bytes."""
+    return -(-volume(box) * itemsize // TRANSFER_ALIGN) * TRANSFER_ALIGN
 
 
-def _classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, list[str]]:
+def _array_classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, list[str]]:
     """First key -> all keys of each class. Raises ValueError: a rank holds an array that is not among `arrays`."""
-    for rank, held in enumerate(holdings):
-        if unknown := sorted(held.keys() - arrays.keys()):
+    for rank, rank_holdings in enumerate(holdings):
+        if unknown := sorted(rank_holdings.keys() - arrays.keys()):
             raise ValueError(f"rank {rank} holds {', '.join(unknown)}, not among the {len(arrays)} arrays to save")
-    alike: dict[tuple, list[str]] = defaultdict(list)
+    classes: dict[tuple, list[str]] = defaultdict(list)
     for key in sorted(arrays):
         info = arrays[key]
-        boxes = tuple([held.get(key, ()) for held in holdings])
-        alike[info.shape, info.tp_dim, info.stacked, info.ragged, boxes].append(key)
-    return {keys[0]: keys for keys in alike.values()}
+        boxes_by_rank = tuple([rank_holdings.get(key, ()) for rank_holdings in holdings])
+        classes[info.shape, info.tp_dim, info.stacked, info.ragged, boxes_by_rank].append(key)
+    return {keys[0]: keys for keys in classes.values()}
 
 
-def _cells_of_class(keys: list[str], arrays: Arrays, holdings: Sequence[Holdings]) -> Iterator[_Cell]:
+def _cells_of_class(keys: list[str], arrays: Arrays, holdings: Sequence[Holdings]) -> Iterator[_PlannedCell]:
+    """Every cell of a class in C order. Raises ValueError: a box outside of the array, elements that nobody holds."""
     key, info = keys[0], arrays[keys[0]]
     try:
         grid = cell_of(info)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    ranks_of: dict[tuple[Box, ...], list[int]] = defaultdict(list)  # replicas are cut once
-    for rank, held in enumerate(holdings):
-        ranks_of[held.get(key, ())].append(rank)
-    pieces: dict[Index, Pieces] = defaultdict(dict)
-    for boxes, ranks in ranks_of.items():
+    # replicas hold equal boxes: these are cut into cells once for all of them
+    ranks_by_boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+    for rank, rank_holdings in enumerate(holdings):
+        ranks_by_boxes[rank_holdings.get(key, ())].append(rank)
+    holders_by_cell: dict[Index, Holders] = defaultdict(dict)
+    for boxes, ranks in ranks_by_boxes.items():
         _check_boxes(key, info.shape, boxes, ranks[0])
         for box in boxes:
             for index, cell in cells(info.shape, grid, box):
-                piece = intersect(box, cell)
-                assert piece is not None
-                pieces[index][piece] = (*pieces[index].get(piece, ()), *ranks)
+                overlap = intersect(box, cell)
+                assert overlap is not None
+                holders = holders_by_cell[index]
+                holders[overlap] = (*holders.get(overlap, ()), *ranks)
     for index, cell in cells(info.shape, grid):
-        if cell not in pieces[index] and (hole := _without(cell, sorted(pieces[index]))):
+        holders = holders_by_cell[index]
+        if cell not in holders and (hole := _without(cell, sorted(holders))):
             raise ValueError(
                 f"{key} of shape {info.shape}: no rank holds {hole[0]} (in cell {cell_name(index)}); every element "
                 f"has to be in the sharded state of at least one of the {len(holdings)} ranks"
             )
-        yield _Cell(index, cell, pieces[index])
+        yield _PlannedCell(index, cell, holders)
 
 
 def _check_boxes(key: str, shape: tuple[int, ...], boxes: tuple[Box, ...], rank: int) -> None:
-    ahead: list[Box] = []  # of the boxes so far, those that reach the rows of the next one
+    """Raises ValueError: a box that is empty or leaves the array, two boxes of one rank that overlap."""
+    # sorted by first row, a box can only overlap earlier ones that reach into its rows: a sweep, not all pairs
+    reaching: list[Box] = []
     for box in sorted(boxes):
-        inside = all(0 <= start < stop <= n for (start, stop), n in zip(box, shape, strict=False))
+        inside = all(0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=False))
         if len(box) != len(shape) or not inside:
             raise ValueError(f"rank {rank} holds {box} of {key}, which is empty or not inside its shape {shape}")
-        ahead = [other for other in ahead if other[0][1] > box[0][0]] if box else ahead
-        if twice := [other for other in ahead if intersect(other, box) is not None]:
-            raise ValueError(
-                f"rank {rank} holds {twice[0]} and {box} of {key}, which overlap: name each element once"
-            )
-        ahead.append(box)
+        if box:
+            reaching = [earlier for earlier in reaching if earlier[0][1] > box[0][0]]
+        for earlier in reaching:
+            if intersect(earlier, box) is not None:
+                raise ValueError(
+                    f"rank {rank} holds {earlier} and {box} of {key}, which overlap: name each element once"
+                )
+        reaching.append(box)
 
 
-def _candidates(pieces: Pieces) -> list[int]:
+def _candidates(holders: Holders) -> list[int]:
     """The ranks that hold at least half of what the largest holder holds."""
-    held: dict[int, int] = defaultdict(int)
-    for box, ranks in pieces.items():
+    elements_of_rank: dict[int, int] = defaultdict(int)
+    for box, ranks in holders.items():
         elements = volume(box)
         for rank in ranks:
-            held[rank] += elements
-    most = max(held.values())
-    return [rank for rank, elements in held.items() if 2 * elements >= most]
+            elements_of_rank[rank] += elements
+    largest = max(elements_of_rank.values())
+    return [rank for rank, elements in elements_of_rank.items() if 2 * elements >= largest]
 
 
-def _moved(cell: _Cell, owner: int) -> list[tuple[Box, int]]:
+def _received(cell: _PlannedCell, owner: int) -> list[tuple[Box, int]]:
     """Disjoint boxes that the owner lacks, each with the rank that sends it; replicas take turns.
 
-    Pieces of different ranks may overlap: stages that share an embedding cut it in different places.
+    Boxes of different ranks may overlap: pipeline stages that share an embedding may cut it in different places.
     """
+    received: list[tuple[Box, int]] = []
     if cell.disjoint:
-        pieces = cell.pieces.items()
-        return [(box, sorted(ranks)[owner % len(ranks)]) for box, ranks in pieces if owner not in ranks]
-    moved: list[tuple[Box, int]] = []
+        for box, ranks in cell.holders.items():
+            if owner not in ranks:
+                received.append((box, _sender(ranks, owner)))
+        return received
+    # what the owner holds itself counts first, then the large boxes: few transfers
+    by_preference = sorted(
+        cell.holders.items(), key=lambda holding: (owner not in holding[1], -volume(holding[0]), holding[0])
+    )
     covered: list[Box] = []
-    for box, ranks in sorted(cell.pieces.items(), key=lambda held: (owner not in held[1], -volume(held[0]), held[0])):
+    for box, ranks in by_preference:
         if owner not in ranks:
-            moved += [(part, sorted(ranks)[owner % len(ranks)]) for part in _without(box, covered)]
+            sender = _sender(ranks, owner)
+            received += [(rest, sender) for rest in _without(box, covered)]
         covered.append(box)
-    return moved
+    return received
+
+
+def _sender(ranks: tuple[int, ...], owner: int) -> int:
+    """One of the ranks that hold the same box: different owners ask different replicas."""
+    return sorted(ranks)[owner % len(ranks)]
 
 
 def _without(box: Box, others: Iterable[Box]) -> list[Box]:
-    """What is left of a box, as disjoint boxes."""
-    left = [box]
+    """What remains of a box without `others`, as disjoint boxes."""
+    remaining = [box]
     for other in others:
-        if not left:
+        if not remaining:
             break
-        left = [part for whole in left for part in _difference(whole, other)]
-    return left
+        remaining = [rest for uncut in remaining for rest in _difference(uncut, other)]
+    return remaining
 
 
 def _difference(box: Box, other: Box) -> list[Box]:
+    """Disjoint boxes of all elements of `box` that are not in `other`."""
     common = intersect(box, other)
     if common is None:
         return [box]
-    parts = []
+    rest = []
+    # dim by dim the slabs before and after the common interval; dims before it are already cut to the common box
     for dim, ((start, stop), (first, last)) in enumerate(zip(box, common, strict=True)):
-        around = [(start, first)] * (start < first) + [(last, stop)] * (last < stop)
-        parts += [(*common[:dim], side, *box[dim + 1 :]) for side in around]
-    return parts
+        if start < first:
+            rest.append((*common[:dim], (start, first), *box[dim + 1 :]))
+        if last < stop:
+            rest.append((*common[:dim], (last, stop), *box[dim + 1 :]))
+    return rest
 
 
-def _waves(fragments: list[Fragment], arrays: Arrays, world: int, wave_bytes: int) -> list[list[Fragment]]:
-    """Each destination takes its cells in order, all destinations in turn: at most one cell of each is half there."""
-    turn: Counter[int] = Counter()
+def _waves(transfers: list[Transfer], arrays: Arrays, world: int, wave_bytes: int) -> list[list[Transfer]]:
+    """Transfers in waves that no rank sends or receives more than `wave_bytes` in.
+
+    Each destination receives its cells in order and all destinations take turns, so that at any time at most one
+    cell of each rank is incomplete in memory.
+    """
     queue = []
-    for fragment in sorted(fragments):
-        queue.append((turn[fragment.destination], fragment.destination, fragment))
-        turn[fragment.destination] += 1
-    waves: list[list[Fragment]] = []
+    queued: Counter[int] = Counter()  # destination -> its transfers so far
+    for transfer in sorted(transfers):
+        queue.append((queued[transfer.destination], transfer.destination, transfer))
+        queued[transfer.destination] += 1
+    waves: list[list[Transfer]] = []
     sent: list[list[int]] = []  # wave -> bytes of each rank
     received: list[list[int]] = []
-    at = [0] * world  # the wave of each destination's last fragment
-    for _, to, fragment in sorted(queue):
-        size = wire_bytes(fragment.box, arrays[fragment.key])
-        for wave in count(at[to]):
+    last_wave = [0] * world  # of each destination: where its last transfer is, earlier ones would break the order
+    for _, destination, transfer in sorted(queue):
+        size = transfer_bytes(transfer.box, arrays[transfer.key])
+        for wave in count(last_wave[destination]):
             if wave == len(waves):
                 waves.append([])
                 sent.append([0] * world)
                 received.append([0] * world)
-            busiest = max(sent[wave][fragment.source], received[wave][to])
+            busiest = max(sent[wave][transfer.source], received[wave][destination])
             if not busiest or busiest + size <= wave_bytes:
                 break
-        at[to] = wave
-        waves[wave].append(fragment)
-        sent[wave][fragment.source] += size
-        received[wave][to] += size
+        last_wave[destination] = wave
+        waves[wave].append(transfer)
+        sent[wave][transfer.source] += size
+        received[wave][destination] += size
     return [sorted(wave) for wave in waves]

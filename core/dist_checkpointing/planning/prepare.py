@@ -10,23 +10,24 @@ from core.dist_checkpointing.format.arrays import Arrays
 from core.dist_checkpointing.format.grid import cell_of, inner_shape
 from core.dist_checkpointing.format.zarr_metadata import Json, array_metadata
 from core.dist_checkpointing.planning.exchange import gather_json
-from core.dist_checkpointing.planning.plan import Plan, make_plan
+from core.dist_checkpointing.planning.plan import WritePlan, plan_writes
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.state.catalog import (
     Catalog,
+    LocalCatalog,
     LocalState,
-    completed,
-    digest,
+    check_replicated,
+    fingerprint,
     flatten,
-    merge,
+    merge_catalogs,
     merge_objects,
-    merge_plain,
-    shortened,
     to_json,
+    with_repeated_arrays,
+    without_repeated_arrays,
 )
-from core.dist_checkpointing.state.derive import left_out, unequal
+from core.dist_checkpointing.state.derive import derivable, unequal_weights
 from core.dist_checkpointing.state.leaves import tagged
-from core.dist_checkpointing.state.mapping import Piece
+from core.dist_checkpointing.state.mapping import Shard
 from core.dist_checkpointing.state.optimizers import to_save
 from core.parallel_state import ParallelState
 
@@ -34,15 +35,18 @@ Weights = Literal["derive", "bf16"]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A save that can begin. arrays, metadata: what is stored. attributes: of the root group. parts: this rank's."""
+class SavePlan:
+    """A save that can begin, the same on all ranks but for `shards`.
+
+    uuid: of this attempt. arrays, metadata: what is stored. attributes: of the root group. shards: this rank's.
+    """
 
     uuid: str
-    plan: Plan
+    plan: WritePlan
     arrays: Arrays
     metadata: Mapping[str, Json]
     attributes: Mapping[str, Any]
-    parts: Mapping[str, Sequence[Piece]]
+    shards: Mapping[str, Sequence[Shard]]
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +54,8 @@ class Prepared:
         return sum(prod(info.shape) * info.itemsize for info in self.arrays.values())
 
 
-class Preparer:
-    """Keeps catalogue and plan from save to save, as long as no rank's part changes."""
+class SavePlanner:
+    """Keeps catalogue and plan from save to save, as long as no rank's shards change."""
 
     def __init__(self, ps: ParallelState, weights: Weights = "derive") -> None:
         if weights not in ("derive", "bf16"):
@@ -59,65 +63,91 @@ class Preparer:
                 f"weights={weights!r} is unknown: 'derive' leaves out what can be rounded, 'bf16' does not"
             )
         self._ps, self._weights = ps, weights
-        self._digests: list[str] = []
+        self._fingerprints: list[str] = []  # of every rank's catalogue, at the save before
         self._catalog: Catalog | None = None
-        self._plan: tuple[Plan, Arrays, Mapping[str, Json]] | None = None
-        self._left_out: set[str] = set()
+        self._plan: tuple[WritePlan, Arrays, Mapping[str, Json]] | None = None
+        self._not_stored: set[str] = set()
 
-    def prepare(self, state: Any, *, failure: str | None = None) -> Prepared:
-        """Collective. `failure`: why this rank must not save (an earlier save failed); told to all.
+    def prepare(self, state: Any, *, failure: str | None = None) -> SavePlan:
+        """Collective. `failure`: why this rank must not save (an earlier save failed); raised on all ranks.
 
-        Raises ValueError on all ranks alike: a state that cannot be saved, parts that do not make wholes.
+        Raises ValueError on all ranks alike: a state that cannot be saved, shards that do not cover their arrays.
         RuntimeError: a rank's `failure`.
         """
-        flat, problem = LocalState(), None
-        local: dict[str, Any] = {}
-        mine: dict[str, Any] = {}
+        local_state, problem = LocalState(), None
+        catalog: LocalCatalog = {}
+        report: dict[str, Any] = {}
         try:
-            flat = flatten(to_save(state))
-            local = to_json(flat.arrays(), flat.holdings())
-            mine = {
-                "digest": digest(local),
-                "kind": digest(local["arrays"]),
-                "objects": digest(flat.objects),
-                "unequal": unequal(flat),
-            }
-            mine["same"] = flat.plain_digests(self._ps.config.world_size)
-        except Exception as error:
+            local_state = flatten(to_save(state))
+            catalog = to_json(local_state.arrays(), local_state.holdings())
+            report = self._report(local_state, catalog)
+        except Exception as error:  # reported to all ranks first: they wait in the exchange
             problem = error
-        told = self._gather(mine | {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure})
-        for rank, said in enumerate(told):
-            if said["failure"]:
-                raise RuntimeError(f"rank {rank}: {said['failure']}")
+        report |= {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure}
+        reports = self._gather(report)
+        self._raise_problems(reports, problem)
+        # an optimizer's objects are many: they are sent only where the fingerprints differ
+        objects = local_state.objects
+        if len({report["objects"] for report in reports}) > 1:
+            objects = merge_objects(self._gather(objects))
+        self._update_catalog(catalog, reports)
+        check_replicated([report["same"] for report in reports])
+        stored_weights: set[str] = set().union(*[report["unequal"] for report in reports])
+        plan, arrays, metadata, derived = self._planned(stored_weights)
+        version = TAGGED if tagged(list(objects.values())) else FORMAT
+        facts = {"format": version, "objects": objects, "derived": derived}
+        shards = {}
+        for key, tensors in local_state.shards.items():
+            if key in arrays:
+                shards[key] = [tensor.shard for tensor in tensors]
+        # rank 0's uuid names the attempt on all ranks
+        return SavePlan(reports[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, shards)
+
+    def _report(self, local_state: LocalState, catalog: LocalCatalog) -> dict[str, Any]:
+        """What this rank sends at every save: fingerprints of what is long and seldom changes."""
+        return {
+            "digest": fingerprint(catalog),
+            "kind": fingerprint(catalog["arrays"]),
+            "objects": fingerprint(local_state.objects),
+            "unequal": unequal_weights(local_state),
+            "same": local_state.replicated_checksums(self._ps.config.world_size),
+        }
+
+    def _raise_problems(self, reports: list[dict[str, Any]], problem: Exception | None) -> None:
+        """The first rank's failure or problem, on all ranks; a rank with a problem of its own raises that itself."""
+        for rank, report in enumerate(reports):
+            if report["failure"]:
+                raise RuntimeError(f"rank {rank}: {report['failure']}")
             if problem is not None and rank == self._ps.rank:
                 raise problem
-            if said["problem"] is not None:
-                raise ValueError(f"rank {rank}: {said['problem']}")
-        alike = len({said["objects"] for said in told}) == 1  # else each tells them: an optimizer's are many
-        objects = flat.objects if alike else merge_objects(self._gather(flat.objects))
-        if (digests := [said["digest"] for said in told]) != self._digests:
-            kinds = [said["kind"] for said in told]
-            every = self._gather(shortened(local, self._ps.rank, kinds))
-            self._catalog, self._plan = merge(completed(every, kinds)), None
-            self._digests = digests
-        merge_plain([said["same"] for said in told])
-        stored = {key for said in told for key in said["unequal"]}
-        plan, arrays, metadata, table = self._planned(stored)
-        facts = {"format": TAGGED if tagged(list(objects.values())) else FORMAT, "objects": objects, "derived": table}
-        parts = {key: [part.piece for part in held] for key, held in flat.parts.items() if key in arrays}
-        return Prepared(told[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, parts)
+            if report["problem"] is not None:
+                raise ValueError(f"rank {rank}: {report['problem']}")
+
+    def _update_catalog(self, catalog: LocalCatalog, reports: list[dict[str, Any]]) -> None:
+        """Collective where any rank's catalogue changed since the last save: all ranks see it in the reports."""
+        fingerprints = [report["digest"] for report in reports]
+        if fingerprints != self._fingerprints:
+            kinds = [report["kind"] for report in reports]
+            catalogs = self._gather(without_repeated_arrays(catalog, self._ps.rank, kinds))
+            self._catalog, self._plan = merge_catalogs(with_repeated_arrays(catalogs, kinds)), None
+            self._fingerprints = fingerprints
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, self._ps.world, self._ps.device)
 
-    def _planned(self, stored: set[str]) -> tuple[Plan, Arrays, Mapping[str, Json], dict[str, Any]]:
+    def _planned(self, stored_weights: set[str]) -> tuple[WritePlan, Arrays, Mapping[str, Json], dict[str, Any]]:
+        """(plan, arrays, their metadata, how to derive what is not stored); `stored_weights` cannot be derived."""
         assert self._catalog is not None
-        keys, table = left_out(self._catalog.arrays, stored) if self._weights == "derive" else (set(), {})
-        if self._plan is None or self._left_out != keys:
-            kept, self._left_out = self._catalog.without(keys), keys
+        not_stored: set[str] = set()
+        derived: dict[str, Any] = {}
+        if self._weights == "derive":
+            not_stored, derived = derivable(self._catalog.arrays, stored_weights)
+        if self._plan is None or self._not_stored != not_stored:
+            self._not_stored = not_stored
+            catalog = self._catalog.without(not_stored)
             metadata = {}
-            for key, info in kept.arrays.items():
+            for key, info in catalog.arrays.items():
                 cell = cell_of(info)
                 metadata[key] = array_metadata(info, cell, inner_shape(cell))
-            self._plan = make_plan(kept.arrays, kept.holdings), kept.arrays, metadata
-        return *self._plan, table
+            self._plan = plan_writes(catalog.arrays, catalog.holdings), catalog.arrays, metadata
+        return *self._plan, derived

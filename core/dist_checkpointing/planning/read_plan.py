@@ -1,7 +1,8 @@
-"""Who reads what several ranks want, and whom it is given to: the same on every rank. No process, no torch.
+"""Which rank reads what several ranks request, and whom it sends it to. No process, no torch.
 
-A cell that one rank wants is read by that rank. What shares a checksum and is wanted by several is read once, by one
-of them: storage gives each byte once, however many replicas there are.
+Every rank computes the same plan. A cell that one rank requests is read by that rank. A unit (what shares a
+checksum) that several ranks request is read once, by one of them, and sent to the others: storage delivers each byte
+once, however many replicas there are.
 """
 
 from collections import defaultdict
@@ -10,237 +11,289 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from core.dist_checkpointing.format.arrays import Holdings, Index
+from core.dist_checkpointing.format.arrays import Holdings, Index, boxes_from_json
 from core.dist_checkpointing.format.grid import cells
-from core.dist_checkpointing.format.zarr_metadata import Chunks
-from core.dist_checkpointing.planning.plan import wire_size
+from core.dist_checkpointing.format.zarr_metadata import Chunking
+from core.dist_checkpointing.planning.plan import padded_bytes
 from core.parallel_state.flat import Box, flat_boxes, flat_intervals, intersect, volume
 
 ROUND_BYTES = 64 << 20
 
-Wants = tuple[tuple[Box, tuple[int, ...]], ...]  # box -> the ranks that want it
+Requesters = dict[Box, tuple[int, ...]]  # of one cell: each requested box of it -> the ranks that request it
+Deliveries = tuple[tuple[Box, tuple[int, ...]], ...]  # (box, the ranks that request it)
 
 
-class Reading(NamedTuple):
-    """What `reader` reads of one cell, and what of it goes to which ranks, itself among them."""
+class SharedRead(NamedTuple):
+    """What `reader` reads of one cell, and which boxes of it go to which ranks, itself among them."""
 
     key: str
     cell: Index
     box: Box
     reader: int
-    wants: Wants
+    deliveries: Deliveries
 
 
 @dataclass
 class ReadPlan:
-    """What concerns one rank, or all. rounds: what is read and given out together, by number. shared: key -> the
-    cells that are read so. alone: (key, cell) -> what of such a cell a rank wants alone, if it is this one."""
+    """What concerns one rank, or all ranks.
 
-    rounds: dict[int, list[Reading]] = field(default_factory=lambda: defaultdict(list))
+    rounds: number of a round -> what is read and delivered in it. shared: key -> the cells that are read so.
+    alone: (key, cell) -> (box, rank) of what only one rank requests of a shared cell. count: rounds of all ranks.
+    """
+
+    rounds: dict[int, list[SharedRead]] = field(default_factory=lambda: defaultdict(list))
     shared: dict[str, set[Index]] = field(default_factory=lambda: defaultdict(set))
     alone: dict[tuple[str, Index], list[tuple[Box, int]]] = field(default_factory=lambda: defaultdict(list))
-    count: int = 0  # of all rounds, of all ranks
+    count: int = 0
 
 
-def to_json(wanted: Holdings) -> dict[str, Any]:
-    """What one rank tells of what it wants: boxes inside of others once, what several arrays have alike once."""
-    boxes: dict[tuple[Box, ...], int] = {}
-    lies = {key: boxes.setdefault(_joined(_largest(_joined(wanted[key]))), len(boxes)) for key in sorted(wanted)}
-    return {"boxes": list(boxes), "lies": lies}
+def to_json(requested: Holdings) -> dict[str, Any]:
+    """One rank's requests as a message: boxes inside of others once, equal lists of several arrays once."""
+    numbers: dict[tuple[Box, ...], int] = {}  # list of boxes -> its number in the message
+    number_of_key = {}
+    for key in sorted(requested):
+        boxes = _joined(_outermost(_joined(requested[key])))
+        number_of_key[key] = numbers.setdefault(boxes, len(numbers))
+    return {"boxes": list(numbers), "lies": number_of_key}
 
 
-def from_json(told: Mapping[str, Any]) -> Holdings:
-    """What it told: the elements that are wanted, in boxes."""
-    boxes = [tuple([tuple(map(tuple, box)) for box in held]) for held in told["boxes"]]
-    return {key: boxes[number] for key, number in told["lies"].items()}
+def from_json(message: Mapping[str, Any]) -> Holdings:
+    """The requested elements, as boxes, from what `to_json` made of them."""
+    lists_of_boxes = [boxes_from_json(boxes) for boxes in message["boxes"]]
+    return {key: lists_of_boxes[number] for key, number in message["lies"].items()}
 
 
-def _largest(boxes: Sequence[Box]) -> list[Box]:
-    """Those that are not inside another: a weight's is that of its main parameter's part, too."""
-    kept: list[Box] = []
+def _outermost(boxes: Sequence[Box]) -> list[Box]:
+    """Boxes that are not inside another: a weight is often requested together with its whole main parameter."""
+    outermost: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-volume(box), box)):
-        if not any(intersect(box, other) == box for other in kept):
-            kept.append(box)
-    return kept
+        if not any(intersect(box, outer) == box for outer in outermost):
+            outermost.append(box)
+    return outermost
 
 
 def _joined(boxes: Sequence[Box]) -> tuple[Box, ...]:
-    """One box for what lies behind each other in dim 0: layers of a stack."""
+    """Boxes that continue each other in dim 0 as one: the layers of a stack."""
     joined: list[Box] = []
     for box in sorted(set(boxes), key=lambda box: (box[1:], box[:1])):
-        if box and joined and joined[-1][1:] == box[1:] and joined[-1][0][1] == box[0][0]:
-            joined[-1] = ((joined[-1][0][0], box[0][1]), *box[1:])
+        previous = joined[-1] if joined else None
+        if box and previous and previous[1:] == box[1:] and previous[0][1] == box[0][0]:
+            joined[-1] = ((previous[0][0], box[0][1]), *box[1:])
         else:
             joined.append(box)
     return tuple(sorted(joined))
 
 
 def plan_reads(
-    chunks: Mapping[str, Chunks],
-    wanted: Sequence[Holdings],
+    chunks: Mapping[str, Chunking],
+    requested: Sequence[Holdings],
     rank: int | None = None,
     *,
     round_bytes: int = ROUND_BYTES,
 ) -> ReadPlan:
     """Readers balanced by bytes, and rounds in which each rank reads, sends and receives at most `round_bytes`.
 
-    wanted: by every rank, in rank order. rank: keep what concerns it; None: all. One piece goes to all who want it in
-    one round, and makes that round larger where so many want it.
+    requested: by every rank, in rank order. rank: keep what concerns it; None: all. One unit goes to all who request
+    it in one round, and makes that round larger where very many request it.
     """
-    plan, rounds = ReadPlan(), _Rounds(len(wanted), round_bytes)
-    for keys in _classes(chunks, wanted):
-        at = chunks[keys[0]]
-        for index, pieces in _cells_of_class(at, [held.get(keys[0], ()) for held in wanted]):
-            if not _several(pieces):
-                continue
-            if rank is None or any(rank in ranks for ranks in pieces.values()):
-                for key in keys:
-                    plan.shared[key].add(index)
-            for units, boxes in _runs(at, index, pieces):
-                takers = rounds.takers(tuple([pieces[box] for box in boxes]))
-                mine = rank is None or rank in takers.ranks
-                if len(takers.ranks) == 1 and not mine:
-                    continue
-                for box, found in _blocks(at, index, units, boxes, round_bytes // max(1, len(takers.ranks) - 1)):
+    plan, rounds = ReadPlan(), _Rounds(len(requested), round_bytes)
+    for keys in _array_classes(chunks, requested):
+        array_chunks = chunks[keys[0]]
+        boxes_by_rank = [rank_requests.get(keys[0], ()) for rank_requests in requested]
+        for index, requesters in _cells_of_class(array_chunks, boxes_by_rank):
+            if _is_shared(requesters):
+                if rank is None or any(rank in ranks for ranks in requesters.values()):
                     for key in keys:
-                        if len(takers.ranks) == 1:
-                            plan.alone[key, index].append((box, takers.ranks[0]))
-                            continue
-                        wants = tuple([(part, pieces[of]) for part, of in found])
-                        reader, number = rounds.place(takers, box, wants, at.itemsize)
-                        if mine:
-                            plan.rounds[number].append(Reading(key, index, box, reader, wants))
+                        plan.shared[key].add(index)
+                _plan_cell(plan, rounds, (array_chunks, keys, index, requesters), rank, round_bytes)
     plan.count = rounds.count
     return plan
 
 
-def _several(pieces: Mapping[Box, tuple[int, ...]]) -> bool:
-    """Whether more than one rank wants something of a cell."""
-    first = next(iter(pieces.values()))[0]
-    return any(len(ranks) > 1 or ranks[0] != first for ranks in pieces.values())
+def _plan_cell(
+    plan: ReadPlan,
+    rounds: "_Rounds",
+    cell: tuple[Chunking, list[str], Index, Requesters],
+    rank: int | None,
+    round_bytes: int,
+) -> None:
+    """Adds the reads of one shared cell, given as (chunks, keys of its class, index, requesters), for every key."""
+    chunks, keys, index, requesters = cell
+    for units, boxes in _unit_runs(chunks, index, requesters):
+        receivers = rounds.receivers(tuple([requesters[box] for box in boxes]))
+        concerned = rank is None or rank in receivers.ranks
+        single = len(receivers.ranks) == 1
+        if single and not concerned:
+            continue
+        # a block is sent to all others within one round: its bytes times their number must fit
+        block_bytes = round_bytes // max(1, len(receivers.ranks) - 1)
+        for box, boxes_inside in _blocks(chunks, index, units, boxes, block_bytes):
+            for key in keys:
+                if single:
+                    plan.alone[key, index].append((box, receivers.ranks[0]))
+                    continue
+                deliveries = tuple([(inside, requesters[request]) for inside, request in boxes_inside])
+                # all ranks' rounds are counted, also where `rank` is not concerned: the numbers must agree
+                reader, number = rounds.add(receivers, box, deliveries, chunks.itemsize)
+                if concerned:
+                    plan.rounds[number].append(SharedRead(key, index, box, reader, deliveries))
 
 
-def _classes(chunks: Mapping[str, Chunks], wanted: Sequence[Holdings]) -> list[list[str]]:
-    """Keys of one geometry that the ranks want alike: planned once."""
-    alike: dict[Any, list[str]] = defaultdict(list)
-    for key in sorted({key for held in wanted for key in held}):
-        at = chunks[key]
-        boxes = tuple([held.get(key, ()) for held in wanted])
-        alike[at.shape, at.cell, at.unit, at.itemsize, boxes].append(key)
-    return list(alike.values())
+def _is_shared(requesters: Requesters) -> bool:
+    """Whether more than one rank requests something of a cell."""
+    first_rank = next(iter(requesters.values()))[0]
+    return any(len(ranks) > 1 or ranks[0] != first_rank for ranks in requesters.values())
 
 
-def _cells_of_class(
-    chunks: Chunks, wanted: Sequence[tuple[Box, ...]]
-) -> Iterator[tuple[Index, dict[Box, tuple[int, ...]]]]:
-    """Every cell that somebody wants, with what is wanted of it, and by which ranks."""
-    ranks_of: dict[tuple[Box, ...], list[int]] = defaultdict(list)  # replicas are cut once
-    for rank, boxes in enumerate(wanted):
-        ranks_of[boxes].append(rank)
-    pieces: dict[Index, dict[Box, tuple[int, ...]]] = defaultdict(dict)
-    for boxes, ranks in ranks_of.items():
+def _array_classes(chunks: Mapping[str, Chunking], requested: Sequence[Holdings]) -> list[list[str]]:
+    """The keys of arrays of one geometry that the ranks request alike: their cells are cut once."""
+    keys: set[str] = set()
+    for rank_requests in requested:
+        keys.update(rank_requests)
+    classes: dict[Any, list[str]] = defaultdict(list)
+    for key in sorted(keys):
+        geometry = chunks[key]
+        boxes_by_rank = tuple([rank_requests.get(key, ()) for rank_requests in requested])
+        classes[geometry.shape, geometry.cell, geometry.unit, geometry.itemsize, boxes_by_rank].append(key)
+    return list(classes.values())
+
+
+def _cells_of_class(chunks: Chunking, boxes_by_rank: Sequence[tuple[Box, ...]]) -> Iterator[tuple[Index, Requesters]]:
+    """Every requested cell, with which boxes of it are requested, and by which ranks."""
+    # replicas request equal boxes: these are cut into cells once for all of them
+    ranks_by_boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+    for rank, boxes in enumerate(boxes_by_rank):
+        ranks_by_boxes[boxes].append(rank)
+    requesters_by_cell: dict[Index, Requesters] = defaultdict(dict)
+    for boxes, ranks in ranks_by_boxes.items():
         for box in boxes:
             for index, cell in cells(chunks.shape, chunks.cell, box):
-                piece = intersect(box, cell)
-                assert piece is not None
-                before = pieces[index].get(piece, ())
-                pieces[index][piece] = tuple(sorted({*before, *ranks})) if before else tuple(ranks)
-    yield from sorted(pieces.items())
+                overlap = intersect(box, cell)
+                assert overlap is not None
+                requesters = requesters_by_cell[index]
+                earlier = requesters.get(overlap, ())
+                requesters[overlap] = tuple(sorted({*earlier, *ranks})) if earlier else tuple(ranks)
+    yield from sorted(requesters_by_cell.items())
 
 
-def _runs(
-    chunks: Chunks, index: Index, pieces: Mapping[Box, tuple[int, ...]]
-) -> Iterator[tuple[tuple[int, int], list[Box]]]:
-    """Numbers of units (what shares a checksum), in C order, that the same boxes touch; and those boxes."""
-    grid = tuple([n // unit for n, unit in zip(chunks.cell, chunks.unit, strict=True)])
-    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(list)
-    for box in sorted(pieces):
-        inside = zip(box, index, chunks.cell, chunks.unit, strict=True)
-        touched = tuple([((a - i * n) // unit, -(-(b - i * n) // unit)) for (a, b), i, n, unit in inside])
-        for start, stop in flat_intervals(grid, touched):
-            edges[start].append((True, box))
-            edges[stop].append((False, box))
+def _unit_runs(chunks: Chunking, index: Index, requesters: Requesters) -> Iterator[tuple[tuple[int, int], list[Box]]]:
+    """Runs of units in C order that the same requests touch, as ((first, end), the requested boxes).
+
+    A sweep: each requested box opens and closes at unit numbers; between two of these the open boxes do not change.
+    """
+    unit_grid = tuple([size // unit for size, unit in zip(chunks.cell, chunks.unit, strict=True)])
+    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(list)  # unit number -> (opens there, box)
+    for box in sorted(requesters):
+        touched = []
+        for (start, stop), position, size, unit in zip(box, index, chunks.cell, chunks.unit, strict=True):
+            origin = position * size
+            touched.append(((start - origin) // unit, -(-(stop - origin) // unit)))
+        for first, end in flat_intervals(unit_grid, tuple(touched)):
+            edges[first].append((True, box))
+            edges[end].append((False, box))
     open_boxes: list[Box] = []
-    before = 0
-    for at in sorted(edges):
+    previous_edge = 0
+    for edge in sorted(edges):
         if open_boxes:
-            yield (before, at), list(open_boxes)
-        for begins, box in edges[at]:
-            open_boxes.append(box) if begins else open_boxes.remove(box)
-        before = at
+            yield (previous_edge, edge), list(open_boxes)
+        for opens, box in edges[edge]:
+            if opens:
+                open_boxes.append(box)
+            else:
+                open_boxes.remove(box)
+        previous_edge = edge
 
 
 def _blocks(
-    chunks: Chunks, index: Index, units: tuple[int, int], boxes: list[Box], most_bytes: int
+    chunks: Chunking, index: Index, units: tuple[int, int], boxes: list[Box], block_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[Box, Box]]]]:
-    """A run as boxes of at most `most_bytes`, or of one unit: what of it is needed, and (part, the box it is of)."""
-    origin = [i * n for i, n in zip(index, chunks.cell, strict=True)]
-    grid = tuple([n // unit for n, unit in zip(chunks.cell, chunks.unit, strict=True)])
-    step = max(1, most_bytes // chunks.unit_bytes)
-    for start in range(*units, step):
-        for flat in flat_boxes(grid, start, min(start + step, units[1])):
-            scaled = zip(flat, chunks.unit, origin, strict=True)
-            block = tuple([(a * unit + o, b * unit + o) for (a, b), unit, o in scaled])
-            found = [(part, box) for box in boxes if (part := intersect(box, block)) is not None]
-            yield _around([part for part, _ in found]), found
+    """A run of units in blocks of at most `block_bytes`, or of one unit.
+
+    Of each block: the box that has to be read, and (overlap, requested box) of every request that it serves.
+    """
+    origin = [position * size for position, size in zip(index, chunks.cell, strict=True)]
+    unit_grid = tuple([size // unit for size, unit in zip(chunks.cell, chunks.unit, strict=True)])
+    units_per_block = max(1, block_bytes // chunks.unit_bytes)
+    for first in range(*units, units_per_block):
+        for box_of_units in flat_boxes(unit_grid, first, min(first + units_per_block, units[1])):
+            scaled = zip(box_of_units, chunks.unit, origin, strict=True)
+            block = tuple([(start * unit + o, stop * unit + o) for (start, stop), unit, o in scaled])
+            overlaps = [(intersect(box, block), box) for box in boxes]
+            served = [(overlap, box) for overlap, box in overlaps if overlap is not None]
+            yield _bounding_box([overlap for overlap, _ in served]), served
 
 
-def _around(boxes: Sequence[Box]) -> Box:
+def _bounding_box(boxes: Sequence[Box]) -> Box:
+    """The smallest box around some boxes."""
     if len(boxes) == 1:
         return boxes[0]
-    return tuple([(min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*boxes, strict=True)])
+    bounds = []
+    for intervals in zip(*boxes, strict=True):
+        starts, stops = zip(*intervals, strict=True)
+        bounds.append((min(starts), max(stops)))
+    return tuple(bounds)
 
 
-class _Takers:
-    """All ranks that want any of these pieces, ascending."""
+class _Receivers:
+    """All ranks that request any of some boxes, ascending."""
 
-    def __init__(self, sets: Iterable[tuple[int, ...]]) -> None:
-        self.ranks = tuple(sorted({rank for ranks in sets for rank in ranks}))
-        self._get = itemgetter(*self.ranks)
+    def __init__(self, sets_of_ranks: Iterable[tuple[int, ...]]) -> None:
+        self.ranks = tuple(sorted(set().union(*sets_of_ranks)))
+        self._pick = itemgetter(*self.ranks)
 
-    def of(self, values: list[int]) -> tuple[int, ...]:
-        """Their values: all ranks' at once, since many want one thing."""
-        return self._get(values) if len(self.ranks) > 1 else (self._get(values),)
+    def pick(self, values: list[int]) -> tuple[int, ...]:
+        """These ranks' values of a list by rank, in one call: often many ranks request the same."""
+        return self._pick(values) if len(self.ranks) > 1 else (self._pick(values),)
 
 
 class _Rounds:
-    """How far each rank is: its round, and what it reads or sends, and receives, in that."""
+    """The current round of each rank, and how many bytes it reads or sends, and receives, in that round."""
 
     def __init__(self, world: int, limit: int) -> None:
         self._limit, self.count = limit, 0
-        self._read = [0] * world  # in all rounds
-        self._at, self._sent, self._received = [0] * world, [0] * world, [0] * world
-        self._takers: dict[tuple[tuple[int, ...], ...], _Takers] = {}
+        self._total_read = [0] * world  # bytes, in all rounds
+        self._current = [0] * world
+        self._sent, self._received = [0] * world, [0] * world  # bytes, in the current round
+        self._receivers: dict[tuple[tuple[int, ...], ...], _Receivers] = {}
 
-    def takers(self, sets: tuple[tuple[int, ...], ...]) -> _Takers:
-        """Every rank of some sets of ranks."""
-        if sets not in self._takers:
-            self._takers[sets] = _Takers(sets)
-        return self._takers[sets]
+    def receivers(self, sets_of_ranks: tuple[tuple[int, ...], ...]) -> _Receivers:
+        """Every rank of some sets of ranks; made once per combination."""
+        if sets_of_ranks not in self._receivers:
+            self._receivers[sets_of_ranks] = _Receivers(sets_of_ranks)
+        return self._receivers[sets_of_ranks]
 
-    def place(self, takers: _Takers, box: Box, wants: Wants, itemsize: int) -> tuple[int, int]:
-        """(reader, round) of one reading: the one that has read least, and the first round with room for all."""
-        so_far = takers.of(self._read)
-        reader = takers.ranks[so_far.index(min(so_far))]
-        size = volume(box) * itemsize
-        self._read[reader] += size
-        most = sum([wire_size(part, itemsize) for part, _ in wants])  # to each
-        sent = max(size, sum([wire_size(part, itemsize) * (len(ranks) - (reader in ranks)) for part, ranks in wants]))
-        rounds = takers.of(self._at)
-        at = max(rounds)
-        if min(rounds) < at:
-            self._enter(at, [rank for rank, n in zip(takers.ranks, rounds, strict=True) if n < at])
-        full = max(takers.of(self._received))
-        if (full and full + most > self._limit) or (self._sent[reader] and self._sent[reader] + sent > self._limit):
-            at += 1
-            self._enter(at, takers.ranks)
-        for rank in takers.ranks:
-            self._received[rank] += most
-        self._received[reader] -= most
-        self._sent[reader] += sent
-        self.count = max(self.count, at + 1)
-        return reader, at
+    def add(self, receivers: _Receivers, box: Box, deliveries: Deliveries, itemsize: int) -> tuple[int, int]:
+        """(reader, round) of one read: the rank that has read least, and the first round with room for all."""
+        total_read = receivers.pick(self._total_read)
+        reader = receivers.ranks[total_read.index(min(total_read))]
+        read_bytes = volume(box) * itemsize
+        self._total_read[reader] += read_bytes
+        receive_bytes = send_bytes = 0  # one receiver gets all boxes at most
+        for part_box, ranks in deliveries:
+            size = padded_bytes(part_box, itemsize)
+            receive_bytes += size
+            send_bytes += size * (len(ranks) - (reader in ranks))
+        send_bytes = max(read_bytes, send_bytes)
+        # all receivers take part in one all-to-all: those in an earlier round move on to the latest one of them
+        current = receivers.pick(self._current)
+        number = max(current)
+        if min(current) < number:
+            self._enter(
+                number, [rank for rank, its_round in zip(receivers.ranks, current, strict=True) if its_round < number]
+            )
+        busiest = max(receivers.pick(self._received))
+        receivers_full = busiest and busiest + receive_bytes > self._limit
+        reader_full = self._sent[reader] and self._sent[reader] + send_bytes > self._limit
+        if receivers_full or reader_full:
+            number += 1
+            self._enter(number, receivers.ranks)
+        for rank in receivers.ranks:
+            self._received[rank] += receive_bytes
+        self._received[reader] -= receive_bytes
+        self._sent[reader] += send_bytes
+        self.count = max(self.count, number + 1)
+        return reader, number
 
     def _enter(self, number: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._at[rank], self._sent[rank], self._received[rank] = number, 0, 0
+            self._current[rank], self._sent[rank], self._received[rank] = number, 0, 0

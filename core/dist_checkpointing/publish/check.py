@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from core.dist_checkpointing.format.contents import Contents, Held, files_of
+from core.dist_checkpointing.format.contents import Contents, ListedFiles, files_of
 from core.dist_checkpointing.format.digest import cell_crc, file_crc, json_crc
 from core.dist_checkpointing.format.grid import blocks, cell_name, cells
 from core.dist_checkpointing.format.json_files import canonical_json, parse_json
@@ -22,7 +22,7 @@ from core.dist_checkpointing.publish.manifest import (
     planned_files,
     read_manifest,
 )
-from core.dist_checkpointing.storage.place import Place, PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, PosixCheckpointDir
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.dist_checkpointing.tools.console import printable
 from core.parallel_state.flat import Box, extent, volume
@@ -34,12 +34,12 @@ Each = Callable[[Callable[[str], str | None], Iterable[str]], Problems]
 Node = dict[str, Any]  # the content of a zarr.json
 
 
-def check(place: Place, *, digests: bool = False, full: bool = False, jobs: int = 32) -> list[str]:
+def check(place: CheckpointDir, *, digests: bool = False, full: bool = False, jobs: int = 32) -> list[str]:
     """What is wrong with a checkpoint, each line naming its file; empty: nothing.
 
     Always: the manifest, and the size of every file. `digests`: also the crc of every file, which reads a few bytes
-    of each cell, that the arrays have all their cells, that `Stored.open` takes the metadata, and that no other
-    reader finds another one. `full`: also every byte, and files that do not belong.
+    of each cell, that the arrays have all their cells, that `StoredCheckpoint.open` takes the metadata, and that no
+    other reader finds another one. `full`: also every byte, and files that do not belong.
     """
     try:
         manifest = read_manifest(place)
@@ -54,7 +54,7 @@ def check(place: Place, *, digests: bool = False, full: bool = False, jobs: int 
         cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in found]
         found |= each(partial(_digest, place, manifest, metadata), cell_files)
     if full:
-        held = Held(manifest.files)
+        held = ListedFiles(manifest.files)
         for key, array in metadata.items():
             found |= _payload(place, key, array, held, found)
         extra = set(place.names()) - manifest.files.keys() - {MANIFEST, SIGNATURE}
@@ -82,7 +82,7 @@ def _each(jobs: int, problem: Callable[[str], str | None], paths: Iterable[str])
         return dict(ChainMap(*pool.map(some, range(jobs))))
 
 
-def _size(place: Place, manifest: Manifest, path: str) -> str | None:
+def _size(place: CheckpointDir, manifest: Manifest, path: str) -> str | None:
     expected = manifest.files[path][0]
     size = place.size(path, expected)
     if size == expected:
@@ -90,13 +90,13 @@ def _size(place: Place, manifest: Manifest, path: str) -> str | None:
     return "is missing" if size is None else f"has {size} bytes, the manifest says {expected}"
 
 
-def _json(place: Place, manifest: Manifest, path: str) -> str | None:
+def _json(place: CheckpointDir, manifest: Manifest, path: str) -> str | None:
     """JSON files are small, a part of them is not worth reading."""
     expected, crc = manifest.files[path][1], json_crc(place.read(path))
     return None if crc == expected else f"is damaged: its crc is {crc}, the manifest says {expected}"
 
 
-def _nodes(each: Each, place: Place, manifest: Manifest, found: Problems) -> dict[str, Node]:
+def _nodes(each: Each, place: CheckpointDir, manifest: Manifest, found: Problems) -> dict[str, Node]:
     """Path -> zarr.json of the groups and arrays that can be read; adds to `found` what is wrong with JSON files."""
     files = [path for path in manifest.files if path.endswith(".json") and path not in found]
     found |= each(partial(_json, place, manifest), files)
@@ -135,7 +135,7 @@ def _contents(manifest: Manifest, nodes: Mapping[str, Node], found: Problems) ->
     if "" not in nodes:
         return {"zarr.json": "is not in the manifest"}
     try:
-        expected = Contents.of(nodes[""], manifest.files).nodes
+        expected = Contents.from_root(nodes[""], manifest.files).nodes
     except ValueError as error:
         return {"zarr.json": str(error)}
     both = {file: path for file, path in files_of(expected).items() if path in nodes}
@@ -143,7 +143,7 @@ def _contents(manifest: Manifest, nodes: Mapping[str, Node], found: Problems) ->
     return dict.fromkeys(other, "says otherwise than zarr.json says of it")
 
 
-def _digest(place: Place, manifest: Manifest, metadata: Mapping[str, Node], path: str) -> str | None:
+def _digest(place: CheckpointDir, manifest: Manifest, metadata: Mapping[str, Node], path: str) -> str | None:
     array = metadata.get(path.rpartition("/")[0])
     if array is None:
         return None if f"{path.rpartition('/')[0]}/zarr.json" in manifest.files else "belongs to no array"
@@ -155,7 +155,7 @@ def _digest(place: Place, manifest: Manifest, metadata: Mapping[str, Node], path
     return None if crc == expected else f"is damaged: its digest is {crc}, the manifest says {expected}"
 
 
-def _payload(place: Place, key: str, array: Node, held: Held, found: Problems) -> Problems:
+def _payload(place: CheckpointDir, key: str, array: Node, held: ListedFiles, found: Problems) -> Problems:
     """Reads every cell of an array not known to be bad: all at once, one by one if there is something wrong."""
     try:
         held.check(key, array)
@@ -169,7 +169,7 @@ def _payload(place: Place, key: str, array: Node, held: Held, found: Problems) -
     return {name: error for name, error in wrong.items() if error}
 
 
-def _unreadable(place: Place, key: str, array: Node, boxes: Iterable[Box]) -> str | None:
+def _unreadable(place: CheckpointDir, key: str, array: Node, boxes: Iterable[Box]) -> str | None:
     reader, dtype = Reader(place, {key: array}), np.dtype(array["data_type"])
     try:
         for box in boxes:
@@ -181,12 +181,12 @@ def _unreadable(place: Place, key: str, array: Node, boxes: Iterable[Box]) -> st
     return None
 
 
-def crc_of(place: Place, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
+def crc_of(place: CheckpointDir, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
     """(size, digest) of a cell's file; `size`: what is expected, which saves requests to object stores.
 
     Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.
     """
-    if isinstance(place, PosixPlace):
+    if isinstance(place, PosixCheckpointDir):
         return file_crc(place.url + name, metadata)
     found = place.size(name, size)
     if found is None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from core.dist_checkpointing.format.digest import json_crc
 from core.dist_checkpointing.format.json_files import canonical_json, parse_json
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import Files, Manifest, is_entry, planned_files
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.place import Place
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 
 __all__ = ["commit", "merge_receipts", "planned_files", "receipts_folder", "write_failure", "write_receipt"]
 
@@ -30,7 +30,7 @@ def receipts_folder(uuid: str, rank: int, world_size: int) -> str:
     return FOLDER if world_size <= FAN_IN else f"{uuid}.{FOLDER}/{rank - rank % FAN_IN:05d}"
 
 
-def write_receipt(place: Place, rank: int, files: Files, folder: str = FOLDER) -> None:
+def write_receipt(place: CheckpointDir, rank: int, files: Files, folder: str = FOLDER) -> None:
     """Says that this rank is done: all it wrote, durably, as path -> (size, crc)."""
     told = canonical_json({"rank": rank, "files": {path: list(entry) for path, entry in files.items()}})
     if folder != FOLDER:
@@ -38,13 +38,13 @@ def write_receipt(place: Place, rank: int, files: Files, folder: str = FOLDER) -
     place.write(_receipt(rank, folder), told)
 
 
-def write_failure(place: Place, rank: int, error: str) -> None:
+def write_failure(place: CheckpointDir, rank: int, error: str) -> None:
     """Says that this rank will never be done: the committer need not wait."""
     place.write(f"{FOLDER}/{rank:05d}.failed", error.encode())
 
 
 def merge_receipts(
-    root: Root,
+    root: CheckpointRoot,
     name: int | str,
     uuid: str,
     rank: int,
@@ -74,7 +74,7 @@ def merge_receipts(
 
 
 def commit(
-    root: Root,
+    root: CheckpointRoot,
     name: int | str,
     uuid: str,
     planned: Set[str],
@@ -109,7 +109,7 @@ def commit(
 
 
 def _wait(
-    place: Place,
+    place: CheckpointDir,
     folder: str,
     ranks: Collection[int],
     world_size: int,
@@ -141,7 +141,7 @@ def _wait(
         pause = min(2 * pause, 0.25)
 
 
-def _behind(place: Place, uuid: str, firsts: list[int], world_size: int) -> list[int]:
+def _behind(place: CheckpointDir, uuid: str, firsts: list[int], world_size: int) -> list[int]:
     """The ranks that whoever merges has no receipt of; if it has all, or merged them already, itself."""
     found = []
     for first in firsts:
@@ -157,7 +157,7 @@ def _rank(name: str) -> int:
     return int(name.removeprefix(f"{FOLDER}/").partition(".")[0])
 
 
-def _parsed(place: Place, receipts: Mapping[int, bytes], folder: str = FOLDER) -> dict[int, Any]:
+def _parsed(place: CheckpointDir, receipts: Mapping[int, bytes], folder: str = FOLDER) -> dict[int, Any]:
     return {rank: parse_json(data, place.url + _receipt(rank, folder)) for rank, data in receipts.items()}
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 
 from core.dist_checkpointing.format.json_files import seal, unseal
-from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
 _COMPLETE = ".index.json"
 _TAKEN = re.compile(r"\.index/([^./][^/]*)/taken")
@@ -38,7 +38,7 @@ def marks(name: str, uuid: str, kind: str) -> list[str]:
 class Index:
     """See above. `thorough` in a method: list every object, whatever the index says."""
 
-    def __init__(self, files: KvPlace) -> None:
+    def __init__(self, files: KvCheckpointDir) -> None:
         self._files, self._complete = files, False
 
     def names(self, *, thorough: bool = False) -> list[str]:
@@ -120,4 +120,4 @@ class Watch:
         self._seen.pop(url, None)
 
 
-WATCH = Watch()  # of the process: each save, and each look of a manager, has a Root of its own
+WATCH = Watch()  # of the process: each save, and each look of a manager, has a CheckpointRoot of its own

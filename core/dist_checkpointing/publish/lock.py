@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from core.dist_checkpointing.format.json_files import canonical_json, parse_json
 from core.dist_checkpointing.publish.ownership import is_lock
-from core.dist_checkpointing.storage.place import Place
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Lock:
     did not touch its lock while this one watched for `stale_s`; then its lock is taken over.
     """
 
-    def __init__(self, place: Place, *, stale_s: float = 60.0, every: float = 1.0) -> None:
+    def __init__(self, place: CheckpointDir, *, stale_s: float = 60.0, every: float = 1.0) -> None:
         self._place, self._uuid = place, uuid4().hex
         me = {"host": socket.gethostname(), "pid": os.getpid(), "space": _process_space(), "time": time.time()}
         mine = canonical_json(me | {"uuid": self._uuid})
@@ -160,7 +160,7 @@ class Lock:
         return _read(self._place) is not None
 
 
-def _read(place: Place) -> bytes | None:
+def _read(place: CheckpointDir) -> bytes | None:
     try:
         return place.read(_LOCK)
     except FileNotFoundError:

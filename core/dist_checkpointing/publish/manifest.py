@@ -8,7 +8,7 @@ from typing import Any
 
 from core.dist_checkpointing.format.grid import cell_name
 from core.dist_checkpointing.format.json_files import seal, unseal
-from core.dist_checkpointing.storage.place import Place
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 
 FORMAT = 1
 TAGGED = 2  # of the root group, where objects name types: `leaves`
@@ -32,7 +32,7 @@ class Manifest:
         return seal({"format": FORMAT, "uuid": self.uuid, "files": files, "run": dict(self.run)})
 
 
-def read_manifest(place: Place) -> Manifest:
+def read_manifest(place: CheckpointDir) -> Manifest:
     """Raises ValueError naming the file: missing, damaged, of a newer format, or with paths that lead elsewhere."""
     file = place.url + MANIFEST
     try:
@@ -75,7 +75,7 @@ def planned_files(metadata: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return files
 
 
-def least_bytes(metadata: Mapping[str, Mapping[str, Any]]) -> int:
+def min_manifest_bytes(metadata: Mapping[str, Mapping[str, Any]]) -> int:
     """What a manifest has at least that lists the cells of these arrays, without naming them."""
     short = {key: f'"{key}/{cell_name((0,) * len(node["shape"]))}":[9,9],' for key, node in metadata.items()}
     return sum(prod(grid_shape(node)) * len(short[key]) for key, node in metadata.items())

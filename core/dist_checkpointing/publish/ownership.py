@@ -9,7 +9,7 @@ import re
 
 from core.dist_checkpointing.format.json_files import parse_json, unseal
 from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, SIGNED, read_manifest
-from core.dist_checkpointing.storage.place import PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 
 _LOCK = b'{"host":'  # how `Lock` begins what it writes
 _MARK = re.compile(r"[0-9a-f]{32}\.(heartbeat|trash)")
@@ -17,7 +17,7 @@ _RECEIPT = re.compile(r"\d{5,}\.json")
 _LATE = re.compile(r"receipts/\d{5,}\.failed(\.part)?|(.*/)?\.nfs[0-9a-f]+")  # of a slow rank; of a file that is open
 
 
-def listed(place: PosixPlace) -> set[str] | None:
+def listed(place: PosixCheckpointDir) -> set[str] | None:
     """Every file that a checkpoint says it is made of. None: there is no checkpoint, or none that can be told."""
     try:
         return {MANIFEST, *read_manifest(place).files, *_signature(place)}
@@ -34,7 +34,7 @@ def listed(place: PosixPlace) -> set[str] | None:
     return files or None
 
 
-def _signature(place: PosixPlace) -> set[str]:
+def _signature(place: PosixCheckpointDir) -> set[str]:
     try:
         ours = unseal(place.read(SIGNATURE), SIGNATURE).get("kind") == SIGNED
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ def _signature(place: PosixPlace) -> set[str]:
     return {SIGNATURE} if ours else set()
 
 
-def strangers(place: PosixPlace) -> list[str]:
+def strangers(place: PosixCheckpointDir) -> list[str]:
     """Files, links and directories below that no checkpoint there lists; without a checkpoint, what is in it."""
     files = listed(place)
     if files is None:
@@ -55,7 +55,7 @@ def strangers(place: PosixPlace) -> list[str]:
     return [path for path in found if path not in files and path not in folders and not _LATE.fullmatch(path)]
 
 
-def is_remains(place: PosixPlace) -> bool:
+def is_remains(place: PosixCheckpointDir) -> bool:
     """Whether a temporary, or trash, is one of ours: it holds a mark, or nothing but a checkpoint."""
     if os.path.islink(place.path) or not os.path.isdir(place.path):
         return False

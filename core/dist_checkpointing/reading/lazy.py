@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from core.dist_checkpointing.format.keys import key_of
-from core.dist_checkpointing.reading.loading import opened
+from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.reading.read import read, torch_dtype
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.assembly import index_dims
 from core.parallel_state.flat import extent
 
@@ -25,7 +25,7 @@ class LazyTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    _stored: Stored
+    _stored: StoredCheckpoint
     _path: str
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -35,10 +35,11 @@ class LazyTensor:
         """
         dims = index_dims(index if isinstance(index, tuple) else (index,), self.shape)
         box = tuple((start, stop) for start, stop, _ in dims)
-        made = torch.empty(extent(box), dtype=self.dtype)
-        if made.numel():
-            read(self._stored, {self._path: [(box, made)]})
-        return made[tuple(0 if single else slice(None) for _, _, single in dims)]
+        data = torch.empty(extent(box), dtype=self.dtype)
+        if data.numel():
+            read(self._stored, {self._path: [(box, data)]})
+        # dims that were indexed by an integer fall away
+        return data[tuple(0 if single else slice(None) for _, _, single in dims)]
 
 
 def lazy_tensors(checkpoint_dir: str | Path) -> Mapping[str, LazyTensor]:
@@ -46,10 +47,13 @@ def lazy_tensors(checkpoint_dir: str | Path) -> Mapping[str, LazyTensor]:
 
     Raises DamagedCheckpoint, FileNotFoundError: as `load`.
     """
-    stored = opened(checkpoint_dir)
-    found = {key: (key, stored.dtype(key)) for key in stored.metadata}
-    found |= {key: (how["from"], how["torch_dtype"]) for key, how in stored.derived.items()}
-    return {
-        key_of(key): LazyTensor(stored.shape(path), torch_dtype(dtype), stored, path)
-        for key, (path, dtype) in sorted(found.items())
-    }
+    stored = open_stored(checkpoint_dir)
+    # key -> (the array that it is read from, the dtype that it is read as)
+    origins = {key: (key, stored.dtype(key)) for key in stored.metadata}
+    for key, recipe in stored.derived.items():
+        origins[key] = recipe["from"], recipe["torch_dtype"]
+    tensors = {}
+    for key in sorted(origins):
+        path, dtype = origins[key]
+        tensors[key_of(key)] = LazyTensor(stored.shape(path), torch_dtype(dtype), stored, path)
+    return tensors

@@ -1,4 +1,4 @@
-"""Load: every rank gets its own parts, straight into the memory that its state dict names."""
+"""Load: every rank reads its own shards, straight into the memory that its state dict names."""
 
 import fnmatch
 import socket
@@ -19,16 +19,17 @@ from core.dist_checkpointing.publish.manifest import TAGGED
 from core.dist_checkpointing.reading.optimizer_loading import OptimizerLoads
 from core.dist_checkpointing.reading.read import Target, read, torch_dtype
 from core.dist_checkpointing.reading.read_once import read_once
-from core.dist_checkpointing.reading.stored import Stored
-from core.dist_checkpointing.state.assembly import Absent, assemble, paths
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.state.assembly import MissingArray, assemble, paths
 from core.dist_checkpointing.state.catalog import LocalState, flatten
-from core.dist_checkpointing.state.derive import source
+from core.dist_checkpointing.state.derive import stored_source
 from core.dist_checkpointing.state.leaves import decode
 from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, map_leaves
-from core.dist_checkpointing.state.names import Names, Renames, Source
+from core.dist_checkpointing.state.names import KeyMapping, Renames, Source
 from core.dist_checkpointing.state.tensors import fillable, native
-from core.dist_checkpointing.storage.place import PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from core.parallel_state import ParallelState
+from core.parallel_state.flat import whole
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class Report:
     def __str__(self) -> str:
         lines = [f"missing in the checkpoint: {key}" for key in self.missing]
         lines += [f"not asked for: {key}" for key in self.unexpected]
-        lines += [f"{key}: {why}" for key, why in self.mismatched.items()]
-        return "\n".join([*lines[:20], *[f"and {len(lines) - 20} more"] * (len(lines) > 20)])
+        lines += [f"{key}: {reason}" for key, reason in self.mismatched.items()]
+        if len(lines) > 20:
+            lines[20:] = [f"and {len(lines) - 20} more"]
+        return "\n".join(lines)
 
 
 def load(
@@ -72,7 +75,7 @@ def load(
     they are a mismatch. `verify`: check that each file read is the one that was saved; rank 0 checks that all are
     there. `mapping`: key here -> key in the checkpoint, a `Source` (a part of it, another dtype), or a `Concat` of
     several; a dict of those that differ, the same on all ranks, or a function of all keys.
-    `share_reads`: what several ranks want is read by one of them, which sends it to the others; False: every rank
+    `share_reads`: what several ranks need is read by one of them, which sends it to the others; False: every rank
     reads for itself; None: so, too, if all ranks are on one host, whose page cache reads a file once as it is.
     Raises, on all ranks alike: ValueError, before any tensor is written, where state and checkpoint do not fit;
     DamagedCheckpoint naming the file; FileNotFoundError where there is no checkpoint.
@@ -83,152 +86,218 @@ def load(
             "False ignores it (Megatron's assume_ok_unexpected, return_all, ignore_all)"
         )
     ps = ps if ps is not None else default_state()
-    flat, stored, loads = LocalState(), None, None
-    values: dict[str, Any] = {}
-    names = Names(mapping, cast=cast)
+    key_mapping = KeyMapping(mapping, cast=cast)
+
+    # open the checkpoint: on all ranks or on none, a rank that fails tells the others
+    opened: list[_OpenedLoad] = []
 
     def begin() -> None:
-        nonlocal flat, stored, loads, values
-        stored = opened(checkpoint_dir, sizes=verify and ps.rank == 0)
-        state = map_leaves(sharded_state_dict, lambda path, leaf: _fillable(leaf))
-        loads = OptimizerLoads(state, stored, names)
-        flat = flatten(loads.state)
-        for key in flat.arrays():  # raises where parts disagree, or where a mapping gives what is no key
-            paths(names.of_array(key))
-        found = {key: names.key(key) for key in flat.objects}
-        values = {key: _decoded(stored, name) for key, name in found.items() if name in stored.objects}
-        loads.check(values)
+        stored = open_stored(checkpoint_dir, sizes=verify and ps.rank == 0)
+        opened.append(_OpenedLoad.begin(sharded_state_dict, stored, key_mapping))
 
     agree(problem_of(begin), ps)
-    assert stored is not None and loads is not None
-    report = _compare(flat, stored, ps, names)
+    (this_load,) = opened
+    stored, local = this_load.stored, this_load.local
+
+    # compare: all ranks see the same report
+    report = _compare(local, stored, ps, key_mapping)
     if report and strict is True:
         raise ValueError(
             f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of "
             "it, or give strict='report'"
         )
-    flat = _known(flat, report)
-    fill = partial(read_once, ps=ps) if _shares(stored, ps, share_reads) else read
-    problem = problem_of(lambda: fill(stored, _targets(flat, stored, names), verify=verify))
-    agree(DamagedCheckpoint(str(problem)) if isinstance(problem, (OSError, ValueError)) else problem, ps)
-    state = loads.finish(lambda path, leaf: _value(path, leaf, values), values)
+
+    # read: the first step that writes into tensors
+    fill = partial(read_once, ps=ps) if _shares_reads(stored, ps, share_reads) else read
+    targets = partial(_targets, _without_misfits(local, report), stored, key_mapping)
+    agree(_as_damage(problem_of(lambda: fill(stored, targets(), verify=verify))), ps)
+
+    values = this_load.values
+    state = this_load.optimizers.finish(lambda path, leaf: _loaded_leaf(path, leaf, values), values)
     return (state, report) if strict == "report" else state
 
 
-def _shares(stored: Stored, ps: ParallelState, asked: bool | None) -> bool:
+@dataclass(frozen=True)
+class _OpenedLoad:
+    """A load before anything is read. values: key -> decoded value, of the objects that the checkpoint has."""
+
+    stored: StoredCheckpoint
+    optimizers: OptimizerLoads
+    local: LocalState
+    values: Mapping[str, Any]
+
+    @classmethod
+    def begin(cls, state_dict: Any, stored: StoredCheckpoint, key_mapping: KeyMapping) -> "_OpenedLoad":
+        """Raises ValueError: a state that cannot be loaded, a mapping that gives what is no key."""
+        state = map_leaves(state_dict, lambda path, leaf: _writable(leaf))
+        optimizers = OptimizerLoads(state, stored, key_mapping)
+        local = flatten(optimizers.state)
+        for key in local.arrays():  # raises where shards disagree
+            paths(key_mapping.source_of_array(key))
+        values = {}
+        for key in local.objects:
+            stored_key = key_mapping.value_key(key)
+            if stored_key in stored.objects:
+                values[key] = _decoded(stored, stored_key)
+        optimizers.check(values)
+        return cls(stored, optimizers, local, values)
+
+
+def _shares_reads(stored: StoredCheckpoint, ps: ParallelState, requested: bool | None) -> bool:
     """Collective: whether ranks read for each other. Raises DamagedCheckpoint: they opened different checkpoints."""
-    if ps.world is None or asked is False:
+    if ps.world is None or requested is False:
         return False
-    told = gather_json([stored.manifest.uuid, socket.gethostname()], ps.world, ps.device)
-    for rank, (uuid, _) in enumerate(told):
-        if uuid != told[0][0]:
+    reports = gather_json([stored.manifest.uuid, socket.gethostname()], ps.world, ps.device)
+    first_uuid, _ = reports[0]
+    for rank, (uuid, _) in enumerate(reports):
+        if uuid != first_uuid:
             raise DamagedCheckpoint(
-                f"{stored.place.url}: rank 0 opened the checkpoint {told[0][0]}, rank {rank} {uuid}: it was saved "
-                "again meanwhile, or hosts have other files there; share the directory, or give share_reads=False"
+                f"{stored.directory.url}: rank 0 opened the checkpoint {first_uuid}, rank {rank} {uuid}: it was "
+                "saved again meanwhile, or hosts have other files there; share the directory, or give "
+                "share_reads=False"
             )
-    hosts = {host for _, host in told}
-    return bool(asked) or len(hosts) > 1 or not isinstance(stored.place, PosixPlace)
+    hosts = {host for _, host in reports}
+    return bool(requested) or len(hosts) > 1 or not isinstance(stored.directory, PosixCheckpointDir)
 
 
-def opened(checkpoint_dir: str | Path, *, sizes: bool = True) -> Stored:
+def open_stored(checkpoint_dir: str | Path, *, sizes: bool = True) -> StoredCheckpoint:
     """A committed checkpoint. Raises DamagedCheckpoint; FileNotFoundError: none is there."""
     try:
-        return Stored.open(checkpoint_dir, sizes=sizes)
+        return StoredCheckpoint.open(checkpoint_dir, sizes=sizes)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(str(error)) from error
 
 
-def _fillable(leaf: Any) -> Any:
+def _as_damage(problem: Exception | None) -> Exception | None:
+    """An error of reading files as `DamagedCheckpoint`, which has a manager fall back to an older step."""
+    if isinstance(problem, (OSError, ValueError)):
+        return DamagedCheckpoint(str(problem))
+    return problem
+
+
+def _writable(leaf: Any) -> Any:
+    """A leaf that can be filled in place: an array of numpy's that cannot is replaced by a copy."""
     return native(leaf) if isinstance(leaf, np.ndarray) and not fillable(leaf) else leaf
 
 
-def _decoded(stored: Stored, key: str) -> Any:
+def _decoded(stored: StoredCheckpoint, key: str) -> Any:
     """A value of the checkpoint. Raises ValueError: of a type that is not registered in this program."""
     value = stored.objects[key]
     try:
         return decode(value) if stored.format >= TAGGED else value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{stored.place.url}: {key}: {error}") from error
+        raise ValueError(f"{stored.directory.url}: {key}: {error}") from error
 
 
-def _compare(flat: LocalState, stored: Stored, ps: ParallelState, names: Names) -> Report:
-    wanted = {key: [names.key(key)] for key in flat.objects}
-    missing = [key for key, (name,) in wanted.items() if name not in stored.objects]
-    mismatched = {}
-    for key, info in flat.arrays().items():
-        form = names.of_array(key)
-        wanted[key] = paths(form)
+def _compare(local: LocalState, stored: StoredCheckpoint, ps: ParallelState, key_mapping: KeyMapping) -> Report:
+    """Collective: where the states of all ranks and the checkpoint do not fit."""
+    # key here -> the keys of the checkpoint that it is read from
+    stored_keys = {key: [key_mapping.value_key(key)] for key in local.objects}
+    missing = [key for key, (stored_key,) in stored_keys.items() if stored_key not in stored.objects]
+    mismatched: dict[str, str] = {}
+    for key, info in local.arrays().items():
+        source = key_mapping.source_of_array(key)
+        stored_keys[key] = paths(source)
         try:
-            why = assemble(form, stored).differs(stored, info)
-        except Absent as error:
-            if isinstance(form, Source):
+            reason = assemble(source, stored).differs(stored, info)
+        except MissingArray as error:
+            if isinstance(source, Source):
                 missing.append(key)
                 continue
-            why = str(error)
+            reason = str(error)
         except ValueError as error:
-            why = str(error)
-        if why is not None:
-            mismatched[key] = why
-    told = gather_json([missing, mismatched, wanted], ps.world, ps.device)
-    names.check([key_of(key) for _, _, theirs in told for key in theirs])
-    asked = {name for _, _, theirs in told for names_there in theirs.values() for name in names_there}
-    groups = {key_of(key.split("/")[0]) for key in asked if "/" in key}
-    used = asked | {found for key in asked if (found := source(key, stored.metadata, stored.derived)) is not None}
-    used |= {key for key, how in stored.derived.items() if how["from"] in used}
-    known = {*stored.metadata, *stored.objects, *stored.derived}
+            reason = str(error)
+        if reason is not None:
+            mismatched[key] = reason
+    reports = gather_json([missing, mismatched, stored_keys], ps.world, ps.device)
+
+    all_keys: list[str] = []
+    all_missing: set[str] = set()
+    all_mismatched: list[tuple[str, str]] = []
+    requested: set[str] = set()
+    for rank_missing, rank_mismatched, rank_stored_keys in reports:
+        all_keys += map(key_of, rank_stored_keys)
+        all_missing.update(rank_missing)
+        all_mismatched += rank_mismatched.items()
+        requested.update(*rank_stored_keys.values())
+    key_mapping.check(all_keys)
     return Report(
-        missing=tuple(sorted({key for keys, _, _ in told for key in keys})),
-        unexpected=tuple(key for key in sorted(known - used) if key_of(key.split("/")[0]) in groups),
-        mismatched=dict(sorted(item for _, found, _ in told for item in found.items())),
+        missing=tuple(sorted(all_missing)),
+        unexpected=_unexpected(requested, stored),
+        mismatched=dict(sorted(all_mismatched)),
     )
 
 
-def _known(flat: LocalState, report: Report) -> LocalState:
-    parts = {k: v for k, v in flat.parts.items() if k not in report.missing and k not in report.mismatched}
-    return LocalState(parts, flat.objects)
+def _unexpected(requested: set[str], stored: StoredCheckpoint) -> tuple[str, ...]:
+    """What the checkpoint has, in the groups that are requested, and no rank asks for."""
+    groups = {_group(key) for key in requested if "/" in key}
+    used = set(requested)
+    for key in requested:
+        origin = stored_source(key, stored.metadata, stored.derived)
+        if origin is not None:
+            used.add(origin)
+    # weights that would be derived from what is read are read with it
+    used.update(key for key, recipe in stored.derived.items() if recipe["from"] in used)
+    available = {*stored.metadata, *stored.objects, *stored.derived}
+    return tuple(key for key in sorted(available - used) if _group(key) in groups)
 
 
-def _targets(flat: LocalState, stored: Stored, names: Names) -> dict[str, list[Target]]:
-    """Stored key -> what is read from it."""
-    wanted: dict[str, list[Target]] = {}
-    for key, parts in flat.parts.items():
-        made = assemble(names.of_array(key), stored)
-        for part in parts:
-            for found, box, memory in made.targets(part.box, part.part):
-                wanted.setdefault(found, []).append((box, memory))
-    return wanted
+def _group(key: str) -> str:
+    return key_of(key.split("/")[0])
 
 
-def _value(path: tuple[str, ...], leaf: Any, objects: Mapping[str, Any]) -> Any:
+def _without_misfits(local: LocalState, report: Report) -> LocalState:
+    misfits = {*report.missing, *report.mismatched}
+    shards = {key: tensors for key, tensors in local.shards.items() if key not in misfits}
+    return LocalState(shards, local.objects)
+
+
+def _targets(local: LocalState, stored: StoredCheckpoint, key_mapping: KeyMapping) -> dict[str, list[Target]]:
+    """Stored key -> the boxes that are read from it, each with the memory that it goes to."""
+    targets: dict[str, list[Target]] = {}
+    for key, shards in local.shards.items():
+        assembly = assemble(key_mapping.source_of_array(key), stored)
+        for shard in shards:
+            for stored_key, box, memory in assembly.targets(shard.box, shard.stacked_data):
+                targets.setdefault(stored_key, []).append((box, memory))
+    return targets
+
+
+def _loaded_leaf(path: tuple[str, ...], leaf: Any, values: Mapping[str, Any]) -> Any:
+    """What stands in the place of a leaf after the load; a value that the checkpoint does not have stays."""
     if isinstance(leaf, ShardedTensor):
         return leaf.data if leaf.local is None else leaf.local
     if isinstance(leaf, (Tensor, np.ndarray)):
         return leaf
-    key = leaf.key if isinstance(leaf, ShardedObject) else "/".join(path)
-    return objects.get(key, leaf.data if isinstance(leaf, ShardedObject) else leaf)
+    if isinstance(leaf, ShardedObject):
+        return values.get(leaf.key, leaf.data)
+    return values.get("/".join(path), leaf)
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """key -> value of everything that is no array; every rank by itself."""
-    stored = opened(checkpoint_dir, sizes=False)
+    stored = open_stored(checkpoint_dir, sizes=False)
     return {key: _decoded(stored, key) for key in stored.objects}
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """key -> (global shape, dtype) of every array; every rank by itself."""
-    stored = opened(checkpoint_dir, sizes=False)
+    stored = open_stored(checkpoint_dir, sizes=False)
     return {key_of(key): (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
 
 
 def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[str, Tensor]:
-    """key -> whole tensor of every array whose key matches a pattern (`model/*`); every rank by itself."""
-    stored = opened(checkpoint_dir)
-    found = {
-        key: torch.empty(stored.shape(key), dtype=torch_dtype(stored.dtype(key)))
-        for key in stored.metadata
-        if fnmatch.fnmatchcase(key_of(key), keys)
-    }
-    read(stored, {key: [(tuple((0, n) for n in t.shape), t)] for key, t in found.items()})
-    return {key_of(key): t for key, t in found.items()}
+    """key -> full tensor of every array whose key matches a pattern (`model/*`); every rank by itself."""
+    stored = open_stored(checkpoint_dir)
+    tensors: dict[str, Tensor] = {}
+    targets: dict[str, list[Target]] = {}
+    for path in stored.metadata:
+        if fnmatch.fnmatchcase(key_of(path), keys):
+            shape = stored.shape(path)
+            tensor = torch.empty(shape, dtype=torch_dtype(stored.dtype(path)))
+            tensors[key_of(path)] = tensor
+            targets[path] = [(whole(shape), tensor)]
+    read(stored, targets)
+    return tensors

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from core.dist_checkpointing.format.arrays import Index
 from core.dist_checkpointing.format.grid import cells
-from core.dist_checkpointing.reading.direct import fastest_reader
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.direct import DirectReader, fastest_reader
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
 
 BUDGET = 64 << 20  # bytes in flight, and bytes staged
-Target = tuple[Box, Tensor]  # a box of the whole array, and the memory of exactly that shape that it goes to
+Target = tuple[Box, Tensor]  # a box of the full array, and the memory of exactly that shape that it goes to
 
 
 @dataclass
 class Staged:
-    """Bytes read beside their place: to be converted, spread over several places, or sent to a device or a rank."""
+    """A box that is read into memory of its own: to be converted, copied to several targets, or sent to a rank."""
 
     box: Box
     array: np.ndarray
@@ -32,84 +32,92 @@ class Staged:
         """The elements of `box`."""
         return torch.from_numpy(self.array).view(self.dtype)
 
-    def give_out(self) -> None:
-        """Copy what was read into every target that lies in it."""
+    def copy_to_targets(self) -> None:
+        """Copy what was read into every target, each of which lies in `box`."""
         for box, target in self.targets:
             target.copy_(self.data[slices(relative(box, self.box))])
 
 
-def read(stored: Stored, wanted: Mapping[str, Sequence[Target]], *, verify: bool = True) -> None:
+def read(stored: StoredCheckpoint, requested: Mapping[str, Sequence[Target]], *, verify: bool = True) -> None:
     """Fill every target from the stored array of its key; the values of other dtypes are converted.
 
-    Reads only the pieces of cells that are needed; what is staged stays below 64 MiB. `verify`: every file touched
-    must be the one that the manifest names (a few bytes each); the checksum behind every piece is always checked.
+    Reads only the inner chunks that are needed; what is staged stays below 64 MiB. `verify`: every file touched must
+    be the one that the manifest names (a few bytes each); the checksum behind every chunk is always checked.
     Raises ValueError: what is damaged, by file.
     """
     files = stored.manifest.files if verify else None
-    reader = fastest_reader(stored.place, stored.metadata, files, budget_bytes=BUDGET)
+    reader = fastest_reader(stored.directory, stored.metadata, files, budget_bytes=BUDGET)
     staged: list[Staged] = []
-    size = 0
+    staged_bytes = 0
+    # the direct reader checks files while it reads them; tensorstore's does not see the bytes that tell
     with stored.checker(enabled=verify and isinstance(reader, Reader)) as checker:
-        for key, targets in wanted.items():
+        for key, targets in requested.items():
             dtype = torch_dtype(stored.dtype(key))
-            for index, parts in by_cell(stored, key, targets).items():
+            for index, cell_targets in by_cell(stored, key, targets).items():
                 checker.add(key, index)
-                for piece in _pieces(parts, dtype):
-                    if isinstance(piece, Staged):
-                        staged.append(piece)
-                        size += piece.array.nbytes
-                        reader.read(key, piece.box, piece.array)
+                for one_read in _reads_of_cell(cell_targets, dtype):
+                    if isinstance(one_read, Staged):
+                        staged.append(one_read)
+                        staged_bytes += one_read.array.nbytes
+                        reader.read(key, one_read.box, one_read.array)
                     else:
-                        reader.read(key, piece[0], memory_of(piece[1]))
-                    if size > BUDGET:
-                        reader.finish()
-                        _give_out(staged)
-                        size = 0
-        reader.finish()
-        _give_out(staged)
+                        box, target = one_read
+                        reader.read(key, box, memory_of(target))
+                    if staged_bytes > BUDGET:
+                        _finish_staged(reader, staged)
+                        staged_bytes = 0
+        _finish_staged(reader, staged)
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of torch's name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}; install a newer one")
-    return found
+    return dtype
 
 
-def _give_out(staged: list[Staged]) -> None:
-    for piece in staged:
-        piece.give_out()
+def _finish_staged(reader: Reader | DirectReader, staged: list[Staged]) -> None:
+    """Wait for all reads, copy what was staged, and free its memory."""
+    reader.finish()
+    for one_read in staged:
+        one_read.copy_to_targets()
     staged.clear()
 
 
-def by_cell(stored: Stored, key: str, targets: Sequence[Target]) -> dict[Index, list[Target]]:
-    """index -> the parts of the targets inside that cell."""
-    shape, cell = stored.shape(key), stored.cell(key)
-    found: dict[Index, list[Target]] = {}
+def by_cell(stored: StoredCheckpoint, key: str, targets: Sequence[Target]) -> dict[Index, list[Target]]:
+    """index -> the targets cut to that cell."""
+    shape, cell_shape = stored.shape(key), stored.cell(key)
+    targets_by_cell: dict[Index, list[Target]] = {}
     for box, target in targets:
-        for index, held in cells(shape, cell, box):
-            both = intersect(box, held)
-            assert both is not None
-            found.setdefault(index, []).append((both, target[slices(relative(both, box))]))
-    return found
+        for index, cell in cells(shape, cell_shape, box):
+            overlap = intersect(box, cell)
+            assert overlap is not None
+            target_part = target[slices(relative(overlap, box))]
+            targets_by_cell.setdefault(index, []).append((overlap, target_part))
+    return targets_by_cell
 
 
-def _pieces(parts: list[Target], dtype: torch.dtype) -> list[Target | Staged]:
-    """How to read one cell: straight into memory where that is possible, once for parts that lie close together.
+def _reads_of_cell(targets: list[Target], dtype: torch.dtype) -> list[Target | Staged]:
+    """How to read one cell: straight into memory where that is possible, once for targets that lie close together.
 
     Layers of a small stack share a cell: one read of what they span, unless that is more than twice what they need.
     """
-    if len(parts) > 1:
-        bounds = tuple(
-            (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*(b for b, _ in parts), strict=True)
+    if len(targets) > 1:
+        intervals_by_dim = zip(*(box for box, _ in targets), strict=True)
+        bounds: Box = tuple(
+            (min(start for start, _ in intervals), max(stop for _, stop in intervals))
+            for intervals in intervals_by_dim
         )
-        if volume(bounds) <= 2 * sum(volume(box) for box, _ in parts):
-            return [stage(bounds, dtype, parts)]
-    return [
-        part if part[1].device.type == "cpu" and part[1].dtype == dtype else stage(part[0], dtype, [part])
-        for part in parts
-    ]
+        if volume(bounds) <= 2 * sum(volume(box) for box, _ in targets):
+            return [stage(bounds, dtype, targets)]
+    reads: list[Target | Staged] = []
+    for box, target in targets:
+        if target.device.type == "cpu" and target.dtype == dtype:
+            reads.append((box, target))
+        else:
+            reads.append(stage(box, dtype, [(box, target)]))
+    return reads
 
 
 def stage(box: Box, dtype: torch.dtype, targets: list[Target]) -> Staged:
@@ -119,7 +127,7 @@ def stage(box: Box, dtype: torch.dtype, targets: list[Target]) -> Staged:
 
 def memory_of(tensor: Tensor) -> np.ndarray:
     """A CPU tensor's memory as numpy; what numpy cannot name as its bits."""
-    if tensor.dtype in (torch.bfloat16,):
+    if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     elif tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point:
         tensor = tensor.view(torch.uint8)

@@ -1,125 +1,156 @@
-"""Reading for all ranks together: what several want one reads, and sends to the others. `read` is the plain twin."""
+"""Reading for all ranks together: one rank reads what several request, and sends it to them.
+
+`read`, which reads for one rank alone, is the plain twin.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from core.dist_checkpointing.format.arrays import Index
-from core.dist_checkpointing.format.zarr_metadata import Chunks
-from core.dist_checkpointing.planning.exchange import exchange, gather_json, held_parts
-from core.dist_checkpointing.planning.plan import Fragment
+from core.dist_checkpointing.format.zarr_metadata import Chunking
+from core.dist_checkpointing.planning.exchange import exchange, gather_json, shards_as_bits
+from core.dist_checkpointing.planning.plan import Transfer
 from core.dist_checkpointing.planning.ranks import problem_of
-from core.dist_checkpointing.planning.read_plan import Reading, ReadPlan, from_json, plan_reads, to_json
+from core.dist_checkpointing.planning.read_plan import ReadPlan, SharedRead, from_json, plan_reads, to_json
 from core.dist_checkpointing.reading.direct import fastest_reader
 from core.dist_checkpointing.reading.read import BUDGET, Staged, Target, by_cell, read, stage, torch_dtype
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import Box, intersect, relative, slices
 
-Wanted = Mapping[str, Sequence[Target]]
-Cells = Mapping[str, Mapping[Index, list[Target]]]
+Requests = Mapping[str, Sequence[Target]]
+CellTargets = Mapping[str, Mapping[Index, list[Target]]]  # key -> cell -> this rank's targets in it
 
 
-def read_once(stored: Stored, wanted: Wanted, ps: ParallelState, *, verify: bool = True) -> None:
-    """`read` on all ranks: no byte that several want is read twice. Collective, also where a rank fails.
+def read_once(stored: StoredCheckpoint, requested: Requests, ps: ParallelState, *, verify: bool = True) -> None:
+    """`read` on all ranks: no byte that several request is read twice. Collective, also where a rank fails.
 
-    A rank holds at most 64 MiB each of what it read, reads ahead, sends and receives (more where one piece of 1 MiB
+    A rank holds at most 64 MiB each of what it read, reads ahead, sends and receives (more where one chunk of 1 MiB
     goes to more than 64 ranks). Raises ValueError, on the rank that found it: what is damaged, by file.
     """
-    boxes = {key: tuple(box for box, _ in targets) for key, targets in wanted.items()}
-    mine = to_json({key: held for key, held in boxes.items() if held})
-    everyone = [from_json(one) for one in gather_json(mine, ps.world, ps.device)]
-    chunks = {key: Chunks.of(stored.metadata[key]) for held in everyone for key in held}
-    plan = plan_reads(chunks, everyone, ps.rank)
-    cells = {key: by_cell(stored, key, wanted[key]) for key in plan.shared}
-    problem = _Rounds(stored, plan, cells, ps, verify).run()
+    local_requests = {}
+    for key, targets in requested.items():
+        if targets:
+            local_requests[key] = tuple([box for box, _ in targets])
+    messages = gather_json(to_json(local_requests), ps.world, ps.device)
+    requests_by_rank = [from_json(message) for message in messages]
+    keys: set[str] = set().union(*requests_by_rank)
+    chunks = {key: Chunking.from_metadata(stored.metadata[key]) for key in keys}
+    plan = plan_reads(chunks, requests_by_rank, ps.rank)
+    cell_targets = {key: by_cell(stored, key, requested[key]) for key in plan.shared}
+    problem = _ReadRounds(stored, plan, cell_targets, ps, verify).run()
     if problem is not None:
         raise problem
-    read(stored, _alone(plan, wanted, cells), verify=verify)
+    read(stored, _unshared(plan, requested, cell_targets), verify=verify)
 
 
-def _alone(plan: ReadPlan, wanted: Wanted, cells: Cells) -> dict[str, list[Target]]:
-    """What no other rank wants."""
-    left = {key: list(targets) for key, targets in wanted.items() if key not in cells}
-    for key, of_key in cells.items():
-        left[key] = [target for index, parts in of_key.items() if index not in plan.shared[key] for target in parts]
+def _unshared(plan: ReadPlan, requested: Requests, cell_targets: CellTargets) -> dict[str, list[Target]]:
+    """What no other rank requests."""
+    unshared = {key: list(targets) for key, targets in requested.items() if key not in cell_targets}
+    for key, targets_by_cell in cell_targets.items():
+        unshared[key] = []
+        for index, targets in targets_by_cell.items():
+            if index not in plan.shared[key]:
+                unshared[key] += targets
+        # of a shared cell, the boxes that this rank alone requests
         for index in plan.shared[key]:
             for box, _ in plan.alone.get((key, index), ()):
-                left[key] += _inside(of_key[index], box)
-    return left
+                unshared[key] += _targets_inside(targets_by_cell[index], box)
+    return unshared
 
 
-def _inside(targets: Sequence[Target], box: Box) -> list[Target]:
-    """The parts of targets that lie in a box."""
-    found = []
-    for at, memory in targets:
-        if (both := intersect(at, box)) is not None:
-            found.append((both, memory[slices(relative(both, at))]))
-    return found
+def _targets_inside(targets: Sequence[Target], box: Box) -> list[Target]:
+    """The targets, cut to what of them lies in a box."""
+    inside = []
+    for target_box, memory in targets:
+        overlap = intersect(target_box, box)
+        if overlap is not None:
+            inside.append((overlap, memory[slices(relative(overlap, target_box))]))
+    return inside
 
 
-class _Rounds:
-    """One rank's share of the rounds of a plan. cells: key -> cell -> this rank's targets in it."""
+class _ReadRounds:
+    """One rank's share of the rounds of a plan: read, send, receive."""
 
-    def __init__(self, stored: Stored, plan: ReadPlan, cells: Cells, ps: ParallelState, verify: bool) -> None:
-        self._stored, self._plan, self._cells, self._ps = stored, plan, cells, ps
+    def __init__(
+        self, stored: StoredCheckpoint, plan: ReadPlan, cell_targets: CellTargets, ps: ParallelState, verify: bool
+    ) -> None:
+        self._stored, self._plan, self._cell_targets, self._ps = stored, plan, cell_targets, ps
         self._arrays = {key: stored.info(key) for key in plan.shared}
         files = stored.manifest.files if verify else None
-        self._reader = fastest_reader(stored.place, stored.metadata, files, budget_bytes=BUDGET)
+        self._reader = fastest_reader(stored.directory, stored.metadata, files, budget_bytes=BUDGET)
         self._checks = verify and isinstance(self._reader, Reader)
 
     def run(self) -> Exception | None:
-        """Collective. A rank that cannot read goes on to exchange, so that nobody waits for it: what it sends then is
-        undefined, and in the end all are told."""
-        problem, ahead = None, list[tuple[str, Staged]]()
+        """Collective. Returns what went wrong on this rank.
+
+        A rank that cannot read goes on to exchange, so that nobody waits for it (a deadlock): what it sends then is
+        undefined, and in the end all ranks raise.
+        """
+        problem, reading = None, list[tuple[str, Staged]]()
+        # one round more than there are: while round n - 1 is exchanged, round n is being read (prefetch)
         for number in range(self._plan.count + 1):
-            staged, ahead = ahead, self._mine(number)
+            finished, reading = reading, self._staged_for(number)
             if problem is None:
-                problem = problem_of(partial(self._read, staged, ahead))
+                problem = problem_of(partial(self._finish_and_start, finished, reading))
             if number:
-                self._exchange(self._plan.rounds.get(number - 1, []), staged)
+                self._exchange(self._plan.rounds.get(number - 1, []), finished)
         return problem or problem_of(self._check)
 
-    def _mine(self, number: int) -> list[tuple[str, Staged]]:
-        """Memory for what this rank reads in a round."""
-        found = []
-        for reading in self._plan.rounds.get(number, []):
-            if reading.reader == self._ps.rank:
-                dtype = torch_dtype(self._arrays[reading.key].dtype)
-                targets = _inside(self._cells[reading.key][reading.cell], reading.box)
-                found.append((reading.key, stage(reading.box, dtype, targets)))
-        return found
+    def _staged_for(self, number: int) -> list[tuple[str, Staged]]:
+        """Memory for what this rank reads in a round, as (key, memory)."""
+        staged = []
+        for shared_read in self._plan.rounds.get(number, []):
+            if shared_read.reader == self._ps.rank:
+                key, box = shared_read.key, shared_read.box
+                dtype = torch_dtype(self._arrays[key].dtype)
+                targets = _targets_inside(self._cell_targets[key][shared_read.cell], box)
+                staged.append((key, stage(box, dtype, targets)))
+        return staged
 
-    def _read(self, staged: list[tuple[str, Staged]], ahead: list[tuple[str, Staged]]) -> None:
-        """Waits for what was begun, and begins what comes next: it is read beside the exchange."""
+    def _finish_and_start(self, finished: list[tuple[str, Staged]], started: list[tuple[str, Staged]]) -> None:
+        """Waits for the reads of one round and starts those of the next, which run during the exchange."""
         self._reader.finish()
-        for key, piece in ahead:
-            self._reader.read(key, piece.box, piece.array)
-        for _, piece in staged:
-            piece.give_out()
+        for key, staged in started:
+            self._reader.read(key, staged.box, staged.array)
+        for _, staged in finished:
+            staged.copy_to_targets()
 
-    def _exchange(self, readings: list[Reading], staged: list[tuple[str, Staged]]) -> None:
-        parts: dict[str, list[Staged]] = {}
-        for key, piece in staged:
-            parts.setdefault(key, []).append(piece)
-        wave = sorted(fragment for reading in readings for fragment in self._fragments(reading))
-        held = held_parts(self._arrays, parts)
-        for fragment, bits in exchange(wave, self._arrays, held, self._ps.rank, self._ps.world, self._ps.device):
-            data = bits.view(torch_dtype(self._arrays[fragment.key].dtype))
-            for box, target in _inside(self._cells[fragment.key][fragment.cell], fragment.box):
-                target.copy_(data[slices(relative(box, fragment.box))])
+    def _exchange(self, shared_reads: list[SharedRead], staged: list[tuple[str, Staged]]) -> None:
+        """Collective: sends what this rank read in a round, and copies what it receives into its targets."""
+        staged_by_key: dict[str, list[Staged]] = {}
+        for key, one_staged in staged:
+            staged_by_key.setdefault(key, []).append(one_staged)
+        transfers: list[Transfer] = []
+        for shared_read in shared_reads:
+            transfers += self._transfers(shared_read)
+        shards = shards_as_bits(self._arrays, staged_by_key)
+        ps = self._ps
+        for transfer, bits in exchange(sorted(transfers), self._arrays, shards, ps.rank, ps.world, ps.device):
+            data = bits.view(torch_dtype(self._arrays[transfer.key].dtype))
+            targets = self._cell_targets[transfer.key][transfer.cell]
+            for box, target in _targets_inside(targets, transfer.box):
+                target.copy_(data[slices(relative(box, transfer.box))])
 
-    def _fragments(self, reading: Reading) -> Iterator[Fragment]:
-        """What of it this rank sends or receives."""
-        me, (key, cell, _, reader, wants) = self._ps.rank, reading
-        for box, ranks in wants:
-            for taker in ranks if me == reader else [me] * (me in ranks):
-                if taker != reader:
-                    yield Fragment(key, cell, box, reader, taker)
+    def _transfers(self, shared_read: SharedRead) -> Iterator[Transfer]:
+        """What of it this rank sends, or receives."""
+        key, cell, _, reader, deliveries = shared_read
+        for box, ranks in deliveries:
+            if reader == self._ps.rank:
+                receivers = [rank for rank in ranks if rank != reader]
+            else:
+                receivers = [rank for rank in ranks if rank == self._ps.rank]
+            for receiver in receivers:
+                yield Transfer(key, cell, box, reader, receiver)
 
     def _check(self) -> None:
-        """The cells that this rank read, where their reader cannot."""
-        every = (reading for readings in self._plan.rounds.values() for reading in readings)
+        """The cells that this rank read, where its reader does not check them itself."""
+        cells_read = set()
+        for shared_reads in self._plan.rounds.values():
+            for shared_read in shared_reads:
+                if shared_read.reader == self._ps.rank:
+                    cells_read.add((shared_read.key, shared_read.cell))
         with self._stored.checker(enabled=self._checks) as checker:
-            for key, cell in {(one.key, one.cell) for one in every if one.reader == self._ps.rank}:
+            for key, cell in cells_read:
                 checker.add(key, cell)

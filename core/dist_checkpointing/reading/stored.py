@@ -17,16 +17,18 @@ from core.dist_checkpointing.format.json_files import parse_json
 from core.dist_checkpointing.format.zarr_metadata import Json, info_of
 from core.dist_checkpointing.publish.check import check, crc_of
 from core.dist_checkpointing.publish.manifest import MANIFEST, Manifest, read_manifest
-from core.dist_checkpointing.storage.place import Place, open_place
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, open_checkpoint_dir
 
 
 @dataclass(frozen=True)
-class Stored:
-    """place: its files. manifest: path -> size and crc, who wrote it. metadata: key -> `zarr.json` of every array.
-    objects: key -> value. derived: key -> how to get an array that is not stored.
-    format: of the root group."""
+class StoredCheckpoint:
+    """What is known of a checkpoint before any tensor is read.
 
-    place: Place
+    directory: its files. manifest: path -> size and crc, who wrote it. metadata: key -> `zarr.json` of every array.
+    objects: key -> value. derived: key -> how to get an array that is not stored. format: of the root group.
+    """
+
+    directory: CheckpointDir
     manifest: Manifest
     metadata: Mapping[str, Json]
     objects: Mapping[str, Any]
@@ -34,29 +36,31 @@ class Stored:
     format: int
 
     @classmethod
-    def open(cls, url: str | Path, *, sizes: bool = False) -> "Stored":
+    def open(cls, url: str | Path, *, sizes: bool = False) -> "StoredCheckpoint":
         """Reads two files, whose checksums must hold; `sizes`: every other file must be there in its size.
 
         Raises FileNotFoundError: no checkpoint there. ValueError: damaged (the file is named), a newer format, or
         metadata that no checkpoint of ours has.
         """
-        place = open_place(url)
-        if place.size(MANIFEST) is None:
+        directory = open_checkpoint_dir(url)
+        if directory.size(MANIFEST) is None:
             raise FileNotFoundError(
-                f"{place.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
+                f"{directory.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
             )
-        if sizes and (problems := check(place)):
+        if sizes and (problems := check(directory)):
             raise ValueError("\n".join(problems[:10]))
-        manifest = read_manifest(place)
-        data = place.read("zarr.json")
-        if json_crc(data) != manifest.files.get("zarr.json", (0, -1))[1]:
-            raise ValueError(f"{place.url}zarr.json is not the file that was saved; use another step")
-        root = parse_json(data, f"{place.url}zarr.json")
+        manifest = read_manifest(directory)
+        root_file = f"{directory.url}zarr.json"
+        data = directory.read("zarr.json")
+        _, expected_crc = manifest.files.get("zarr.json", (0, -1))
+        if json_crc(data) != expected_crc:
+            raise ValueError(f"{root_file} is not the file that was saved; use another step")
+        root = parse_json(data, root_file)
         try:
-            found = Contents.of(root, manifest.files)
+            contents = Contents.from_root(root, manifest.files)
         except ValueError as error:
-            raise ValueError(f"{place.url}zarr.json: {error}") from None
-        return cls(place, manifest, found.metadata, found.objects, found.derived, found.format)
+            raise ValueError(f"{root_file}: {error}") from None
+        return cls(directory, manifest, contents.metadata, contents.objects, contents.derived, contents.format)
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -68,20 +72,20 @@ class Stored:
         return tuple(self.metadata[key]["shape"])
 
     def cell(self, key: str) -> tuple[int, ...]:
-        """The shape of its cells."""
+        """The shape of an array's cells."""
         return tuple(self.metadata[key]["chunk_grid"]["configuration"]["chunk_shape"])
 
     def dtype(self, key: str) -> str:
-        """torch's name of its dtype."""
-        value = self.metadata[key]
-        return str(value.get("attributes", {}).get("torch_dtype", value["data_type"]))
+        """torch's name of an array's dtype."""
+        node = self.metadata[key]
+        return str(node.get("attributes", {}).get("torch_dtype", node["data_type"]))
 
     def info(self, key: str) -> ArrayInfo:
         """Shape, dtype and grid of an array."""
         return info_of(self.metadata[key])
 
     def nbytes(self, key: str) -> int:
-        """Bytes of its values."""
+        """Bytes of an array's values."""
         return prod(self.shape(key)) * ArrayInfo((), self.dtype(key)).itemsize
 
     @cached_property
@@ -89,55 +93,59 @@ class Stored:
         """The keys of all arrays, sorted."""
         return sorted(self.metadata)
 
-    def dtype_differs(self, key: str, found: str, info: ArrayInfo, *, cast: bool) -> str | None:
-        """Why values of the stored array `found` cannot be those of `key` in `info`; None if they can."""
-        derived = self.derived.get(key, {}).get("torch_dtype")
-        dtype = self.dtype(found)
-        floating = all("float" in name for name in (dtype, info.dtype))
-        if info.dtype in (dtype, derived) or (cast and floating) or (found != key and info.dtype == "float32"):
+    def dtype_differs(self, key: str, stored_key: str, info: ArrayInfo, *, cast: bool) -> str | None:
+        """Why values of the array `stored_key` cannot be those of `key` in `info`; None if they can."""
+        derived_dtype = self.derived.get(key, {}).get("torch_dtype")
+        stored_dtype = self.dtype(stored_key)
+        both_floating = "float" in stored_dtype and "float" in info.dtype
+        if info.dtype in (stored_dtype, derived_dtype) or (cast and both_floating):
             return None
-        remedy = "give cast=True to convert" if floating else "only floating dtypes are converted"
-        return f"it is {dtype} in the checkpoint and {info.dtype} here; {remedy}"
+        # a main weight that is read from its weight, in a run that had no main weights beside
+        if stored_key != key and info.dtype == "float32":
+            return None
+        remedy = "give cast=True to convert" if both_floating else "only floating dtypes are converted"
+        return f"it is {stored_dtype} in the checkpoint and {info.dtype} here; {remedy}"
 
     @contextmanager
-    def checker(self, *, enabled: bool = True) -> Iterator["Checker"]:
+    def checker(self, *, enabled: bool = True) -> Iterator["CellChecker"]:
         """Checks the cells added to it beside other work; at the end raises ValueError naming the first bad one."""
         with ThreadPoolExecutor(4, thread_name_prefix="checkpoint-check") as pool:
-            checker = Checker(self, pool if enabled else None)
+            checker = CellChecker(self, pool if enabled else None)
             yield checker
             checker.finish()
 
 
-class Checker:
-    """Checks cells against the sizes and digests of the manifest; made by `Stored.checker`."""
+class CellChecker:
+    """Checks cells against the sizes and digests of the manifest; made by `StoredCheckpoint.checker`."""
 
-    def __init__(self, stored: Stored, pool: ThreadPoolExecutor | None) -> None:
+    def __init__(self, stored: StoredCheckpoint, pool: ThreadPoolExecutor | None) -> None:
         self._stored, self._pool = stored, pool
         self._running: list[Future[None]] = []
 
     def add(self, key: str, index: Index) -> None:
-        """Check one more cell of an array, beside others."""
+        """Check one more cell of an array, in a thread of the pool."""
         if self._pool is not None:
             self._running.append(self._pool.submit(self._check, key, index))
 
     def _check(self, key: str, index: Index) -> None:
         name, stored = f"{key}/{cell_name(index)}", self._stored
+        url = f"{stored.directory.url}{name}"
         expected = stored.manifest.files.get(name)
         if expected is None:
-            raise ValueError(f"{stored.place.url}{name} is not in the manifest; use another step")
+            raise ValueError(f"{url} is not in the manifest; use another step")
         try:
-            found = crc_of(stored.place, name, stored.metadata[key], size=expected[0])
+            size_and_crc = crc_of(stored.directory, name, stored.metadata[key], size=expected[0])
         except FileNotFoundError as error:
-            raise ValueError(f"{stored.place.url}{name} is missing; use another step") from error
+            raise ValueError(f"{url} is missing; use another step") from error
         except OSError as error:
-            raise ValueError(f"{stored.place.url}{name} cannot be read ({error}); use another step") from error
-        if found != expected:
+            raise ValueError(f"{url} cannot be read ({error}); use another step") from error
+        if size_and_crc != expected:
             raise ValueError(
-                f"{stored.place.url}{name} is not the cell that was saved there: size and digest are {found}, the "
+                f"{url} is not the cell that was saved there: size and digest are {size_and_crc}, the "
                 f"manifest says {expected}; use another step"
             )
 
     def finish(self) -> None:
         """Wait until all cells that were added are checked."""
-        for running in self._running:
-            running.result()
+        for future in self._running:
+            future.result()

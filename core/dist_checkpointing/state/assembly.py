@@ -1,4 +1,4 @@
-"""What a wanted tensor is made of: stored arrays, parts of them, and those one behind the other."""
+"""What a requested tensor is assembled from: stored arrays, parts of them, and several one behind the other."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,26 +9,29 @@ from torch import Tensor
 
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.keys import key_of, path_of
-from core.dist_checkpointing.reading.stored import Stored
-from core.dist_checkpointing.state.derive import source
-from core.dist_checkpointing.state.names import Concat, Form
-from core.dist_checkpointing.state.reshaping import Shape, reshaped, straight
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.state.derive import stored_source
+from core.dist_checkpointing.state.names import Concat, TensorSource
+from core.dist_checkpointing.state.reshaping import Shape, resolved_shape, straight_boxes
 from core.parallel_state.flat import Box, intersect, relative, shifted, slices, whole
 
 
-class Absent(ValueError):
+class MissingArray(ValueError):
     """The checkpoint has nothing for a key."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One stored array, or a part of it. asked: the path that was asked for; found: of the array that it is read
-    from. stored: the shape of that; view: what it is taken as; dims: of that, see `index_dims`."""
+    """One stored array, or a part of it.
 
-    asked: str
-    found: str
+    requested: the path that was asked for; stored: of the array that it is read from; stored_shape: of that.
+    view: the shape that it is taken as; dims: the part of that, see `index_dims`.
+    """
+
+    requested: str
+    stored: str
     cast: bool
-    stored: Shape
+    stored_shape: Shape
     view: Shape
     dims: tuple[tuple[int, int, bool], ...]
 
@@ -39,109 +42,131 @@ class Leaf:
 
     def targets(self, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """(box of the stored array, memory of that extent) that together fill `memory`, a box of the part."""
-        cuts = iter(box)
-        inside = []
+        # dims that an integer index removed come back with one element
+        intervals = iter(box)
+        view_box = []
         for start, stop, single in self.dims:
-            a, b = (0, stop - start) if single else next(cuts)
-            inside.append((start + a, start + b))
+            first, end = (0, stop - start) if single else next(intervals)
+            view_box.append((start + first, start + end))
         memory = memory[tuple(None if single else slice(None) for _, _, single in self.dims)]
-        if self.view == self.stored:
-            yield tuple(inside), memory
+        if self.view == self.stored_shape:
+            yield tuple(view_box), memory
         else:
-            yield from straight(self.stored, self.view, tuple(inside), memory)
+            yield from straight_boxes(self.stored_shape, self.view, tuple(view_box), memory)
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A wanted tensor: each leaf with the box of it that the leaf fills."""
+    """A requested tensor: its shape, and each leaf with the box of it that the leaf fills."""
 
     shape: Shape
     leaves: tuple[tuple[Box, Leaf], ...]
 
-    def differs(self, stored: Stored, info: ArrayInfo) -> str | None:
+    def differs(self, stored: StoredCheckpoint, info: ArrayInfo) -> str | None:
         """Why it cannot fill `info`; None if it can."""
         if self.shape != info.shape:
-            made = "made of what is in the checkpoint" if len(self.leaves) > 1 else "in the checkpoint"
-            return f"its shape is {self.shape} {made} and {info.shape} here"
+            origin = "made of what is in the checkpoint" if len(self.leaves) > 1 else "in the checkpoint"
+            return f"its shape is {self.shape} {origin} and {info.shape} here"
         for _, leaf in self.leaves:
-            if why := stored.dtype_differs(leaf.asked, leaf.found, info, cast=leaf.cast):
-                return why if len(self.leaves) == 1 else f"{key_of(leaf.asked)}: {why}"
+            if reason := stored.dtype_differs(leaf.requested, leaf.stored, info, cast=leaf.cast):
+                return reason if len(self.leaves) == 1 else f"{key_of(leaf.requested)}: {reason}"
         return None
 
     def targets(self, box: Box, memory: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """(stored array, box of it, memory) that together fill `memory`, a box of the tensor."""
-        for held, leaf in self.leaves:
-            if (both := intersect(box, held)) is not None:
-                for part, target in leaf.targets(relative(both, held), memory[slices(relative(both, box))]):
-                    yield leaf.found, part, target
+        for leaf_box, leaf in self.leaves:
+            overlap = intersect(box, leaf_box)
+            if overlap is None:
+                continue
+            overlap_memory = memory[slices(relative(overlap, box))]
+            for stored_box, target in leaf.targets(relative(overlap, leaf_box), overlap_memory):
+                yield leaf.stored, stored_box, target
 
 
-def paths(form: Form) -> list[str]:
-    """Of the arrays that a form names."""
-    return (
-        [path for part in _parts(form) for path in paths(part)] if isinstance(form, Concat) else [path_of(form.key)]
-    )
+def paths(source: TensorSource) -> list[str]:
+    """The paths of the arrays that a source names."""
+    if not isinstance(source, Concat):
+        return [path_of(source.key)]
+    all_paths = []
+    for part in _sources(source):
+        all_paths += paths(part)
+    return all_paths
 
 
-def _parts(form: Concat) -> list[Form]:
-    return [part for part in form.sources if not isinstance(part, str)]  # `Names` made Sources of keys
+def _sources(concat: Concat) -> list[TensorSource]:
+    return [source for source in concat.sources if not isinstance(source, str)]  # `KeyMapping` left no plain keys
 
 
-def assemble(form: Form, stored: Stored) -> Assembly:
-    """Raises Absent: an array that is not there. ValueError: shapes that do not add up, with both."""
-    if isinstance(form, Concat):
-        return _concatenated(form, stored)
-    path = path_of(form.key)
-    if (found := source(path, stored.metadata, stored.derived)) is None:
-        raise Absent(f"{form.key} is not in the checkpoint")
-    shape = stored.shape(found)
+def assemble(source: TensorSource, stored: StoredCheckpoint) -> Assembly:
+    """Raises MissingArray: an array that is not there. ValueError: shapes that do not add up, with both."""
+    if isinstance(source, Concat):
+        return _concatenated(source, stored)
+    path = path_of(source.key)
+    stored_path = stored_source(path, stored.metadata, stored.derived)
+    if stored_path is None:
+        raise MissingArray(f"{source.key} is not in the checkpoint")
+    shape = stored.shape(stored_path)
     try:
-        view = shape if form.shape is None else reshaped(tuple(form.shape), shape)
-        dims = tuple(index_dims(form.index, view))
+        view = shape if source.shape is None else resolved_shape(tuple(source.shape), shape)
+        dims = tuple(index_dims(source.index, view))
         if any(start >= stop for start, stop, _ in dims):
-            raise ValueError(f"{list(form.index)} takes nothing of {view}")
+            raise ValueError(f"{list(source.index)} takes nothing of {view}")
     except (ValueError, IndexError, TypeError) as error:
-        raise ValueError(f"{form.key}: {error}") from None
-    leaf = Leaf(path, found, form.cast, shape, view, dims)
+        raise ValueError(f"{source.key}: {error}") from None
+    leaf = Leaf(path, stored_path, source.cast, shape, view, dims)
     return Assembly(leaf.shape, ((whole(leaf.shape), leaf),))
 
 
-def _concatenated(form: Concat, stored: Stored) -> Assembly:
-    made = [assemble(part, stored) for part in _parts(form)]
-    first, leaves, size = made[0].shape, [], 0
-    dim = form.dim + len(first) * (form.dim < 0)
-    for part in made:
-        fit = len(part.shape) == len(first) and 0 <= dim < len(first)
-        if not fit or any(n != m for d, (n, m) in enumerate(zip(part.shape, first, strict=True)) if d != dim):
-            shapes = ", ".join(f"{_name(one)} {one.shape}" for one in (made[0], part))
-            raise ValueError(f"{shapes} cannot be one behind the other along dim {form.dim}; give others, or another")
-        offset = [size if d == dim else 0 for d in range(len(first))]
-        leaves += [(shifted(box, offset), leaf) for box, leaf in part.leaves]
-        size += part.shape[dim]
-    return Assembly((*first[:dim], size, *first[dim + 1 :]), tuple(leaves))
+def _concatenated(concat: Concat, stored: StoredCheckpoint) -> Assembly:
+    assemblies = [assemble(source, stored) for source in _sources(concat)]
+    first_shape = assemblies[0].shape
+    dim = concat.dim + len(first_shape) if concat.dim < 0 else concat.dim
+    leaves: list[tuple[Box, Leaf]] = []
+    size = 0  # along `dim`, so far
+    for assembly in assemblies:
+        if not _fits(assembly.shape, first_shape, dim):
+            shapes = ", ".join(f"{_name(one)} {one.shape}" for one in (assemblies[0], assembly))
+            raise ValueError(
+                f"{shapes} cannot be one behind the other along dim {concat.dim}; give others, or another"
+            )
+        offset = [0] * len(first_shape)
+        offset[dim] = size
+        leaves += [(shifted(box, offset), leaf) for box, leaf in assembly.leaves]
+        size += assembly.shape[dim]
+    return Assembly((*first_shape[:dim], size, *first_shape[dim + 1 :]), tuple(leaves))
 
 
-def _name(made: Assembly) -> str:
-    return key_of(made.leaves[0][1].asked) + ", …" * (len(made.leaves) > 1)
+def _fits(shape: Shape, first_shape: Shape, dim: int) -> bool:
+    """Whether two shapes are the same but for `dim`."""
+    if len(shape) != len(first_shape) or not 0 <= dim < len(first_shape):
+        return False
+    return shape[:dim] == first_shape[:dim] and shape[dim + 1 :] == first_shape[dim + 1 :]
+
+
+def _name(assembly: Assembly) -> str:
+    first_key = key_of(assembly.leaves[0][1].requested)
+    return first_key + ", …" if len(assembly.leaves) > 1 else first_key
 
 
 def index_dims(index: tuple[Any, ...], shape: Shape) -> list[tuple[int, int, bool]]:
     """Of each dim: start, stop, whether it falls away. Raises IndexError, TypeError: an index that is none."""
-    if (dots := [at for at, part in enumerate(index) if part is Ellipsis]) and len(dots) == 1:
+    dots = [number for number, item in enumerate(index) if item is Ellipsis]
+    if len(dots) == 1:
         missing = len(shape) - len(index) + 1
         index = (*index[: dots[0]], *[slice(None)] * missing, *index[dots[0] + 1 :])
-    if len(index) > len(shape) or any(part is Ellipsis for part in index):
+    if len(index) > len(shape) or any(item is Ellipsis for item in index):
         raise IndexError(f"{index} has too many parts for a tensor of shape {list(shape)}")
-    found = []
-    for part, n in zip((*index, *[slice(None)] * (len(shape) - len(index))), shape, strict=True):
-        if isinstance(part, slice):
-            start, stop, step = part.indices(n)
+    dims = []
+    full_index = (*index, *[slice(None)] * (len(shape) - len(index)))
+    for item, size in zip(full_index, shape, strict=True):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
             if step != 1:
-                raise IndexError(f"{part}: only steps of 1 are read; read the range and step through it")
-            found.append((start, max(start, stop), False))
+                raise IndexError(f"{item}: only steps of 1 are read; read the range and step through it")
+            dims.append((start, max(start, stop), False))
             continue
-        at = integer(part)
-        if not -n <= at < n:
-            raise IndexError(f"{at} is out of range for a dim of {n} of shape {list(shape)}")
-        found.append((at % n, at % n + 1, True))
-    return found
+        position = integer(item)
+        if not -size <= position < size:
+            raise IndexError(f"{position} is out of range for a dim of {size} of shape {list(shape)}")
+        dims.append((position % size, position % size + 1, True))
+    return dims

@@ -1,132 +1,147 @@
-"""What one rank brings to a checkpoint, and what all ranks bring together."""
+"""What one rank brings to a checkpoint, and the catalogue of what all ranks bring together."""
 
 import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.format.arrays import ArrayInfo, Arrays, Holdings
+from core.dist_checkpointing.format.arrays import ArrayInfo, Arrays, Holdings, boxes_from_json
 from core.dist_checkpointing.format.keys import check_key, key_of, path_of
-from core.dist_checkpointing.state.dtensor import local_parts, mesh_size, shards
+from core.dist_checkpointing.state.dtensor import local_shards, mesh_size, shards_of_sharded_tensor
 from core.dist_checkpointing.state.leaves import encode
 from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, map_leaves, refuse_freed
 from core.dist_checkpointing.state.tensors import is_dtensor, is_sharded, tensor_of, unstorable
 from core.parallel_state.flat import Box, volume, whole
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class LocalState:
-    """A state dict of this rank, flat: the parts of each array by key, and JSON values by key."""
+    """A state dict of this rank, flat.
 
-    parts: dict[str, list[ShardedTensor]] = field(default_factory=dict)
+    shards: key -> the shards that this rank holds of the array. objects: key -> JSON value. replicated: key of a
+    plain tensor -> how many ranks know that they hold the same: 1, or the ranks of a DTensor's mesh.
+    """
+
+    shards: dict[str, list[ShardedTensor]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    plain: dict[str, int] = field(default_factory=dict)  # key -> how many ranks a tensor speaks for: itself, a mesh
+    replicated: dict[str, int] = field(default_factory=dict)
 
-    def plain_digests(self, world: int) -> dict[str, int]:
-        """A checksum of every tensor that must be the same on ranks which do not know of each other."""
-        keys = sorted(key for key in self.plain.keys() & self.parts.keys() if self.plain[key] < world)
-        return {_name(part): _checksum(part.data) for key in keys for part in self.parts[key]}
+    def replicated_checksums(self, world: int) -> dict[str, int]:
+        """Name -> checksum of every tensor that must be equal on ranks which do not know of each other."""
+        checksums = {}
+        for key in sorted(self.replicated.keys() & self.shards.keys()):
+            if self.replicated[key] < world:
+                for shard in self.shards[key]:
+                    checksums[_name_with_box(shard)] = _checksum(shard.data)
+        return checksums
 
     def arrays(self) -> dict[str, ArrayInfo]:
-        """What the arrays are that this rank holds parts of. Raises ValueError: parts that disagree."""
-        found: dict[str, ArrayInfo] = {}
-        for key, parts in self.parts.items():
-            infos = {part.info for part in parts}
+        """What the arrays are that this rank holds shards of. Raises ValueError: shards that disagree."""
+        info_by_key: dict[str, ArrayInfo] = {}
+        for key, shards in self.shards.items():
+            infos = {shard.info for shard in shards}
             if len(infos) > 1:
                 raise ValueError(
                     f"{key}: its parts on one rank disagree: {sorted(map(str, infos))}; give them one key"
                 )
-            found[key] = infos.pop()
-        return found
+            info_by_key[key] = infos.pop()
+        return info_by_key
 
     def holdings(self) -> dict[str, tuple[Box, ...]]:
-        """The boxes that this rank holds."""
-        return {key: tuple(part.box for part in parts) for key, parts in self.parts.items()}
+        """Key -> the boxes that this rank holds of the array."""
+        return {key: tuple([shard.box for shard in shards]) for key, shards in self.shards.items()}
 
 
 def flatten(state: Any) -> LocalState:
-    """Sharded tensors and objects of a nested state dict; plain tensors and numpy's arrays count as whole, other
-    values as objects under the path of their names.
+    """A nested state dict as one `LocalState`.
 
+    Plain tensors and numpy's arrays are taken as complete arrays; values that are no tensors are objects under the
+    path of their names.
     Raises ValueError: a key that cannot be a path, a tensor that cannot be stored, a value of an unknown type.
     """
-    flat = LocalState()
-
-    def add(path: tuple[str, ...], leaf: Any) -> None:
-        key = "/".join(path)
-        if is_sharded(leaf):
-            flat.plain[path_of(key)] = 1
-            for part in shards(key, leaf):
-                _add_part(flat, part)
-            return
-        if isinstance(leaf, (Tensor, np.ndarray)):
-            leaf = _whole(key, leaf)
-            flat.plain[path_of(key)] = 1
-            if path_of(key) in flat.parts:
-                raise ValueError(f"{key} is two tensors; give them one key each")
-        if isinstance(leaf, ShardedTensor):
-            _add_part(flat, leaf)
-            return
-        item = leaf if isinstance(leaf, ShardedObject) else ShardedObject(key, leaf)
-        check_key(item.key)
-        value = _encoded(item)
-        if flat.objects.setdefault(item.key, value) != value:
-            raise ValueError(f"{item.key} is both {flat.objects[item.key]!r} and {value!r}; give them one key each")
-
+    local = LocalState()
     if not isinstance(state, Mapping):
         raise ValueError(f"a state is a dict of tensors and values, not a {type(state).__name__}: {{'model': ...}}")
     try:
-        map_leaves(state, add)
+        map_leaves(state, lambda path, leaf: _add_leaf(local, "/".join(path), leaf))
     except RecursionError:
         raise ValueError("the state is nested too deeply, or holds itself; give a flat dict of its leaves") from None
-    if both := sorted(set(map(key_of, flat.parts)) & flat.objects.keys()):
-        raise ValueError(f"{both[0]} is both a tensor and a value; give them one key each")
-    return flat
+    if ambiguous := sorted(set(map(key_of, local.shards)) & local.objects.keys()):
+        raise ValueError(f"{ambiguous[0]} is both a tensor and a value; give them one key each")
+    return local
 
 
-def _whole(key: str, leaf: Tensor | np.ndarray) -> ShardedTensor:
+def _add_leaf(local: LocalState, key: str, leaf: Any) -> None:
+    if is_sharded(leaf):
+        local.replicated[path_of(key)] = 1
+        for shard in shards_of_sharded_tensor(key, leaf):
+            _add_shard(local, shard)
+        return
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        leaf = _complete_tensor(key, leaf)
+        local.replicated[path_of(key)] = 1
+        if path_of(key) in local.shards:
+            raise ValueError(f"{key} is two tensors; give them one key each")
+    if isinstance(leaf, ShardedTensor):
+        _add_shard(local, leaf)
+        return
+    item = leaf if isinstance(leaf, ShardedObject) else ShardedObject(key, leaf)
+    check_key(item.key)
+    value = _encoded(item)
+    if local.objects.setdefault(item.key, value) != value:
+        raise ValueError(f"{item.key} is both {local.objects[item.key]!r} and {value!r}; give them one key each")
+
+
+def _complete_tensor(key: str, leaf: Tensor | np.ndarray) -> ShardedTensor:
+    """A plain tensor as the only shard of its array."""
     if isinstance(leaf, np.ndarray):
         try:
             leaf = tensor_of(leaf)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
-    if is_dtensor(leaf):
-        pass  # asking for its values is a collective
-    elif leaf.dim() and leaf.is_floating_point() and not any(leaf.stride()) and bool(leaf.isnan().any()):
-        refuse_freed(key, leaf)  # what `model.state_dict()` gives under ZeRO-3
+    # what `model.state_dict()` gives under ZeRO-3: NaNs without memory of their own. A DTensor is not asked for its
+    # values, since that is a collective
+    without_memory = not is_dtensor(leaf) and leaf.dim() and leaf.is_floating_point() and not any(leaf.stride())
+    if without_memory and bool(leaf.isnan().any()):
+        refuse_freed(key, leaf)
     return ShardedTensor(key, leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
 
 
-def _add_part(flat: LocalState, part: ShardedTensor) -> None:
-    path = path_of(part.key)
-    if is_dtensor(part.data):
-        flat.plain[path] = mesh_size(part.data)
-        for local in local_parts(part):
-            _add_part(flat, local)
+def _add_shard(local: LocalState, shard: ShardedTensor) -> None:
+    path = path_of(shard.key)
+    if is_dtensor(shard.data):
+        local.replicated[path] = mesh_size(shard.data)
+        for local_shard in local_shards(shard):
+            _add_shard(local, local_shard)
         return
-    if problem := unstorable(part.data):
-        raise ValueError(f"{part.key} is {problem}")
-    if path != part.key:
-        part = replace(part, key=path, stack=path_of(part.stack) if part.stack else "")
-    parts = flat.parts.setdefault(path, [])
-    if volume(part.box):  # a rank may hold padding only
-        parts.append(part)
-    elif not parts:
-        flat.parts.pop(path)
+    if problem := unstorable(shard.data):
+        raise ValueError(f"{shard.key} is {problem}")
+    if path != shard.key:
+        stack = path_of(shard.stack) if shard.stack else ""
+        shard = replace(shard, key=path, stack=stack)
+    shards = local.shards.setdefault(path, [])
+    if volume(shard.box):
+        shards.append(shard)
+    elif not shards:  # a rank may hold padding only: then it holds nothing of this array
+        local.shards.pop(path)
 
 
-def _name(part: ShardedTensor) -> str:
-    return part.key if part.box == whole(part.global_shape) else f"{part.key} at {part.box}"
+def _name_with_box(shard: ShardedTensor) -> str:
+    is_complete = shard.box == whole(shard.global_shape)
+    return shard.key if is_complete else f"{shard.key} at {shard.box}"
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    data = tensor.detach().cpu().contiguous().flatten()
+    return zlib.crc32(data.view(torch.uint8).numpy().data)
 
 
 def _encoded(item: ShardedObject) -> Any:
@@ -141,95 +156,121 @@ def _encoded(item: ShardedObject) -> Any:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All ranks' arrays, and which boxes each rank holds."""
+    """All ranks' arrays, and which boxes each rank holds, in rank order."""
 
     arrays: dict[str, ArrayInfo]
-    holdings: list[Holdings]
+    holdings: Sequence[Holdings]
 
     def without(self, keys: Sequence[str] | set[str]) -> "Catalog":
-        """The same without some arrays."""
-        return Catalog(
-            {key: info for key, info in self.arrays.items() if key not in keys},
-            [{key: boxes for key, boxes in held.items() if key not in keys} for held in self.holdings],
-        )
+        """The same catalogue without some arrays."""
+        holdings = [_without_keys(rank_holdings, keys) for rank_holdings in self.holdings]
+        return Catalog(_without_keys(self.arrays, keys), holdings)
 
 
-Told = dict[str, Any]  # what one rank tells of its arrays
+def _without_keys(by_key: Mapping[str, T], keys: Sequence[str] | set[str]) -> dict[str, T]:
+    return {key: value for key, value in by_key.items() if key not in keys}
 
 
-def to_json(arrays: Arrays, holdings: Holdings) -> Told:
-    """arrays: key -> what it is. boxes: what is held of an array; lies: the number of that, of each key, sorted.
+LocalCatalog = dict[str, Any]  # one rank's arrays and boxes as a message, see `to_json`
 
-    A parameter's weight, main copy and moments lie alike, so most of it is told once.
+
+def to_json(arrays: Arrays, holdings: Holdings) -> LocalCatalog:
+    """One rank's share of the catalogue, as a message.
+
+    arrays: key -> what it is. boxes: the different lists of boxes. lies: for each key, sorted, the number of its
+    list: a parameter's weight, main copy and moments are cut alike, so most lists are sent once.
     """
-    boxes: dict[Any, int] = {}
-    lies = [boxes.setdefault(holdings[key], len(boxes)) for key in sorted(arrays)]
-    return {"arrays": {key: info.to_json() for key, info in arrays.items()}, "boxes": list(boxes), "lies": lies}
+    numbers: dict[Any, int] = {}  # list of boxes -> its number
+    number_by_key = [numbers.setdefault(holdings[key], len(numbers)) for key in sorted(arrays)]
+    return {
+        "arrays": {key: info.to_json() for key, info in arrays.items()},
+        "boxes": list(numbers),
+        "lies": number_by_key,
+    }
 
 
-def shortened(local: Told, rank: int, kinds: Sequence[str]) -> Told:
-    """What has to be told to ranks whose `arrays` have the digests `kinds`: they are told by the first of a kind."""
-    first = kinds.index(kinds[rank]) == rank
-    return local if first else {name: value for name, value in local.items() if name != "arrays"}
+def without_repeated_arrays(local: LocalCatalog, rank: int, kinds: Sequence[str]) -> LocalCatalog:
+    """The message of one rank, without `arrays` if a rank before it sends the same: `kinds` are their fingerprints.
+
+    All data-parallel replicas have the same arrays, so that one table per pipeline stage is sent.
+    """
+    first_of_kind = kinds.index(kinds[rank])
+    if first_of_kind == rank:
+        return local
+    return {name: value for name, value in local.items() if name != "arrays"}
 
 
-def completed(told: Sequence[Told], kinds: Sequence[str]) -> list[Told]:
-    """The inverse of `shortened`, for all ranks."""
-    arrays = {kind: told[kinds.index(kind)]["arrays"] for kind in set(kinds)}
-    return [{**local, "arrays": arrays[kind]} for local, kind in zip(told, kinds, strict=True)]
+def with_repeated_arrays(catalogs: Sequence[LocalCatalog], kinds: Sequence[str]) -> list[LocalCatalog]:
+    """The inverse of `without_repeated_arrays`, for all ranks."""
+    arrays_by_kind = {kind: catalogs[kinds.index(kind)]["arrays"] for kind in set(kinds)}
+    return [{**local, "arrays": arrays_by_kind[kind]} for local, kind in zip(catalogs, kinds, strict=True)]
 
 
-def digest(local: Mapping[str, Any]) -> str:
-    """Changes when anything in a rank's `to_json` does."""
+def fingerprint(local: Mapping[str, Any]) -> str:
+    """Changes when anything in a JSON value does."""
     return hashlib.blake2b(json.dumps(local, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def merge(told: Sequence[Told]) -> Catalog:
+def merge_catalogs(catalogs: Sequence[LocalCatalog]) -> Catalog:
     """The catalogue from every rank's `to_json`.
 
     Raises ValueError: ranks that disagree about an array (a model built differently, names that are not global).
     """
     arrays: dict[str, ArrayInfo] = {}
-    first: dict[str, int] = {}
+    first_rank: dict[str, int] = {}  # key -> the first rank that has it, for the message
     holdings: list[Holdings] = []
-    checked = None  # ranks of a stage share one table
-    for rank, local in enumerate(told):
-        for key, value in local["arrays"].items() if local["arrays"] is not checked else ():
-            info = ArrayInfo.from_json(value)
-            known = arrays.setdefault(key, info)
-            first.setdefault(key, rank)
-            if known != info:
-                raise ValueError(
-                    f"{key} is {known} on rank {first[key]} and {info} on rank {rank}; build the same model on all "
-                    "ranks, and give foreign pipeline stages as {stage: module}"
-                )
-        checked = local["arrays"]
-        boxes = [tuple([tuple(map(tuple, box)) for box in held]) for held in local["boxes"]]
-        holdings.append(dict(zip(sorted(checked), [boxes[n] for n in local["lies"]], strict=True)))
-    for key in arrays:
-        if inside := [k for k in ("/".join(key.split("/")[:n]) for n in range(1, key.count("/") + 1)) if k in arrays]:
-            raise ValueError(f"{key} would lie inside the array {inside[0]}; rename one of them")
+    checked = None
+    for rank, local in enumerate(catalogs):
+        # ranks of a pipeline stage share one table, by `with_repeated_arrays`: it is checked once
+        if local["arrays"] is not checked:
+            checked = local["arrays"]
+            for key, value in checked.items():
+                info = ArrayInfo.from_json(value)
+                first_rank.setdefault(key, rank)
+                _check_same_info(key, arrays.setdefault(key, info), info, (first_rank[key], rank))
+        boxes = [boxes_from_json(boxes_of_array) for boxes_of_array in local["boxes"]]
+        boxes_by_key = [boxes[number] for number in local["lies"]]
+        holdings.append(dict(zip(sorted(checked), boxes_by_key, strict=True)))
+    _check_nesting(arrays)
     return Catalog(arrays, holdings)
 
 
-def merge_plain(told: Sequence[Mapping[str, int]]) -> None:
+def _check_same_info(key: str, first: ArrayInfo, info: ArrayInfo, ranks: tuple[int, int]) -> None:
+    if first != info:
+        raise ValueError(
+            f"{key} is {first} on rank {ranks[0]} and {info} on rank {ranks[1]}; build the same model on all "
+            "ranks, and give foreign pipeline stages as {stage: module}"
+        )
+
+
+def _check_nesting(arrays: Mapping[str, ArrayInfo]) -> None:
+    """Raises ValueError: an array inside another: `a/b` beside `a`, which is a folder of cells."""
+    for key in arrays:
+        names = key.split("/")
+        for length in range(1, len(names)):
+            outer = "/".join(names[:length])
+            if outer in arrays:
+                raise ValueError(f"{key} would lie inside the array {outer}; rename one of them")
+
+
+def check_replicated(checksums_by_rank: Sequence[Mapping[str, int]]) -> None:
     """Raises ValueError: a plain tensor that is not the same on two ranks that have it."""
-    first: dict[str, tuple[int, int]] = {}
-    for rank, checksums in enumerate(told):
+    first: dict[str, tuple[int, int]] = {}  # key -> (rank, checksum) of the first rank that has it
+    for rank, checksums in enumerate(checksums_by_rank):
         for key, checksum in checksums.items():
-            known, value = first.setdefault(key, (rank, checksum))
-            if value != checksum:
+            first_rank, first_checksum = first.setdefault(key, (rank, checksum))
+            if first_checksum != checksum:
                 raise ValueError(
-                    f"the tensor {key} differs between rank {known} and rank {rank}: plain tensors must be the same "
-                    "on all ranks (a DTensor: outside of its mesh); give parts as ShardedTensor, as "
+                    f"the tensor {key} differs between rank {first_rank} and rank {rank}: plain tensors must be the "
+                    "same on all ranks (a DTensor: outside of its mesh); give parts as ShardedTensor, as "
                     "`model.sharded_state_dict()` does, or DTensors of a mesh of all ranks"
                 )
 
 
-def merge_objects(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One value per key. Raises ValueError: two ranks that disagree."""
     merged: dict[str, Any] = {}
-    for rank, objects in enumerate(told):
+    for rank, objects in enumerate(objects_by_rank):
         for key, value in objects.items():
             if merged.setdefault(key, value) != value:
                 raise ValueError(

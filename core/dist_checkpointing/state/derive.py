@@ -1,7 +1,8 @@
 """Which arrays need not be stored, because another one says the same bit for bit.
 
-With float32 main parameters beside 16-bit weights, weights are `main` rounded: 12 bytes per parameter instead of 14.
-That is compared at every save, since stochastic rounding, a weight edited by hand or a frozen one break it.
+With float32 main (master) weights beside 16-bit weights, the weights are `main` rounded: 12 bytes per parameter
+instead of 14. That is compared at every save, since stochastic rounding, a weight edited by hand or a frozen one
+break it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,83 +13,99 @@ from torch import Tensor
 
 from core.dist_checkpointing.format.arrays import Arrays
 from core.dist_checkpointing.state.catalog import LocalState
+from core.dist_checkpointing.state.mapping import ShardedTensor
 from core.parallel_state.flat import Box, intersect, relative, slices, volume
 
 MODEL, MAIN = "model/", "optimizer/main/"
-BLOCK = 1 << 20  # elements compared at a time, so that the rounded copy stays in cache
+COMPARED_ELEMENTS = 1 << 20  # at a time, so that the rounded copy stays in cache
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def twins(keys: Any) -> Iterator[tuple[str, str]]:
+def weight_main_pairs(keys: Any) -> Iterator[tuple[str, str]]:
     """(weight, main) keys of the same parameter."""
     for key in keys:
-        if key.startswith(MAIN) and (weight := MODEL + key.removeprefix(MAIN)) in keys:
+        weight = MODEL + key.removeprefix(MAIN)
+        if key.startswith(MAIN) and weight in keys:
             yield weight, key
 
 
-def unequal(state: LocalState) -> list[str]:
-    """Weights of this rank that are not their main parameter rounded, somewhere."""
-    return [weight for weight, main in twins(state.parts) if not _equal(state, weight, main)]
+def unequal_weights(state: LocalState) -> list[str]:
+    """Keys of this rank's weights that are not their main weights rounded, in at least one element."""
+    unequal = []
+    for weight, main in weight_main_pairs(state.shards):
+        if not _weights_are_rounded(state.shards[weight], state.shards[main]):
+            unequal.append(weight)
+    return unequal
 
 
-def _equal(state: LocalState, weight: str, main: str) -> bool:
-    """Whether all of this rank's main parts are also here as weights, and round to them."""
-    if {part.global_shape for part in state.parts[main]} != {part.global_shape for part in state.parts[weight]}:
+def _weights_are_rounded(weights: list[ShardedTensor], mains: list[ShardedTensor]) -> bool:
+    """Whether all of this rank's main shards are also here as weights, and round to them."""
+    if {main.global_shape for main in mains} != {weight.global_shape for weight in weights}:
         return False
-    for part in state.parts[main]:
-        seen = 0
-        for other in state.parts[weight]:
-            if (both := intersect(part.box, other.box)) is not None:
-                seen += volume(both)
-                if not _rounds(_cut(part.part, part.box, both), _cut(other.part, other.box, both)):
-                    return False
-        if seen < volume(part.box):
+    for main in mains:
+        compared = 0
+        for weight in weights:
+            overlap = intersect(main.box, weight.box)
+            if overlap is None:
+                continue
+            compared += volume(overlap)
+            if not _rounds_to(_cut(main, overlap), _cut(weight, overlap)):
+                return False
+        # a main shard without its weight on this rank proves nothing: then the weight is stored
+        if compared < volume(main.box):
             return False
     return True
 
 
-def _cut(tensor: Tensor, box: Box, part: Box) -> Tensor:
-    return tensor[slices(relative(part, box))]
+def _cut(shard: ShardedTensor, box: Box) -> Tensor:
+    return shard.stacked_data[slices(relative(box, shard.box))]
 
 
-def _rounds(main: Tensor, weight: Tensor) -> bool:
+def _rounds_to(main: Tensor, weight: Tensor) -> bool:
+    """Whether every element of `main`, rounded to the dtype of `weight`, has the bits of `weight`."""
     if main.data_ptr() == weight.data_ptr() and main.dtype == weight.dtype and main.stride() == weight.stride():
-        return True
+        return True  # one tensor is both
     if not (main.is_contiguous() and weight.is_contiguous()):
         main, weight = main.contiguous(), weight.contiguous()
-    pieces = zip(main.view(-1).split(BLOCK), weight.view(-1).split(BLOCK), strict=True)
-    return all(torch.equal(_bits(m.to(w)), _bits(w)) for m, w in pieces)
+    main_blocks, weight_blocks = main.view(-1).split(COMPARED_ELEMENTS), weight.view(-1).split(COMPARED_ELEMENTS)
+    for main_block, weight_block in zip(main_blocks, weight_blocks, strict=True):
+        if not torch.equal(_bits(main_block.to(weight_block)), _bits(weight_block)):
+            return False
+    return True
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """NaN equals NaN, and -0 is not 0."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    """As integers: NaN equals NaN, and -0 is not 0."""
+    return tensor.view(_BITS[tensor.itemsize])
 
 
-def left_out(arrays: Arrays, stored: set[str]) -> tuple[set[str], dict[str, dict[str, str]]]:
-    """(arrays that need not be stored, how a reader gets them); `stored`: weights that some rank found unequal.
+def derivable(arrays: Arrays, stored_weights: set[str]) -> tuple[set[str], dict[str, dict[str, str]]]:
+    """(arrays that need not be stored, how a reader gets them); `stored_weights`: those that some rank found unequal.
 
-    The more exact of two is kept; of two alike, the weight. A main parameter like its weight is in no table, so that
-    a run which has none beside it (one tensor is both) writes the same bytes: `source` knows.
+    The more exact of two is stored; of two alike, the weight. A main weight like its weight is in no table, so that
+    a run which has none beside it (one tensor is both) writes the same bytes: `stored_source` knows.
     """
-    keys: set[str] = set()
-    table: dict[str, dict[str, str]] = {}
-    for weight, main in twins(arrays):
-        if weight in stored or arrays[weight].shape != arrays[main].shape:
+    not_stored: set[str] = set()
+    derived: dict[str, dict[str, str]] = {}
+    for weight, main in weight_main_pairs(arrays):
+        if weight in stored_weights or arrays[weight].shape != arrays[main].shape:
             continue
         if arrays[main].dtype == arrays[weight].dtype:
-            keys.add(main)
+            not_stored.add(main)
         else:
-            keys.add(weight)
-            table[weight] = {"from": main, "torch_dtype": arrays[weight].dtype}
-    return keys, table
+            not_stored.add(weight)
+            derived[weight] = {"from": main, "torch_dtype": arrays[weight].dtype}
+    return not_stored, derived
 
 
-def source(key: str, arrays: Mapping[str, Any], table: Mapping[str, Mapping[str, str]]) -> str | None:
-    """The stored array from which `key` is read: itself, what it was derived from, or, for the main parameter of a
-    run that had none, its weight. None if the checkpoint has nothing for it."""
+def stored_source(key: str, arrays: Mapping[str, Any], derived: Mapping[str, Mapping[str, str]]) -> str | None:
+    """The stored array that `key` is read from; None if the checkpoint has nothing for it.
+
+    Itself, what it was derived from, or, for the main weight of a run that had none, its weight.
+    """
     if key in arrays:
         return key
-    if key in table and table[key].get("from") in arrays:
-        return table[key]["from"]
+    if key in derived and derived[key].get("from") in arrays:
+        return derived[key]["from"]
     weight = MODEL + key.removeprefix(MAIN)
     return weight if key.startswith(MAIN) and weight in arrays else None

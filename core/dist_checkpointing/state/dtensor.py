@@ -1,7 +1,7 @@
-"""Where the local part of a DTensor lies in the whole: arithmetic on its mesh and placements, no collective.
+"""Where the local shard of a DTensor lies in the full tensor: arithmetic on its mesh and placements, no collective.
 
-`fully_shard` behind tensor parallelism cuts what is cut already; torch calls that a strided shard. A local part is
-then several intervals of a dim, in rare cases, so that one DTensor can be several boxes.
+`fully_shard` behind tensor parallelism cuts what is cut already; torch calls that a strided shard. The local tensor
+is then several intervals of a dim, in rare cases, so that one DTensor can be several boxes.
 """
 
 from collections.abc import Sequence
@@ -12,58 +12,71 @@ from typing import Any
 from core.dist_checkpointing.state.mapping import ShardedTensor
 from core.parallel_state.flat import slices
 
-Intervals = list[tuple[int, int]]  # of one dim of the whole, in the order in which they lie in memory
+Intervals = list[tuple[int, int]]  # of one dim of the full tensor, in the order in which they lie in memory
 
 
 def mesh_size(tensor: Any) -> int:
-    """How many ranks know of each other's parts."""
+    """The number of ranks of the mesh, which know of each other's shards."""
     return tensor.device_mesh.size()
 
 
-def local_parts(part: ShardedTensor) -> list[ShardedTensor]:
-    """This rank's boxes of a part whose data is a DTensor, in its memory, without padding; none outside of its mesh.
+def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
+    """This rank's boxes of a DTensor, in its memory, without padding; none on a rank outside of its mesh.
 
     Raises ValueError: partial values, which are no values yet, and placements that torch may invent.
     """
-    tensor: Any = part.data
-    at = tensor.device_mesh.get_coordinate()
-    if at is None:
+    tensor: Any = sharded.data
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return []
-    local, axes = tensor.detach().to_local(), part.prepend_axis_num
+    local, axes = tensor.detach().to_local(), sharded.prepend_axis_num
     try:
-        dims = local_intervals(tuple(tensor.shape), tensor.placements, tensor.device_mesh.shape, at)
-    except ValueError as error:
-        raise ValueError(f"{part.key} is a DTensor, {error}") from None
-    if tuple(local.shape) != tuple(sum(b - a for a, b in dim) for dim in dims):
-        raise ValueError(
-            f"{part.key} is a DTensor of shape {list(tensor.shape)}, {tensor.placements}, but {list(local.shape)} is "
-            "here; make it with distribute_tensor, or give from_local its whole shape"
+        intervals_by_dim = local_intervals(
+            tuple(tensor.shape), tensor.placements, tensor.device_mesh.shape, coordinate
         )
-    made = []
-    for pieces in product(*map(_placed, dims)):
-        offset = tuple(start + o for (_, start), o in zip(pieces, part.global_offset[axes:], strict=True))
-        ends = [
-            min(b, a + max(n - o, 0))
-            for ((a, b), _), o, n in zip(pieces, offset, part.global_shape[axes:], strict=True)
-        ]
-        if all(a < end for ((a, _), _), end in zip(pieces, ends, strict=True)):  # else it is padding
-            data = local[slices(tuple((a, end) for ((a, _), _), end in zip(pieces, ends, strict=True)))]
-            made.append(replace(part, data=data, global_offset=part.global_offset[:axes] + offset))
-    return made
+    except ValueError as error:
+        raise ValueError(f"{sharded.key} is a DTensor, {error}") from None
+    expected_shape = [sum(stop - start for start, stop in intervals) for intervals in intervals_by_dim]
+    if list(local.shape) != expected_shape:
+        raise ValueError(
+            f"{sharded.key} is a DTensor of shape {list(tensor.shape)}, {tensor.placements}, but "
+            f"{list(local.shape)} is here; make it with distribute_tensor, or give from_local its whole shape"
+        )
+    stack_offset, tensor_offset = sharded.global_offset[:axes], sharded.global_offset[axes:]
+    true_shape = sharded.global_shape[axes:]
+    shards = []
+    for local_box in product(*map(_local_and_global, intervals_by_dim)):
+        offset, inside = [], []
+        for ((start, stop), global_start), origin, size in zip(local_box, tensor_offset, true_shape, strict=True):
+            position = global_start + origin
+            offset.append(position)
+            # rows behind the end of the true tensor are padding
+            inside.append((start, min(stop, start + max(size - position, 0))))
+        if all(start < stop for start, stop in inside):
+            data = local[slices(tuple(inside))]
+            shards.append(replace(sharded, data=data, global_offset=(*stack_offset, *offset)))
+    return shards
 
 
-def shards(key: str, tensor: Any) -> list[ShardedTensor]:
-    """This rank's parts of torch's ShardedTensor, in its memory: it says itself where they lie."""
-    shape, held = tuple(tensor.metadata().size), tensor.local_shards()
-    return [ShardedTensor(key, s.tensor.detach(), shape, tuple(s.metadata.shard_offsets)) for s in held]
+def shards_of_sharded_tensor(key: str, tensor: Any) -> list[ShardedTensor]:
+    """This rank's shards of torch's ShardedTensor, in its memory: its metadata says where they lie."""
+    shape = tuple(tensor.metadata().size)
+    shards = []
+    for shard in tensor.local_shards():
+        offset = tuple(shard.metadata.shard_offsets)
+        shards.append(ShardedTensor(key, shard.tensor.detach(), shape, offset))
+    return shards
 
 
 def local_intervals(
-    shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], at: Sequence[int]
+    shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> list[Intervals]:
-    """Of each dim, which intervals the rank at this coordinate of the mesh holds: cut from left to right."""
-    dims = [[(0, n)] for n in shape]
-    for placement, count, rank in zip(placements, mesh, at, strict=True):
+    """Of each dim, which intervals the rank at this coordinate of the mesh holds: cut from left to right.
+
+    Raises ValueError: a placement that is neither Shard nor Replicate.
+    """
+    intervals_by_dim = [[(0, size)] for size in shape]
+    for placement, mesh_dim_size, position in zip(placements, mesh, coordinate, strict=True):
         if placement.is_partial():
             raise ValueError(
                 f"of {placement}: its parts are to be added up first; give tensor.redistribute(placements=...) of "
@@ -71,39 +84,49 @@ def local_intervals(
             )
         if placement.is_replicate():
             continue
-        if (dim := getattr(placement, "dim", None)) is None:
+        dim = getattr(placement, "dim", None)
+        if dim is None:
             raise ValueError(f"of {placement}, which is unknown here; redistribute it to Shard and Replicate")
-        strides = _chunks(dims[dim], getattr(placement, "split_factor", 1))
-        dims[dim] = [piece for stride in strides for piece in _chunks(stride, count)[rank]]
-    return dims
+        # a strided shard is cut in `split_factor` strides first, and the rank takes its chunk of each stride
+        local: Intervals = []
+        for stride in _chunked(intervals_by_dim[dim], getattr(placement, "split_factor", 1)):
+            local += _chunked(stride, mesh_dim_size)[position]
+        intervals_by_dim[dim] = local
+    return intervals_by_dim
 
 
-def _chunks(intervals: Intervals, count: int) -> list[Intervals]:
-    """In `count` parts as torch.chunk does: the first ones are full, the last ones may be empty."""
-    total = sum(b - a for a, b in intervals)
+def _chunked(intervals: Intervals, count: int) -> list[Intervals]:
+    """In `count` chunks as torch.chunk does: the first ones are full, the last ones may be empty."""
+    total = sum(stop - start for start, stop in intervals)
     size = -(-total // count)
-    return [_cut(intervals, min(i * size, total), min((i + 1) * size, total)) for i in range(count)]
+    starts = [min(number * size, total) for number in range(count + 1)]
+    return [_cut(intervals, starts[number], starts[number + 1]) for number in range(count)]
 
 
 def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
     """The elements from `start` to `stop`, counted along the intervals."""
-    found, seen = [], 0
-    for a, b in intervals:
-        first, last = max(a, a + start - seen), min(b, a + stop - seen)
+    inside, counted = [], 0
+    for interval_start, interval_stop in intervals:
+        first = max(interval_start, interval_start + start - counted)
+        last = min(interval_stop, interval_start + stop - counted)
         if first < last:
-            found.append((first, last))
-        seen += b - a
-    return found
+            inside.append((first, last))
+        counted += interval_stop - interval_start
+    return inside
 
 
-def _placed(dim: Intervals) -> list[tuple[tuple[int, int], int]]:
-    """(interval of the local dim, where it begins in the whole); neighbours are one."""
-    found: list[tuple[tuple[int, int], int]] = []
-    seen = 0
-    for a, b in dim:
-        if found and found[-1][1] + seen - found[-1][0][0] == a:
-            found[-1] = (found[-1][0][0], seen + b - a), found[-1][1]
-        else:
-            found.append(((seen, seen + b - a), a))
-        seen += b - a
-    return found
+def _local_and_global(intervals: Intervals) -> list[tuple[tuple[int, int], int]]:
+    """(interval of the local dim, where it begins in the full dim); neighbours in both are joined."""
+    pairs: list[tuple[tuple[int, int], int]] = []
+    local_start = 0
+    for start, stop in intervals:
+        local_stop = local_start + stop - start
+        if pairs:
+            (joined_local, _), joined_global = pairs[-1]
+            if joined_global + local_start - joined_local == start:
+                pairs[-1] = (joined_local, local_stop), joined_global
+                local_start = local_stop
+                continue
+        pairs.append(((local_start, local_stop), start))
+        local_start = local_stop
+    return pairs

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 TYPE = "$type"
-SAME = {int, str, bool, type(None)}  # types that JSON has: a list of them, which may be long, is looked at once
+# types that JSON has as they are: a list of these, which may be long, is checked by one set of types
+SAME = {int, str, bool, type(None)}
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,19 @@ def register(
     Raises ValueError: a name that another type has.
     """
     name = kind.__qualname__ if name is None else name
-    owner = next((other for other, handler in _BY_TYPE.items() if handler.name == name), kind)
-    if (owner.__module__, owner.__qualname__) != (kind.__module__, kind.__qualname__) or name in _RESERVED:
+    owner = kind
+    for registered_type, handler in _BY_TYPE.items():
+        if handler.name == name:
+            owner = registered_type
+    same_type = (owner.__module__, owner.__qualname__) == (kind.__module__, kind.__qualname__)
+    if not same_type or name in _RESERVED:
         raise ValueError(f"register({kind!r}): {owner!r} is called {name!r} in checkpoints; give name=...")
     _BY_TYPE.pop(owner, None)  # a module that was loaded again has a new type of the same name
     _BY_TYPE[kind] = _BY_NAME[name] = _Handler(name, to_json, from_json)
 
 
 def encode(value: Any) -> Any:
-    """A JSON value. Subclasses of str, int, float, list and dict become those; all else is as it was, or refused.
+    """A JSON value. Subclasses of str, int, float, list and dict become those; all else reads back in its type.
 
     Raises TypeError: a type that nobody registered. ValueError: what its function says.
     """
@@ -60,7 +65,9 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and TYPE not in value:
             return {key: encode(item) for key, item in value.items()}
-        return {TYPE: "dict", "value": sorted(([encode(k), encode(v)] for k, v in value.items()), key=repr)}
+        # other keys, or a key that looks like a tag: a list of pairs, sorted so that all ranks write the same
+        pairs = [[encode(key), encode(item)] for key, item in value.items()]
+        return {TYPE: "dict", "value": sorted(pairs, key=repr)}
     raise TypeError(f"{type(value).__name__} cannot be saved")
 
 
@@ -92,14 +99,15 @@ def tagged(value: Any) -> bool:
 
 
 def _number(scalar: np.generic) -> Any:
-    """A Python number of the same value. Raises TypeError: there is none."""
+    """A Python number of the same value. Raises TypeError: Python has none, as of a longdouble."""
     number = scalar.item()
-    if scalar.dtype.kind not in "biufc" or isinstance(number, np.generic):  # a longdouble is its own item
+    is_own_item = isinstance(number, np.generic)  # numpy gives a longdouble back as itself
+    if scalar.dtype.kind not in "biufc" or is_own_item:
         raise TypeError(f"numpy.{scalar.dtype.name} cannot be saved")
     return number
 
 
-def _scalar(content: Any) -> np.generic:
+def _numpy_scalar(content: Any) -> np.generic:
     name, number = content
     dtype = np.dtype(name)
     if dtype.kind not in "biufc":
@@ -107,31 +115,33 @@ def _scalar(content: Any) -> np.generic:
     return dtype.type(number)
 
 
-def _finite_or_not(text: str) -> float:
+def _special_float(text: str) -> float:
     if text not in ("inf", "-inf", "nan"):
         raise ValueError("inf, -inf or nan expected")
     return float(text)
 
 
-def _dtype(name: str) -> torch.dtype:
-    if not isinstance(found := getattr(torch, name, None), torch.dtype):
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch {torch.__version__} has no such dtype")
-    return found
+    return dtype
 
 
-def _text(data: bytes | bytearray) -> str:
+def _bytes_to_text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
-def _data(text: str) -> bytes:
+def _text_to_bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-_RESERVED: dict[str, Callable[[Any], Any]] = {"numpy": _scalar, "float": _finite_or_not, "dict": dict}
+# tags of `encode` itself, which no registered type may take
+_RESERVED: dict[str, Callable[[Any], Any]] = {"numpy": _numpy_scalar, "float": _special_float, "dict": dict}
 
 register(tuple, list, tuple)
-register(complex, lambda z: [z.real, z.imag], lambda parts: complex(*parts))
-register(bytes, _text, _data)
-register(bytearray, _text, lambda text: bytearray(_data(text)))
+register(complex, lambda number: [number.real, number.imag], lambda content: complex(*content))
+register(bytes, _bytes_to_text, _text_to_bytes)
+register(bytearray, _bytes_to_text, lambda text: bytearray(_text_to_bytes(text)))
 register(torch.Size, list, torch.Size, name="torch.Size")
-register(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype, name="torch.dtype")
+register(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _torch_dtype, name="torch.dtype")

@@ -1,4 +1,4 @@
-"""From a parameter's `Layout` to its place in the checkpoint: arithmetic, no collective."""
+"""From a parameter's `Layout` to where its shards lie in the checkpoint's arrays: arithmetic, no collective."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -16,16 +16,16 @@ from core.parallel_state.flat import Box, extent, flat_boxes, intersect, relativ
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.modules import Modules, named_buffers, named_parameters, named_stacks
 
-Stacks = Mapping[str, int]  # name of a list of equal layers -> how many there are in the whole model
+Stacks = Mapping[str, int]  # name of a list of equal layers -> how many there are in the full model
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedTensor:
-    """This rank's part of one global tensor: a box of it, in live memory.
+    """This rank's shard of one global tensor: a box of it, in live memory.
 
-    key: the path of the array in the checkpoint. global_shape, global_offset: of the whole, stack axes included.
-    data: the part, without the first `prepend_axis_num` dims, each of which it is one row of.
-    replica_id: 0 on one holder of each part, as in Megatron; saving does not need it (one of the holders writes).
+    key: the path of the array in the checkpoint. global_shape, global_offset: of the full array, stack axes included.
+    data: the shard, without the first `prepend_axis_num` dims, each of which it is one row of.
+    replica_id: 0 on one holder of each shard, as in Megatron; saving does not need it (one of the holders writes).
     tp_dim: the dim that tensor parallelism cuts, which the grid of cells follows.
     stack: of a layer's parameter, the name of the list of layers, for those who want single layers back.
     local: what `load` gives back instead of `data`: the parameter with its padded rows.
@@ -43,8 +43,10 @@ class ShardedTensor:
 
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
-        inside = all(a >= 0 and b <= n for (a, b), n in zip(self.box, self.global_shape, strict=False))
-        inside |= is_dtensor(self.data)  # which may have padded rows at its end: they cannot be cut off from outside
+        inside = True
+        if not is_dtensor(self.data):  # it may have padded rows at its end, which cannot be cut off from outside
+            intervals = zip(self.box, self.global_shape, strict=False)
+            inside = all(start >= 0 and stop <= size for (start, stop), size in intervals)
         if not len(self.global_shape) == len(self.global_offset) == dims or not inside:
             raise ValueError(
                 f"{self.key}: a part of shape {list(self.data.shape)} behind {self.prepend_axis_num} stack axes at "
@@ -60,42 +62,44 @@ class ShardedTensor:
         replica_id: int | tuple[int, ...] = 0,
         prepend_axis_num: int = 0,
     ) -> "ShardedTensor":
-        """Megatron's form: (axis, position, parts) of each axis that is cut into equal parts.
+        """Megatron's form: (axis, position, count) of each axis that is cut into `count` equal shards.
 
-        Axes count the prepended ones. Raises ValueError: an axis out of range, a position not below its parts.
+        Axes count the prepended ones. Raises ValueError: an axis out of range, a position not below its count.
         """
         shape = [1] * prepend_axis_num + list(data.shape)
         offset = [0] * len(shape)
-        for axis, position, parts in rank_offsets:
-            if not (0 <= axis < len(shape) and 0 <= position < parts):
+        tp_dim = None
+        for axis, position, count in rank_offsets:
+            if not (0 <= axis < len(shape) and 0 <= position < count):
                 raise ValueError(
-                    f"{key}: offset ({axis}, {position}, {parts}) needs an axis below {len(shape)} and a position "
-                    f"below {parts}"
+                    f"{key}: offset ({axis}, {position}, {count}) needs an axis below {len(shape)} and a position "
+                    f"below {count}"
                 )
-            offset[axis], shape[axis] = position * shape[axis], parts * shape[axis]
-        cut = [axis for axis, _, _ in rank_offsets if axis >= prepend_axis_num]
-        tp_dim = cut[0] if cut else None
+            offset[axis] = position * shape[axis]
+            shape[axis] *= count
+            if tp_dim is None and axis >= prepend_axis_num:
+                tp_dim = axis
         return cls(key, data, tuple(shape), tuple(offset), replica_id, prepend_axis_num, tp_dim)
 
     @property
     def box(self) -> Box:
-        """Where the part lies in the whole."""
+        """Where the shard lies in the full array."""
         shape = (1,) * self.prepend_axis_num + tuple(self.data.shape)
-        return tuple((o, o + n) for o, n in zip(self.global_offset, shape, strict=True))
+        return tuple((start, start + size) for start, size in zip(self.global_offset, shape, strict=True))
 
     @property
-    def piece(self) -> "Piece":
-        """What the exchange and the engine see of it."""
-        return Piece(self.key, self.box, self.part)
+    def shard(self) -> "Shard":
+        """What the exchange and the readers see of it."""
+        return Shard(self.key, self.box, self.stacked_data)
 
     @property
-    def part(self) -> Tensor:
+    def stacked_data(self) -> Tensor:
         """`data` with its stack axes, without gradient: exactly the shape of `box`."""
         return self.data.detach()[(None,) * self.prepend_axis_num]
 
     @property
     def info(self) -> ArrayInfo:
-        """What the whole array is.
+        """What the full array is.
 
         Rows that tensor parallelism cuts, outside of stacks, are a vocabulary: whether a layout pads it or not, its
         grid is that of one which is padded.
@@ -107,7 +111,7 @@ class ShardedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Shard:
     """A box of an array in live memory: `data` has exactly its extent."""
 
     key: str
@@ -123,140 +127,160 @@ class ShardedObject:
     data: Any
 
 
-class StatePart(Protocol):
-    """A part of an optimizer's state, as `optimizer.states()` gives it.
+class StateShard(Protocol):
+    """A shard of an optimizer's state, as `optimizer.states()` gives it.
 
-    tensor: the true part of the local tensor; with `interval`, 1-D: the elements [start, stop) of the local tensor's
-    flat form as it lies in memory, padded rows included.
+    tensor: the true part of the local tensor, without padding; with `interval`, 1-D: the elements [start, stop) of
+    the local tensor's flat form as it lies in memory, padded rows included.
     """
 
     @property
     def tensor(self) -> Tensor:
-        """The live memory of this part of a state."""
+        """The live memory of this shard."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """The layout of the whole parameter."""
+        """The layout of the parameter."""
         ...
 
     @property
     def interval(self) -> tuple[int, int] | None:
-        """Which elements, if not all."""
+        """Which elements of the flat local tensor, if not all."""
         ...
 
 
 def stacked_key(name: str, stacks: Stacks) -> tuple[str, int | None, str]:
     """`decoder.layers.7.x` -> (`decoder.layers.x`, 7, `decoder.layers`) where the last is a stack."""
     for stack in stacks:
-        if found := re.match(re.escape(stack) + r"\.(\d+)\.", name):
-            return f"{stack}.{name[found.end() :]}", int(found[1]), stack
+        if match := re.match(re.escape(stack) + r"\.(\d+)\.", name):
+            return f"{stack}.{name[match.end() :]}", int(match[1]), stack
     return name, None, ""
 
 
 def refuse_freed(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor whose memory is given back, as ZeRO-3 does between uses."""
-    if (there := tensor.untyped_storage().nbytes()) < tensor.numel() * tensor.itemsize:
+    allocated, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize
+    if allocated < needed:
         raise ValueError(
-            f"{name} has {there} bytes of memory for {tensor.numel() * tensor.itemsize}: it is sharded (ZeRO-3); "
+            f"{name} has {allocated} bytes of memory for {needed}: it is sharded (ZeRO-3); "
             "take the model's state from core.optimizer.sharded_state_dict(shard), shard being its DataParallel"
         )
 
 
 class Mapper:
-    """Makes sharded tensors of one rank: where it stands, and which lists of layers are stacks."""
+    """Makes sharded tensors of one rank: its coordinates in the mesh, and which lists of layers are stacks."""
 
     def __init__(self, ps: ParallelState, stacks: Stacks) -> None:
-        self._at, self._sizes, self._stacks = ps.coordinate, ps.sizes, stacks
+        self._coordinate, self._sizes, self._stacks = ps.coordinate, ps.sizes, stacks
 
     def parameter(self, group: str, name: str, tensor: Tensor, layout: Layout) -> ShardedTensor:
-        """The true part of a local tensor that lies as `layout` says.
+        """The true part of a local tensor that lies as `layout` says: without the rows that pad a vocabulary.
 
         Raises ValueError: a tensor whose memory is given back, as ZeRO-3 does between uses.
         """
         refuse_freed(name, tensor)
-        part = tensor.detach()
-        if not is_dtensor(part):
-            part = true_part(part, layout, self._at, self._sizes)
-        box: Box = tuple((s.start, s.stop) for s in layout.box(self._at, self._sizes))
-        return self._place(group, name, layout, part, box, tensor.detach())
+        data = tensor.detach()
+        if not is_dtensor(data):
+            data = true_part(data, layout, self._coordinate, self._sizes)
+        return self.sharded_tensor(group, name, layout, data, self._local_box(layout), tensor.detach())
 
     def interval(
         self, group: str, name: str, flat: Tensor, layout: Layout, interval: tuple[int, int]
     ) -> list[ShardedTensor]:
-        """The true elements of an interval of the local tensor's flat form: a box for each straight piece."""
-        shape = layout.local_shape(self._sizes)
-        start = [s.start for s in layout.box(self._at, self._sizes)]
-        held = layout.box(self._at, self._sizes)
-        true = whole(s.stop - s.start for s in held)
-        made, at = [], 0
-        for box in flat_boxes(shape, *interval):
-            piece = flat[at : at + volume(box)].view(extent(box))
-            at += volume(box)
-            if (kept := intersect(box, true)) is not None:
-                part = piece[slices(relative(kept, box))]
-                made.append(self._place(group, name, layout, part, shifted(kept, start), None))
-        return made
+        """The true elements of an interval of the local tensor's flat form: a box for each straight piece.
 
-    def _place(
-        self, group: str, name: str, layout: Layout, part: Tensor, box: Box, local: Tensor | None
+        ZeRO cuts the flat buffers of a bucket, not the parameters, so that an interval may begin and end inside rows.
+        """
+        local_box = self._local_box(layout)
+        offset = [start for start, _ in local_box]
+        true_box = whole(extent(local_box))
+        tensors, first = [], 0
+        for flat_box in flat_boxes(layout.local_shape(self._sizes), *interval):
+            elements = flat[first : first + volume(flat_box)].view(extent(flat_box))
+            first += volume(flat_box)
+            unpadded = intersect(flat_box, true_box)
+            if unpadded is not None:
+                data = elements[slices(relative(unpadded, flat_box))]
+                tensors.append(self.sharded_tensor(group, name, layout, data, shifted(unpadded, offset), None))
+        return tensors
+
+    def _local_box(self, layout: Layout) -> Box:
+        """The box of the full tensor that this rank holds, without padding."""
+        return tuple((cut.start, cut.stop) for cut in layout.box(self._coordinate, self._sizes))
+
+    def sharded_tensor(
+        self, group: str, name: str, layout: Layout, data: Tensor, box: Box, local: Tensor | None
     ) -> ShardedTensor:
-        key, row, stack = stacked_key(name, self._stacks)
-        layers = () if row is None else (self._stacks[stack],)
-        axes = len(layers)
+        """`data`, which is `box` of one parameter, as a shard of its array: the stack's, for a layer of a stack."""
+        key, layer, stack = stacked_key(name, self._stacks)
+        stack_shape: tuple[int, ...] = ()
+        stack_offset: tuple[int, ...] = ()
+        if layer is not None:
+            stack_shape, stack_offset = (self._stacks[stack],), (layer,)
         tp_dim = layout.split.get("tp", next(iter(layout.split.values()), None))
+        if tp_dim is not None:
+            tp_dim += len(stack_shape)
         return ShardedTensor(
             key=f"{group}/{key}",
-            data=part,
-            global_shape=layers + layout.shape,
-            global_offset=(row or 0,) * axes + tuple(a for a, _ in box),
-            replica_id=0 if layout.owned_by(self._at) else 1,
-            prepend_axis_num=axes,
-            tp_dim=None if tp_dim is None else tp_dim + axes,
+            data=data,
+            global_shape=stack_shape + layout.shape,
+            global_offset=stack_offset + tuple(start for start, _ in box),
+            replica_id=0 if layout.owned_by(self._coordinate) else 1,
+            prepend_axis_num=len(stack_shape),
+            tp_dim=tp_dim,
             stack=stack,
             local=local,
         )
 
+    def state_shard(self, group: str, name: str, shard: StateShard) -> ShardedTensor | list[ShardedTensor]:
+        """A shard of an optimizer's state; an interval becomes one tensor for each straight piece of it."""
+        if shard.interval is not None:
+            return self.interval(group, name, shard.tensor, shard.layout, shard.interval)
+        return self.sharded_tensor(group, name, shard.layout, shard.tensor, self._local_box(shard.layout), None)
+
 
 def sharded_state_dict(modules: Modules, ps: ParallelState, *, prefix: str = "") -> dict[str, ShardedTensor]:
-    """name -> this rank's part of every parameter and persistent buffer of a module, or of a pipeline's stages.
+    """name -> this rank's shard of every parameter and persistent buffer of a module, or of a pipeline's stages.
 
     Keys are `model/<prefix><name>`. A parameter lies as its `Layout` says; one without a layout, and every buffer,
     is the same on all ranks. A parameter shared by several names is there once.
     """
-    mapper = Mapper(ps, {prefix + name: layers for name, layers in named_stacks(modules).items()})
-    made = {
-        prefix + name: mapper.parameter("model", prefix + name, p, layout_of(p))
-        for name, p in named_parameters(modules)
-    }
+    stacks = {prefix + name: layers for name, layers in named_stacks(modules).items()}
+    mapper = Mapper(ps, stacks)
+    tensors = {}
+    for name, parameter in named_parameters(modules):
+        full_name = prefix + name
+        tensors[full_name] = mapper.parameter("model", full_name, parameter, layout_of(parameter))
     for name, buffer in named_buffers(modules):
-        made[prefix + name] = mapper.parameter("model", prefix + name, buffer, Layout(tuple(buffer.shape)))
-    return made
+        full_name = prefix + name
+        tensors[full_name] = mapper.parameter("model", full_name, buffer, Layout(tuple(buffer.shape)))
+    return tensors
 
 
 def sharded_states(
-    states: Mapping[str, Mapping[str, StatePart]], ps: ParallelState, *, stacks: Stacks, group: str = "optimizer"
+    states: Mapping[str, Mapping[str, StateShard]], ps: ParallelState, *, stacks: Stacks, group: str = "optimizer"
 ) -> dict[str, dict[str, ShardedTensor | list[ShardedTensor]]]:
-    """name -> kind -> this rank's part of an optimizer's states, under `optimizer/<kind>/<name>`.
+    """name -> kind -> this rank's shard of an optimizer's states, under `optimizer/<kind>/<name>`.
 
-    An interval of padded rows only is left out: there is nothing of it in the whole.
+    An interval of padded rows only is left out: the full array has nothing of it.
     """
     mapper = Mapper(ps, stacks)
-
-    def one(name: str, kind: str, part: StatePart) -> ShardedTensor | list[ShardedTensor]:
-        if part.interval is not None:
-            return mapper.interval(f"{group}/{kind}", name, part.tensor, part.layout, part.interval)
-        box: Box = tuple((s.start, s.stop) for s in part.layout.box(ps.coordinate, ps.sizes))
-        return mapper._place(f"{group}/{kind}", name, part.layout, part.tensor, box, None)
-
-    found = {name: {kind: one(name, kind, part) for kind, part in kinds.items()} for name, kinds in states.items()}
-    return {name: {kind: part for kind, part in kinds.items() if part != []} for name, kinds in found.items()}
+    tensors: dict[str, dict[str, ShardedTensor | list[ShardedTensor]]] = {}
+    for name, shards in states.items():
+        tensors[name] = {}
+        for kind, shard in shards.items():
+            tensor = mapper.state_shard(f"{group}/{kind}", name, shard)
+            if tensor != []:
+                tensors[name][kind] = tensor
+    return tensors
 
 
 def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """A nested state with every leaf changed: mappings, and lists and tuples that hold tensors somewhere, are walked
-    through, an item's name being its position; other lists and tuples are leaves.
+    """A nested state with every leaf replaced by `change(path, leaf)`.
 
+    Mappings are walked through, and lists and tuples that hold tensors somewhere, an item's name being its position;
+    other lists and tuples are leaves.
     Raises ValueError: names that are no text or number, two that are written alike.
     """
     if isinstance(state, Mapping):
@@ -266,7 +290,8 @@ def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: 
         items = [map_leaves(value, change, (*path, str(number))) for number, value in enumerate(state)]
         if isinstance(state, list):
             return items
-        return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+        is_namedtuple = hasattr(state, "_fields")
+        return type(state)(*items) if is_namedtuple else tuple(items)
     return change(path, state)
 
 
@@ -288,5 +313,6 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values()))
     if isinstance(value, (list, tuple)):
+        # a list of numbers may be long: one look at the set of its types tells that there is no tensor in it
         return not set(map(type, value)) <= {*SAME, float} and any(map(_holds_tensors, value))
     return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject)) or hasattr(value, "param_groups")

@@ -34,58 +34,62 @@ class Concat:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        parts = self.sources if isinstance(self.sources, (list, tuple)) else ()
-        if not parts or not all(isinstance(part, (str, Source, Concat)) for part in parts):
+        sources = self.sources if isinstance(self.sources, (list, tuple)) else ()
+        if not sources or not all(isinstance(source, (str, Source, Concat)) for source in sources):
             raise ValueError(f"Concat of {self.sources!r}: give a list of keys of the checkpoint, or of Sources")
         if type(self.dim) is not int:
             raise ValueError(f"Concat along dim {self.dim!r}: give an integer")
 
 
-Form = Source | Concat
-Renames = Mapping[str, str | Form] | Callable[[str], str | Form]
+TensorSource = Source | Concat
+Renames = Mapping[str, str | TensorSource] | Callable[[str], str | TensorSource]
 
 
-class Names:
-    """Keys of a state to what is read from the checkpoint; `cast`: of all that have no `Source` of their own."""
+class KeyMapping:
+    """From keys of a state to what is read from the checkpoint; `cast`: of all that have no `Source` of their own."""
 
     def __init__(self, mapping: Renames | None = None, *, cast: bool = False) -> None:
         self._mapping, self._cast = mapping, cast
-        self._found: dict[str, Form] = {}
+        self._sources: dict[str, TensorSource] = {}  # what a user's function gave, which is called once per key
 
     @property
     def same(self) -> bool:
         """Whether all keys are those of the checkpoint."""
         return self._mapping is None
 
-    def form(self, key: str) -> Form:
-        """Raises ValueError: a mapping that gives something else than a key."""
-        if key not in self._found:
-            found = self._mapping(key) if callable(self._mapping) else (self._mapping or {}).get(key, key)
-            if not isinstance(found, (str, Source, Concat)):
+    def source(self, key: str) -> TensorSource:
+        """What `key` is read from. Raises ValueError: a mapping that gives something else than a key."""
+        if key not in self._sources:
+            if callable(self._mapping):
+                mapped = self._mapping(key)
+            else:
+                mapped = (self._mapping or {}).get(key, key)
+            if not isinstance(mapped, (str, Source, Concat)):
                 raise ValueError(
-                    f"the mapping gives {found!r} for {key}; give a key of the checkpoint, a Source, or a Concat"
+                    f"the mapping gives {mapped!r} for {key}; give a key of the checkpoint, a Source, or a Concat"
                 )
-            self._found[key] = self._named(found)
-        return self._found[key]
+            self._sources[key] = self._with_sources(mapped)
+        return self._sources[key]
 
-    def _named(self, found: str | Form) -> Form:
-        if isinstance(found, Concat):
-            return replace(found, sources=[self._named(part) for part in found.sources])
-        return found if isinstance(found, Source) else Source(found, self._cast)
+    def _with_sources(self, mapped: str | TensorSource) -> TensorSource:
+        """The same with every plain key as a `Source`."""
+        if isinstance(mapped, Concat):
+            return replace(mapped, sources=[self._with_sources(source) for source in mapped.sources])
+        return mapped if isinstance(mapped, Source) else Source(mapped, self._cast)
 
-    def of_array(self, path: str) -> Form:
-        """By the path of an array here."""
-        return self.form(key_of(path))
+    def source_of_array(self, path: str) -> TensorSource:
+        """As `source`, by the path of an array of the state."""
+        return self.source(key_of(path))
 
-    def key(self, key: str) -> str:
-        """Of a value in the checkpoint. Raises ValueError: it is mapped as a tensor would be."""
-        form = self.form(key)
-        if isinstance(form, Concat) or form.index or form.shape is not None:
-            raise ValueError(f"the mapping gives {form} for {key}, which is a value here: it has no parts")
-        return form.key
+    def value_key(self, key: str) -> str:
+        """The key of a value in the checkpoint. Raises ValueError: it is mapped as a tensor would be."""
+        source = self.source(key)
+        if isinstance(source, Concat) or source.index or source.shape is not None:
+            raise ValueError(f"the mapping gives {source} for {key}, which is a value here: it has no parts")
+        return source.key
 
     def check(self, keys: Sequence[str]) -> None:
-        """Raises ValueError: names that nobody has among `keys`, those of all ranks."""
+        """Raises ValueError: a mapping that names keys which are not among `keys`, those of all ranks."""
         if isinstance(self._mapping, Mapping) and (unknown := sorted(self._mapping.keys() - set(keys))):
             raise ValueError(
                 f"the mapping names {', '.join(unknown[:5])}, which no state has; it is of keys here to keys of "

@@ -1,4 +1,4 @@
-"""Optimizers as leaves of a state: what they keep, by name and layout of the parameters that lie beside them."""
+"""Optimizers as leaves of a state: their states, by name and layout of the parameters that lie beside them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,17 +11,18 @@ from core.dist_checkpointing.state.derive import MODEL
 from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, map_leaves
 from core.dist_checkpointing.state.tensors import is_dtensor, is_sharded
 
-GROUPS = "param_groups"  # beside the kinds of states: options by parameter, for ranks of a pipeline have other groups
+# beside the kinds of states: options by parameter, because ranks of a pipeline have other groups
+GROUPS = "param_groups"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of an optimizer's, its group, and how it lies in the state beside (plain: alike on all ranks)."""
+    """A parameter of a torch optimizer, its group, and its leaf in the state; replicated: the same on all ranks."""
 
     tensor: Tensor
     group: dict[str, Any]
     leaf: ShardedTensor
-    plain: bool
+    replicated: bool
 
     @property
     def key(self) -> str:
@@ -30,46 +31,47 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """Its own, where it is one layer of a stack, too."""
+        """Its own name, also where it is one layer of a stack: `decoder.layers.3.norm.weight`."""
         stack, rows = self.leaf.stack, self.leaf.global_offset[: self.leaf.prepend_axis_num]
         if stack and self.key.startswith(f"{stack}."):
             return f"{stack}.{rows[0]}{self.key[len(stack) :]}"
         return ".".join([self.key, *map(str, rows)])
 
     @property
-    def lead(self) -> tuple[int, ...]:
-        """The stack axes of the whole."""
+    def stack_shape(self) -> tuple[int, ...]:
+        """The stack axes of the full array."""
         return self.leaf.global_shape[: self.leaf.prepend_axis_num]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The true shape of the whole."""
+        """The true shape of the full parameter."""
         return self.leaf.global_shape[self.leaf.prepend_axis_num :]
 
     def laid_out(self, key: str, value: Tensor) -> Tensor | ShardedTensor:
-        """A state of it: as the parameter lies, or, of another shape, the same on all that hold it. Plain ones are
-        compared across ranks under the path of their names, which is `key`.
+        """A state of it: as the parameter lies, or, of another shape, the same on all ranks that hold it.
 
-        Raises ValueError: another shape than that of a parameter of which only a part is here.
+        Replicated ones are compared across ranks under the path of their names, which is `key`.
+        Raises ValueError: another shape than that of a parameter of which only a shard is here.
         """
         leaf, axes = self.leaf, self.leaf.prepend_axis_num
         if value.shape == self.tensor.shape:
-            if self.plain:
+            if self.replicated:
                 return value
-            part = value if is_dtensor(value) else value[tuple(slice(0, n) for n in leaf.data.shape)]
-            return replace(leaf, key=key, data=part, local=None)
-        whole = tuple(leaf.data.shape) == self.shape and not is_dtensor(leaf.data)
-        if value.dim() and not whole and not is_dtensor(value):
+            if not is_dtensor(value):  # without the padded rows of a vocabulary
+                value = value[tuple(slice(0, size) for size in leaf.data.shape)]
+            return replace(leaf, key=key, data=value, local=None)
+        is_complete = tuple(leaf.data.shape) == self.shape and not is_dtensor(leaf.data)
+        if value.dim() and not is_complete and not is_dtensor(value):
             raise ValueError(
                 f"{key}: a state of shape {list(value.shape)} has no layout where its parameter is spread over ranks "
                 f"({list(self.shape)} in all): it is of this rank's part alone, as Adafactor's rows and columns are; "
                 "leave the optimizer out, use one whose states have the shapes of the parameters, or a layout under "
                 "which every rank holds whole parameters"
             )
-        if self.plain:
+        if self.replicated:
             return value
         offset = leaf.global_offset[:axes] + (0,) * value.dim()
-        return ShardedTensor(key, value, (*self.lead, *value.shape), offset, 0, axes, stack=leaf.stack)
+        return ShardedTensor(key, value, (*self.stack_shape, *value.shape), offset, 0, axes, stack=leaf.stack)
 
 
 def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Iterator[Parameter]:
@@ -77,101 +79,113 @@ def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Itera
 
     Raises ValueError: one that is not there.
     """
-    held: dict[Any, list[tuple[ShardedTensor, bool]]] = {}
+    leaves_by_memory: dict[Any, list[tuple[ShardedTensor, bool]]] = {}
 
-    def note(where: tuple[str, ...], leaf: Any) -> None:
-        if plain := isinstance(leaf, Tensor) and not is_sharded(leaf):
-            leaf = ShardedTensor("/".join(where), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
+    def remember(leaf_path: tuple[str, ...], leaf: Any) -> None:
+        replicated = isinstance(leaf, Tensor) and not is_sharded(leaf)
+        if replicated:
+            leaf = ShardedTensor("/".join(leaf_path), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
         if isinstance(leaf, ShardedTensor):
-            held.setdefault(_memory(leaf.data if leaf.local is None else leaf.local), []).append((leaf, plain))
+            tensor = leaf.data if leaf.local is None else leaf.local
+            leaves_by_memory.setdefault(_memory_of(tensor), []).append((leaf, replicated))
 
-    map_leaves(state, note)
+    map_leaves(state, remember)
     for number, group in enumerate(optimizer.param_groups):
         for tensor in group["params"]:
-            if not (leaves := held.get(_memory(tensor))):
+            leaves = leaves_by_memory.get(_memory_of(tensor))
+            if not leaves:
                 raise ValueError(
                     f"{path}: a parameter of shape {list(tensor.shape)} of group {number} is not in the state; give "
                     f"the model beside: {{'model': model.sharded_state_dict(), '{path}': optimizer}}; for FSDP1, "
                     "whose parameters are flat, give what get_state_dict(model, optimizer) of "
                     "torch.distributed.checkpoint.state_dict makes, weights and states by name"
                 )
-            # several: two names of one parameter, of which the first counts, or parts without elements, each by turns
-            yield Parameter(tensor, group, *(leaves.pop(0) if len(leaves) > 1 else leaves[0]))
+            # several leaves: two names of one parameter, of which the first counts, or shards without elements, which
+            # all have the same address: each parameter takes the next
+            leaf, replicated = leaves.pop(0) if len(leaves) > 1 else leaves[0]
+            yield Parameter(tensor, group, leaf, replicated)
 
 
-def _memory(tensor: Any) -> tuple[Any, ...]:
-    """Equal for a parameter and for what a state dict has of it."""
+def _memory_of(tensor: Any) -> tuple[Any, ...]:
+    """Equal for a parameter and for what a state dict has of it: address, strides, shapes and dtype."""
     local = tensor.detach().to_local() if is_dtensor(tensor) else tensor
-    place = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tuple(local.shape)
-    return *place, tuple(tensor.shape), tensor.dtype
+    address = local.untyped_storage().data_ptr(), local.storage_offset()
+    return *address, local.stride(), tuple(local.shape), tuple(tensor.shape), tensor.dtype
 
 
 def is_ours(leaf: Any) -> bool:
-    """Whether an optimizer says itself what it keeps, as those of `core.optimizer` do."""
+    """Whether an optimizer gives its states itself, as those of `core.optimizer` do."""
     return hasattr(leaf, "sharded_state_dict") and hasattr(leaf, "step") and not isinstance(leaf, nn.Module)
 
 
 def map_optimizers(state: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A nested state with every optimizer changed."""
+    """A nested state with every optimizer replaced by `change(path, optimizer)`."""
 
-    def one(path: tuple[str, ...], leaf: Any) -> Any:
-        found = is_ours(leaf) or isinstance(leaf, torch.optim.Optimizer)
-        return change("/".join(path), leaf) if found else leaf
+    def change_optimizer(path: tuple[str, ...], leaf: Any) -> Any:
+        if is_ours(leaf) or isinstance(leaf, torch.optim.Optimizer):
+            return change("/".join(path), leaf)
+        return leaf
 
-    return map_leaves(state, one)
+    return map_leaves(state, change_optimizer)
 
 
 def to_save(state: Any) -> Any:
-    """A state with what each optimizer keeps in its place: kind of state -> name of the parameter -> its part."""
+    """A state with each optimizer's states in its place: kind of state -> name of the parameter -> its shard."""
 
-    def one(path: str, optimizer: Any) -> Any:
-        return optimizer.sharded_state_dict() if is_ours(optimizer) else _kept(path, optimizer, state)
+    def states_of(path: str, optimizer: Any) -> Any:
+        if is_ours(optimizer):
+            return optimizer.sharded_state_dict()
+        return _torch_optimizer_states(path, optimizer, state)
 
-    return map_optimizers(state, one)
+    return map_optimizers(state, states_of)
 
 
-def _kept(path: str, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {GROUPS: {}}
-    every = list(parameters(path, optimizer, state))
-    _check_stacks(path, optimizer, every)
-    for p in every:
-        options = {key: _option(value) for key, value in p.group.items() if key != "params"}
-        found[GROUPS][p.name] = ShardedObject(f"{path}/{GROUPS}/{p.name}", options)
-        for kind, value in optimizer.state.get(p.tensor, {}).items():
+def _torch_optimizer_states(path: str, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, dict[str, Any]]:
+    """Kind -> name -> shard or value; under `param_groups` the options of each parameter's group."""
+    states: dict[str, dict[str, Any]] = {GROUPS: {}}
+    all_parameters = list(parameters(path, optimizer, state))
+    _check_stacks(path, optimizer, all_parameters)
+    for parameter in all_parameters:
+        name = parameter.name
+        options = {key: _option(value) for key, value in parameter.group.items() if key != "params"}
+        states[GROUPS][name] = ShardedObject(f"{path}/{GROUPS}/{name}", options)
+        for kind, value in optimizer.state.get(parameter.tensor, {}).items():
+            saved: Any
             if isinstance(value, Tensor):
-                kept: Any = p.laid_out(f"{path}/{kind}/{p.key}", value)
+                saved = parameter.laid_out(f"{path}/{kind}/{parameter.key}", value)
             elif isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
                 raise ValueError(
-                    f"{path}/{kind}/{p.name} is a {type(value).__name__} of tensors ({type(optimizer).__name__}), "
+                    f"{path}/{kind}/{name} is a {type(value).__name__} of tensors ({type(optimizer).__name__}), "
                     "which has no layout by parameter; leave the optimizer out, or use one with states by parameter"
                 )
             else:
-                kept = ShardedObject(f"{path}/{kind}/{p.name}", value)
-            found.setdefault(str(kind), {})[p.name] = kept
-    return found
+                saved = ShardedObject(f"{path}/{kind}/{name}", value)
+            states.setdefault(str(kind), {})[name] = saved
+    return states
 
 
-def _check_stacks(path: str, optimizer: torch.optim.Optimizer, every: list[Parameter]) -> None:
+def _check_stacks(path: str, optimizer: torch.optim.Optimizer, all_parameters: list[Parameter]) -> None:
     """Raises ValueError: layers of one stack, which is one array, with states and without."""
     first: dict[str, Parameter] = {}
-    for p in every:
-        other = first.setdefault(p.key, p)
-        have, had = (sorted(optimizer.state.get(one.tensor, {})) for one in (p, other))
-        if have != had:
+    for parameter in all_parameters:
+        other = first.setdefault(parameter.key, parameter)
+        kinds = sorted(optimizer.state.get(parameter.tensor, {}))
+        other_kinds = sorted(optimizer.state.get(other.tensor, {}))
+        if kinds != other_kinds:
             raise ValueError(
-                f"{path}: {p.name} has the states {have}, {other.name} has {had}, and layers of a stack are one "
-                "array; give layers without a gradient zeros once, or, where every rank holds the whole model, "
-                "model.state_dict(), whose layers are arrays of their own"
+                f"{path}: {parameter.name} has the states {kinds}, {other.name} has {other_kinds}, and layers of a "
+                "stack are one array; give layers without a gradient zeros once, or, where every rank holds the "
+                "whole model, model.state_dict(), whose layers are arrays of their own"
             )
 
 
 def _option(value: Any) -> Any:
-    """A rate may be a tensor, for graphs."""
+    """A learning rate may be a tensor, for graphs: it is saved as a number."""
     return value.item() if isinstance(value, Tensor) and not value.dim() else value
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Into a group, a tensor's value into the tensor."""
+    """Copy options into a parameter group; where the group has a tensor, into that tensor."""
     for key, value in options.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)

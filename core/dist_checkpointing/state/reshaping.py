@@ -1,4 +1,8 @@
-"""An array taken as of another shape: which boxes of it fill a box of that shape. Nothing is copied."""
+"""An array taken as of another shape: which boxes of it fill a box of that shape. Nothing is copied.
+
+Both shapes are refined to common finer dims: (6, 4) and (2, 12) are both made of (2, 3, 4). A box of one shape is
+cut into boxes of the finer dims, each of which is one box of the other shape, too.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -6,89 +10,116 @@ from math import prod
 
 from torch import Tensor
 
-from core.parallel_state.flat import Box, extent, flat_boxes, slices
+from core.parallel_state.flat import Box, extent, flat_boxes, relative, slices
 
 Shape = tuple[int, ...]
+Spans = list[tuple[int, int]]  # of each dim, which of the finer dims it is made of, as [first, end)
 
 
-def reshaped(wanted: Shape, shape: Shape) -> Shape:
-    """`wanted` with its -1 replaced. Raises ValueError: it has another number of elements, or cuts across dims."""
-    rest = -prod(wanted)
-    full = tuple(prod(shape) // rest if n == -1 and rest > 0 else n for n in wanted)
-    if wanted.count(-1) > 1 or prod(full) != prod(shape) or any(n < 1 for n in full):
-        raise ValueError(f"{shape} has {prod(shape)} elements, {wanted} has {abs(prod(full))}; give another shape")
-    _refined(_long(shape), _long(full))
-    return full
+def resolved_shape(requested: Shape, shape: Shape) -> Shape:
+    """`requested` with its -1 replaced. Raises ValueError: another number of elements, or it cuts across dims."""
+    known_elements = -prod(requested)  # positive where exactly one dim is -1
+    resolved = requested
+    if known_elements > 0:
+        inferred = prod(shape) // known_elements
+        resolved = tuple(inferred if size == -1 else size for size in requested)
+    if requested.count(-1) > 1 or prod(resolved) != prod(shape) or any(size < 1 for size in resolved):
+        raise ValueError(
+            f"{shape} has {prod(shape)} elements, {requested} has {abs(prod(resolved))}; give another shape"
+        )
+    _finer_dims(_without_ones(shape), _without_ones(resolved))  # raises where dims would be cut across
+    return resolved
 
 
-def straight(shape: Shape, view: Shape, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """(box of an array of `shape`, the memory of that extent) that together fill `memory`, which is the box of the
-    same array taken as of shape `view`. Each is one box on both sides."""
-    parts, of_array, of_view = _refined(_long(shape), _long(view))
-    long = [n > 1 for n in view]
-    memory = memory[tuple(slice(None) if is_long else 0 for is_long in long)]
-    wanted = [interval for interval, is_long in zip(box, long, strict=True) if is_long]
-    cuts = [flat_boxes(tuple(parts[a:b]), *cut) for (a, b), cut in zip(of_view, wanted, strict=True)]
-    for fine in product(*map(_counted, cuts)):
-        held = memory[tuple(slice(start, stop) for _, start, stop in fine)]
-        at: Box = tuple(interval for piece, _, _ in fine for interval in piece)
-        yield from _merged(shape, parts, of_array, at, held.view(extent(at)))
+def straight_boxes(shape: Shape, view: Shape, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """(box of an array of `shape`, the memory of that extent) that together fill `memory`.
+
+    `memory` is `box` of the same array taken as of shape `view`. What comes out is one box on both sides.
+    """
+    finer, array_spans, view_spans = _finer_dims(_without_ones(shape), _without_ones(view))
+    # dims of one element lie nowhere: they are dropped here and come back in `_array_boxes`
+    memory = memory[tuple(slice(None) if size > 1 else 0 for size in view)]
+    intervals = [interval for interval, size in zip(box, view, strict=True) if size > 1]
+    counted_boxes = []
+    for (first, end), interval in zip(view_spans, intervals, strict=True):
+        counted_boxes.append(list(_with_positions(flat_boxes(tuple(finer[first:end]), *interval))))
+    for combination in product(*counted_boxes):
+        part = memory[tuple(slice(start, stop) for _, start, stop in combination)]
+        finer_box: Box = tuple(interval for dim_box, _, _ in combination for interval in dim_box)
+        yield from _array_boxes(shape, finer, array_spans, finer_box, part.view(extent(finer_box)))
 
 
-def _long(shape: Shape) -> Shape:
-    """Without dims of one element, which lie nowhere."""
-    return tuple(n for n in shape if n > 1)
+def _without_ones(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size > 1)
 
 
-Spans = list[tuple[int, int]]  # of each dim, which of the finer dims it is made of
-
-
-def _refined(a: Shape, b: Shape) -> tuple[list[int], Spans, Spans]:
-    """The dims of which both shapes are made. Raises ValueError: there are none."""
-    edges = sorted({prod(shape[dim:]) for shape in (a, b) for dim in range(len(shape))} | {1}, reverse=True)
-    if any(n % m for n, m in pairwise(edges)):
-        raise ValueError(f"{a} as {b} cuts across dims; only dims that are split or merged are read in parts")
-    parts = [n // m for n, m in pairwise(edges)]
+def _finer_dims(first: Shape, second: Shape) -> tuple[list[int], Spans, Spans]:
+    """The dims of which both shapes are made, and the spans of each. Raises ValueError: there are none."""
+    # the strides of both shapes, in elements: between two neighbours lies one finer dim
+    strides = {1}
+    for shape in (first, second):
+        strides.update(prod(shape[dim:]) for dim in range(len(shape)))
+    descending = sorted(strides, reverse=True)
+    if any(outer % inner for outer, inner in pairwise(descending)):
+        raise ValueError(
+            f"{first} as {second} cuts across dims; only dims that are split or merged are read in parts"
+        )
+    finer = [outer // inner for outer, inner in pairwise(descending)]
 
     def spans(shape: Shape) -> Spans:
-        ends = [edges.index(prod(shape[dim:])) for dim in range(len(shape))] + [len(parts)]
-        return list(pairwise(ends))
+        edges = [descending.index(prod(shape[dim:])) for dim in range(len(shape))]
+        return list(pairwise([*edges, len(finer)]))
 
-    return parts, spans(a), spans(b)
+    return finer, spans(first), spans(second)
 
 
-def _counted(boxes: list[Box]) -> Iterator[tuple[Box, int, int]]:
+def _with_positions(boxes: list[Box]) -> Iterator[tuple[Box, int, int]]:
     """Boxes that follow each other in memory, each with its first element and its end."""
     start = 0
     for box in boxes:
-        yield box, start, (start := start + prod(extent(box)))
+        stop = start + prod(extent(box))
+        yield box, start, stop
+        start = stop
 
 
-def _merged(shape: Shape, parts: list[int], spans: Spans, box: Box, held: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """A box of the finer dims, and its memory, as boxes of the array: dims that cannot be one are walked through."""
-    walked = [_walked(parts[a:b], box[a:b], held.stride()[a:b]) for a, b in spans]
-    loops = [product(*(range(*cut) for cut in box[a : a + n])) for (a, _), n in zip(spans, walked, strict=True)]
-    for at in product(*map(list, loops)):
-        found: list[tuple[int, int]] = []
-        inner: list[tuple[int, int]] = []
-        for (a, b), single in zip(spans, at, strict=True):
-            fine = [(i, i + 1) for i in single] + list(box[a + len(single) : b])
-            inner += fine
+def _array_boxes(
+    shape: Shape, finer: list[int], spans: Spans, box: Box, memory: Tensor
+) -> Iterator[tuple[Box, Tensor]]:
+    """A box of the finer dims, and its memory, as boxes of the array of `shape`.
+
+    Finer dims of one array dim that are no interval together are walked through, position by position.
+    """
+    position_ranges = []
+    for first, end in spans:
+        walked = _walked_dims(finer[first:end], box[first:end], memory.stride()[first:end])
+        ranges = [range(*interval) for interval in box[first : first + walked]]
+        position_ranges.append(list(product(*ranges)))
+    for positions in product(*position_ranges):
+        array_intervals: list[tuple[int, int]] = []
+        finer_box: list[tuple[int, int]] = []
+        for (first, end), walked_positions in zip(spans, positions, strict=True):
+            fixed = [(position, position + 1) for position in walked_positions]
+            intervals = fixed + list(box[first + len(walked_positions) : end])
+            finer_box += intervals
+            # where the first element lies in the array's dim: the finer positions as digits of one number
             start = 0
-            for (first, _), n in zip(fine, parts[a:b], strict=True):
-                start = start * n + first
-            found.append((start, start + prod(extent(tuple(fine)))))
-        cut = held[slices(tuple((i - o, j - o) for (i, j), (o, _) in zip(inner, box, strict=True)))]
-        dims = iter(found)
-        whole = tuple(next(dims) if n > 1 else (0, 1) for n in shape)
-        yield whole, cut.view(extent(whole))
+            for (position, _), size in zip(intervals, finer[first:end], strict=True):
+                start = start * size + position
+            array_intervals.append((start, start + prod(extent(tuple(intervals)))))
+        part = memory[slices(relative(tuple(finer_box), box))]
+        remaining = iter(array_intervals)
+        array_box = tuple(next(remaining) if size > 1 else (0, 1) for size in shape)
+        yield array_box, part.view(extent(array_box))
 
 
-def _walked(sizes: list[int], box: Box, strides: tuple[int, ...]) -> int:
-    """How many of the dims that make one are walked through, so that the rest is one interval, in memory too."""
+def _walked_dims(sizes: list[int], box: Box, strides: tuple[int, ...]) -> int:
+    """How many of the finer dims of one dim are walked through, so that the rest is one interval, in memory too."""
+    lengths = extent(box)
     for dim in range(len(sizes) - 1, 0, -1):
-        rows, inner = extent(box)[dim - 1 : dim + 1]
-        cut = rows > 1 and any(n != size for n, size in zip(extent(box)[dim:], sizes[dim:], strict=True))
-        if cut or (rows > 1 and strides[dim - 1] != strides[dim] * inner):
+        rows, row_length = lengths[dim - 1], lengths[dim]
+        if rows == 1:
+            continue
+        partial_rows = any(length != size for length, size in zip(lengths[dim:], sizes[dim:], strict=True))
+        if partial_rows or strides[dim - 1] != strides[dim] * row_length:
             return dim
     return 0

@@ -1,5 +1,7 @@
 """Where checkpoints lie, as users write it: paths, `file:///…` and the URLs of object stores, and options behind `?`.
-Pure, but for links."""
+
+Texts only; the file system is asked about links alone.
+"""
 
 import os
 import re
@@ -7,71 +9,79 @@ from urllib.parse import parse_qsl, unquote_to_bytes, urlencode, urlsplit
 
 SCHEMES = ("gs", "s3", "memory")
 OPTIONS = {"s3": ("endpoint", "region", "profile", "conditional_write"), "gs": ("user_project",), "memory": ()}
-NAME_BYTES = 255 - len(".replaced--") - 32  # of a file name on Linux, less what stands around a name for a while
+# of a file name on Linux, less what stands around a name while it is replaced: prefix and 32 hexadecimal digits
+NAME_BYTES = 255 - len(".replaced--") - 32
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
-def parse_address(where: str | os.PathLike[str]) -> str:
-    """An absolute path, or the URL of an object store, its path without a slash at its end. ValueError: it is none,
-    or has options that are not known."""
-    text = os.fspath(where)
+def parse_address(path_or_url: str | os.PathLike[str]) -> str:
+    """An absolute path, or the URL of an object store, its path without a slash at its end.
+
+    Raises ValueError: neither of them, or a URL with options that are not known.
+    """
+    text = os.fspath(path_or_url)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"{where!r} is no path; give a str or pathlib.Path, or the URL of an object store")
+        raise ValueError(f"{path_or_url!r} is no path; give a str or pathlib.Path, or the URL of an object store")
     scheme, separator, rest = text.partition("://")
     if "/" in scheme or not separator:
-        return _path(text)
+        return _absolute_path(text)
     if scheme == "file":
-        return _path(_of_file_url(text, rest))
+        return _absolute_path(_path_of_file_url(text, rest))
     if scheme not in SCHEMES:
         raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory://")
-    place, mark, query = rest.partition("?")
-    return f"{scheme}://{place.rstrip('/')}" + (f"?{_checked(f'{scheme}://{place}', scheme, query)}" if mark else "")
+    location, mark, query = rest.partition("?")
+    address = f"{scheme}://{location.rstrip('/')}"
+    if mark:
+        address += f"?{_checked_options(f'{scheme}://{location}', scheme, query)}"
+    return address
 
 
-def place_and_options(address: str) -> tuple[str, dict[str, str]]:
-    """What `parse_address` gave, without its options, and those."""
+def split_options(address: str) -> tuple[str, dict[str, str]]:
+    """(what `parse_address` gave, without its options; the options)."""
     if address.startswith("/"):
         return address, {}
-    place, _, query = address.partition("?")
-    return place, dict(parse_qsl(query))
+    location, _, query = address.partition("?")
+    return location, dict(parse_qsl(query))
 
 
 def below(address: str, name: str) -> str:
     """The address of what is called `name` there; options stay at the end."""
-    place, _ = place_and_options(address)
-    return f"{place.rstrip('/')}/{name}{address[len(place) :]}"
+    location, _ = split_options(address)
+    options = address[len(location) :]
+    return f"{location.rstrip('/')}/{name}{options}"
 
 
-def root_and_name(where: str | os.PathLike[str]) -> tuple[str, str]:
-    """Where the checkpoint at a path or URL lies, and what it is called there. ValueError: it has no name."""
-    address = parse_address(where)
-    text, _ = place_and_options(address)
-    options = address[len(text) :]
-    if os.path.islink(text):  # a link to a checkpoint, or to where one shall be
-        text = os.path.realpath(text)
-        if os.path.islink(text):
-            raise ValueError(f"{text} is a link to itself; remove it, or choose another name")
-    root, _, name = text.rpartition("/")
-    last = name if options else os.fspath(where).rstrip("/").rpartition("/")[2]
-    if not name or root.endswith(":/") or last in (".", ".."):
-        raise ValueError(f"{os.fspath(where)!r} names no checkpoint; give a directory that is to be made")
+def root_and_name(path_or_url: str | os.PathLike[str]) -> tuple[str, str]:
+    """(the directory that holds a checkpoint, the checkpoint's name in it). ValueError: it has no name."""
+    address = parse_address(path_or_url)
+    location, _ = split_options(address)
+    options = address[len(location) :]
+    if os.path.islink(location):  # a link to a checkpoint, or to where one shall be
+        location = os.path.realpath(location)
+        if os.path.islink(location):
+            raise ValueError(f"{location} is a link to itself; remove it, or choose another name")
+    root, _, name = location.rpartition("/")
+    # `runs/.` would name the directory itself, which `parse_address` has already resolved
+    last_typed = name if options else os.fspath(path_or_url).rstrip("/").rpartition("/")[2]
+    if not name or root.endswith(":/") or last_typed in (".", ".."):
+        raise ValueError(f"{os.fspath(path_or_url)!r} names no checkpoint; give a directory that is to be made")
     return (root or "/") + options, name
 
 
 def check_name(name: str, *, local: bool) -> None:
     """ValueError: a checkpoint cannot be called so in a directory (`local`), or in an object store."""
     if local:
-        bad = not name.isprintable() or name.startswith(".") or not {"/", "\\"}.isdisjoint(name)
+        valid = name.isprintable() and not name.startswith(".") and {"/", "\\"}.isdisjoint(name)
         allowed = "what can be printed, without / and \\"
     else:
-        bad, allowed = not _STORE_NAME.fullmatch(name), "letters, digits, _.=+-"
-    if bad or name in ("", "tags"):
+        valid, allowed = _STORE_NAME.fullmatch(name) is not None, "letters, digits, _.=+-"
+    if not valid or name in ("", "tags"):
         raise ValueError(f"{name!r} is no name of a checkpoint: {allowed}, but no dot in front, not `tags`")
     if local and (size := len(os.fsencode(name))) > NAME_BYTES:
         raise ValueError(f"{name!r} has {size} bytes; the name of a checkpoint has at most {NAME_BYTES}: shorten it")
 
 
-def _path(text: str) -> str:
+def _absolute_path(text: str) -> str:
     first, _, rest = text.partition("/")
     if first.startswith("~"):
         raise ValueError(
@@ -83,11 +93,12 @@ def _path(text: str) -> str:
             f"{text!r} is no URL, it has one slash where two belong, which pathlib.Path makes of them; give the URL "
             f"as str, {first}//{rest}, or './{text}' for a directory of that name"
         )
-    absolute = os.path.abspath(text) if ".." not in text.split("/") else os.path.realpath(text)  # links before ..
+    # `a/../b` is not `b` where `a` is a link: then links are followed first
+    absolute = os.path.realpath(text) if ".." in text.split("/") else os.path.abspath(text)
     return "/" + absolute.lstrip("/")
 
 
-def _of_file_url(url: str, rest: str) -> str:
+def _path_of_file_url(url: str, rest: str) -> str:
     """The path of a file: URL. ValueError: it names a host, or what is not a path."""
     host, slash, path = rest.partition("/")
     if not slash or host not in ("", "localhost"):
@@ -97,25 +108,30 @@ def _of_file_url(url: str, rest: str) -> str:
         )
     if "?" in path or "#" in path:
         raise ValueError(f"{url}: ? and # end a URL's path; write %3F and %23, or give a path")
-    if bad := re.search(r"%(?![0-9A-Fa-f]{2})|%2[Ff]|%00", path):
+    if match := re.search(r"%(?![0-9A-Fa-f]{2})|%2[Ff]|%00", path):
+        bad_escape = path[match.start() : match.start() + 3]
         raise ValueError(
-            f"{url}: {path[bad.start() : bad.start() + 3]!r} is no character of a name; write %25 for a percent "
-            "sign, or give the path without file://"
+            f"{url}: {bad_escape!r} is no character of a name; write %25 for a percent sign, or give the path "
+            "without file://"
         )
     return "/" + os.fsdecode(unquote_to_bytes(path))
 
 
-def _checked(url: str, scheme: str, query: str) -> str:
-    """The options of a URL as they are written here. ValueError, which shows no value, for it may be a key: one is
-    unknown, empty, twice or not what it should be."""
-    known, told = OPTIONS[scheme], parse_qsl(query, keep_blank_values=True)
-    names = [name for name, _ in told]
-    if bad := [name for name in names if name not in known]:
-        listed = ", ".join(known) or "no options"
-        raise ValueError(f"{url}: {', '.join(map(repr, bad))} is no option; {scheme}:// knows {listed}")
-    if bad := [name for name, value in told if not value or names.count(name) > 1]:
-        raise ValueError(f"{url}: {bad[0]!r} has no value, or two; give it once, with a value")
-    options = dict(told)
+def _checked_options(url: str, scheme: str, query: str) -> str:
+    """The options of a URL in canonical form.
+
+    Raises ValueError, which shows no value, for it may be a key: an option that is unknown, empty, given twice or of
+    a wrong kind.
+    """
+    known_names, pairs = OPTIONS[scheme], parse_qsl(query, keep_blank_values=True)
+    names = [name for name, _ in pairs]
+    if unknown := [name for name in names if name not in known_names]:
+        listed = ", ".join(known_names) or "no options"
+        raise ValueError(f"{url}: {', '.join(map(repr, unknown))} is no option; {scheme}:// knows {listed}")
+    for name, value in pairs:
+        if not value or names.count(name) > 1:
+            raise ValueError(f"{url}: {name!r} has no value, or two; give it once, with a value")
+    options = dict(pairs)
     endpoint = urlsplit(options.get("endpoint", "http://host"))
     if endpoint.scheme not in ("http", "https") or not endpoint.hostname or endpoint.username or endpoint.query:
         raise ValueError(f"{url}: 'endpoint' is no server; write endpoint=https://host:9000")

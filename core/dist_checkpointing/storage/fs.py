@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-MOST_BYTES = 64 << 20  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+MAX_JSON_BYTES = 64 << 20  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -38,7 +38,7 @@ class Fs:
     def __init__(self, threads: int = 32) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-fs")
 
-    # what changes something: one step each
+    # Operations that change something: one step each
 
     def mkdir(self, path: str) -> None:
         """Makes a directory; it may exist, the one above must. Not durable yet."""
@@ -62,7 +62,7 @@ class Fs:
             os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        """Atomic; durable after a sync of the directory."""
+        """An atomic rename; durable after a sync of the directory."""
         os.rename(source, target)
 
     def unlink(self, path: str) -> None:
@@ -77,16 +77,18 @@ class Fs:
         """Sets the time of modification to now. FileNotFoundError if the file is gone: it is never created."""
         os.utime(path)
 
-    # what reads
+    # Operations that read
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """The bytes from `offset`: `length` of them or, at the end of the file, fewer; all if None.
 
-        Raises ValueError: no regular file, or a large one that all is asked of.
+        Raises ValueError: no regular file, or a large one that is to be read as a whole.
         """
         with open(open_regular(path), "rb", buffering=0) as file:
-            if length is None and (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
-                raise ValueError(f"{path} has {size} bytes, of JSON at most {MOST_BYTES} are read; use another step")
+            if length is None and (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
+                raise ValueError(
+                    f"{path} has {size} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
+                )
             file.seek(offset)
             return file.read() if length is None else file.read(length)
 
@@ -106,17 +108,20 @@ class Fs:
 
     def walk(self, path: str) -> list[str]:
         """Every file below a directory, as relative paths, sorted."""
-        return sorted(
-            os.path.relpath(os.path.join(folder, name), path) for folder, _, names in os.walk(path) for name in names
-        )
+        files: list[str] = []
+        for folder, _, names in os.walk(path):
+            files += [os.path.relpath(os.path.join(folder, name), path) for name in names]
+        return sorted(files)
 
     def entries(self, path: str) -> list[str]:
-        """Every file, link and directory below, as relative paths, sorted; none if it is no directory. Raises
-        OSError: one of them may not be read."""
-        found = []
+        """Every file, link and directory below, as relative paths, sorted; none if it is no directory.
+
+        Raises OSError: one of them may not be read.
+        """
+        paths: list[str] = []
         for folder, folders, names in os.walk(path, onerror=_raise_unless_gone):
-            found += [os.path.relpath(os.path.join(folder, name), path) for name in (*folders, *names)]
-        return sorted(found)
+            paths += [os.path.relpath(os.path.join(folder, name), path) for name in (*folders, *names)]
+        return sorted(paths)
 
     def free_bytes(self, path: str) -> int:
         """What an ordinary user may still write there, or where it will be made."""
@@ -124,25 +129,26 @@ class Fs:
             path = os.path.dirname(path)
         return shutil.disk_usage(path).free
 
-    # what is made of these
+    # Operations that are made of these
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """`function` of each item, in threads. All are waited for before the first failure is raised."""
         futures = [self._pool.submit(function, item) for item in items]
-        failures = [error for future in futures if (error := future.exception())]
-        if failures:
-            raise failures[0]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
         return [future.result() for future in futures]
 
     def makedirs(self, path: str) -> list[str]:
         """Makes a directory and those above it, and returns the new ones, which are not durable yet."""
-        new: list[str] = []
+        new_folders: list[str] = []
         while path and not os.path.isdir(path):
-            new.insert(0, path)
+            new_folders.insert(0, path)
             path = os.path.dirname(path)
-        for folder in new:
+        for folder in new_folders:
             self.mkdir(folder)
-        return new
+        return new_folders
 
     def write_new(self, path: str, data: bytes) -> None:
         """A durable file that must not exist before (its directory's entry is not durable yet)."""
@@ -154,22 +160,32 @@ class Fs:
         self.map(self.sync, paths)
 
     def remove_tree(self, path: str, last: str = "") -> None:
-        """A directory and all below it, `last` of it at the end; or a file, or a link itself. Others may be removing
-        it too. Raises OSError: something could not be removed, but all that could be is, except `last`."""
-        if os.path.islink(path) or not os.path.isdir(path):
-            return self._remove_all([(self.unlink, path)])
-        found: list[tuple[Callable[[str], None], str]] = []
-        for folder, folders, names in os.walk(path, topdown=False):
-            found += [(self.unlink, os.path.join(folder, name)) for name in names]
-            for child in (os.path.join(folder, name) for name in folders):
-                found.append((self.unlink if os.path.islink(child) else self.rmdir, child))  # links: never followed
-        self._remove_all([(remove, child) for remove, child in found if child != last])
-        return self._remove_all([(self.unlink, last)] * bool(last) + [(self.rmdir, path)])
+        """A directory and all below it, the file `last` of it at the end; or a file, or a link itself.
 
-    def _remove_all(self, each: Iterable[tuple[Callable[[str], None], str]]) -> None:
-        """All that can be, then the first failure is raised."""
+        Others may be removing it too. Raises OSError: something could not be removed, but all that could be is,
+        except `last`.
+        """
+        if os.path.islink(path) or not os.path.isdir(path):
+            self._remove_all([(self.unlink, path)])
+            return
+        removals: list[tuple[Callable[[str], None], str]] = []
+        # bottom up, so that each directory is empty when its turn comes
+        for folder, folders, names in os.walk(path, topdown=False):
+            removals += [(self.unlink, os.path.join(folder, name)) for name in names]
+            for name in folders:
+                child = os.path.join(folder, name)
+                remove = self.unlink if os.path.islink(child) else self.rmdir  # links are never followed
+                removals.append((remove, child))
+        self._remove_all([(remove, child) for remove, child in removals if child != last])
+        final: list[tuple[Callable[[str], None], str]] = [(self.rmdir, path)]
+        if last:
+            final.insert(0, (self.unlink, last))
+        self._remove_all(final)
+
+    def _remove_all(self, removals: Iterable[tuple[Callable[[str], None], str]]) -> None:
+        """All that can be removed, then the first failure is raised."""
         failures = []
-        for remove, path in each:
+        for remove, path in removals:
             try:
                 remove(path)
             except FileNotFoundError:

@@ -20,7 +20,7 @@ from core.parallel_state.flat import Box, volume
 METADATA = ".metadata"
 COMMON = "common.pt"  # of Megatron: what is no tensor
 MEGATRON = "metadata.json"
-MOST_BYTES = 256 << 20  # of `.metadata`: two million pieces
+MAX_METADATA_BYTES = 256 << 20  # of `.metadata`: two million pieces
 MOST_ARGUMENTS = 64
 
 _DCP = "torch.distributed.checkpoint."
@@ -120,8 +120,8 @@ def read_saved(folder: str) -> Saved:
     path = os.path.join(folder, METADATA)
     try:
         with open(open_regular(path), "rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
-                raise ValueError(f"it has {size} bytes, at most {MOST_BYTES} are read")
+            if (size := os.fstat(file.fileno()).st_size) > MAX_METADATA_BYTES:
+                raise ValueError(f"it has {size} bytes, at most {MAX_METADATA_BYTES} are read")
             data = io.BytesIO(file.read())  # which reads no more than it has, however much is asked for
         return _contents(folder, _Unpickler(data).load())
     except OSError:

@@ -6,14 +6,14 @@ from math import prod
 import numpy as np
 
 from core.dist_checkpointing.format.grid import blocks, cell_name, cells
-from core.dist_checkpointing.format.zarr_metadata import Chunks
+from core.dist_checkpointing.format.zarr_metadata import Chunking
 from core.dist_checkpointing.publish.manifest import grid_shape
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import whole
 
 
-def differences(a: Stored, b: Stored) -> Iterator[str]:
+def differences(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[str]:
     """A line for each array and object that is not the same."""
     for mine, other, side in ((a, b, "A"), (b, a, "B")):
         for key in mine.keys:
@@ -31,10 +31,10 @@ def differences(a: Stored, b: Stored) -> Iterator[str]:
                 yield f"{what} {key}: {mine_.get(key, 'missing')} in A, {other_.get(key, 'missing')} in B"
 
 
-def _differs(a: Stored, b: Stored, key: str) -> str | None:
+def _differs(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> str | None:
     if a.shape(key) != b.shape(key) or a.dtype(key) != b.dtype(key):
         return f"{a.dtype(key)} of {a.shape(key)} in A, {b.dtype(key)} of {b.shape(key)} in B"
-    if Chunks.of(a.metadata[key]) == Chunks.of(b.metadata[key]):
+    if Chunking.from_metadata(a.metadata[key]) == Chunking.from_metadata(b.metadata[key]):
         grid = cells(a.shape(key), a.cell(key))
         names = [f"{key}/{cell_name(index)}" for index, _ in grid]
         count = sum(a.manifest.files.get(name) != b.manifest.files.get(name) for name in names)
@@ -43,7 +43,7 @@ def _differs(a: Stored, b: Stored, key: str) -> str | None:
     return f"{count} of {prod(a.shape(key))} values" if count else None
 
 
-def _unequal_values(a: Stored, b: Stored, key: str) -> int:
+def _unequal_values(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> int:
     """How many values differ in any bit."""
     wanted = [(key, block) for block in blocks(whole(a.shape(key)))]
     return sum(

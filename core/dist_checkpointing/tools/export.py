@@ -8,8 +8,8 @@ from os import PathLike
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.planning.cuts import cuts
-from core.dist_checkpointing.reading.stored import Stored
-from core.dist_checkpointing.storage.place import open_store, space_for
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
 from core.dist_checkpointing.tools.shards import SHARD, Tensor, new_folder, write
 from core.parallel_state.flat import Box
 
@@ -19,22 +19,22 @@ DTYPES = {"as-saved": None, "bf16": "bfloat16", "fp32": "float32"}
 Done = Callable[[int], None]  # told of bytes
 
 
-def weights(stored: Stored) -> dict[str, tuple[str, str]]:
+def weights(stored: StoredCheckpoint) -> dict[str, tuple[str, str]]:
     """name -> (stored array, dtype) of every parameter and buffer of the model; those derived included."""
     found = {key: (key, stored.dtype(key)) for key in stored.keys}
     found |= {key: (how["from"], how["torch_dtype"]) for key, how in stored.derived.items()}
     if lost := sorted(key for key, _ in found.values() if key not in stored.metadata):
-        raise ValueError(f"{stored.place.url} derives from {lost[0]}, which it does not hold; use another step")
+        raise ValueError(f"{stored.directory.url} derives from {lost[0]}, which it does not hold; use another step")
     named = {key.removeprefix(MODEL): source for key, source in sorted(found.items()) if key.startswith(MODEL)}
     if not named:
         raise ValueError(
-            f"{stored.place.url} holds no array below {MODEL}, so no model; `inspect` lists what it holds"
+            f"{stored.directory.url} holds no array below {MODEL}, so no model; `inspect` lists what it holds"
         )
     return named
 
 
 def tensors(
-    stored: Stored, dtype: str | None = None, *, tp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)
+    stored: StoredCheckpoint, dtype: str | None = None, *, tp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)
 ) -> list[Tensor]:
     """The tensors that a rank holds, (rank, size) along tensor and pipeline axes; by default all, whole.
 
@@ -76,18 +76,18 @@ def _stages(name: str, stages: int) -> set[int]:
 
 
 def export(
-    stored: Stored, folder: str | PathLike[str], dtype: str | None, done: Done, shard_bytes: int = SHARD
+    stored: StoredCheckpoint, folder: str | PathLike[str], dtype: str | None, done: Done, shard_bytes: int = SHARD
 ) -> list[Tensor]:
     """The whole model in safetensors files, streamed; returns what was written."""
     found = tensors(stored, dtype)
     total = sum(t.nbytes for t in found)
-    with new_folder(folder) as temporary, space_for(open_store(temporary), total):
+    with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
         write(stored, found, temporary, done, shard_bytes)
     return found
 
 
 def per_rank(
-    stored: Stored, folder: str | PathLike[str], tp: int, pp: int, done: Done, shard_bytes: int = SHARD
+    stored: StoredCheckpoint, folder: str | PathLike[str], tp: int, pp: int, done: Done, shard_bytes: int = SHARD
 ) -> dict[str, list[Tensor]]:
     """A directory for each rank, named as Megatron's, with its part of the model; returns what was written."""
     ranks = {}
@@ -95,7 +95,7 @@ def per_rank(
         name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1)
         ranks[name] = tensors(stored, tp=(rank, tp), pp=(stage, pp))
     total = sum(t.nbytes for found in ranks.values() for t in found)
-    with new_folder(folder) as temporary, space_for(open_store(temporary), total):
+    with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
         for name, found in ranks.items():
             (temporary / name).mkdir()
             write(stored, found, temporary / name, done, shard_bytes)

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.dist_checkpointing.format.grid import cell_of, cells, inner_shape
 from core.dist_checkpointing.format.keys import check_key, path_of
-from core.dist_checkpointing.format.zarr_metadata import Chunks, Json, array_metadata, group_metadata
+from core.dist_checkpointing.format.zarr_metadata import Chunking, Json, array_metadata, group_metadata
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.reading.read import memory_of
 from core.dist_checkpointing.state.leaves import encode, tagged
@@ -61,7 +61,7 @@ class Import:
         """Every cell; one at a time is in memory, and the pieces of which the next ones are made."""
         for key, tensor in self.tensors.items():
             pieces, path = Pieces(), path_of(key)
-            for index, box in cells(tensor.shape, Chunks.of(metadata[path]).cell):
+            for index, box in cells(tensor.shape, Chunking.from_metadata(metadata[path]).cell):
                 array = memory_of(pieces.fill(key, tensor, box))
                 yield path, index, box, array
                 done(array.nbytes)
@@ -95,7 +95,7 @@ def plan(source: str | os.PathLike[str]) -> Import:
 
 
 def _add_tensors(found: Import, saved: Saved) -> None:
-    if other := sorted(key for key, tensor in saved.tensors.items() if tensor.dtype not in STORED):
+    if other := sorted(key for key, tensor in saved.tensors.items() if tensor.dtype not in STORED_DTYPES):
         dtype = saved.tensors[other[0]].dtype
         raise ValueError(
             f"{other[0]} ({len(other)} such) is of {dtype}, which has no stored form; save it as another"

@@ -8,7 +8,7 @@ from core.dist_checkpointing.format.zarr_metadata import Json
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.storage.address import root_and_name
-from core.dist_checkpointing.storage.place import open_place
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.dist_checkpointing.writing.job import Cells, Job
 
 BUDGET = 32 << 20  # bytes on their way to disk
@@ -16,7 +16,7 @@ BUDGET = 32 << 20  # bytes on their way to disk
 
 def check_new(url: str) -> None:
     """Raises ValueError: there is a checkpoint already, which a save would replace."""
-    if open_place(url).size(MANIFEST) is not None:
+    if open_checkpoint_dir(url).size(MANIFEST) is not None:
         raise ValueError(f"{url} is a checkpoint already; give a directory that is to be made")
 
 
@@ -49,5 +49,5 @@ def write_offline(
         with suppress(OSError, ValueError):  # what went wrong is what is told
             job.abandon()
         raise
-    if problems := check(open_place(url), digests=True):
+    if problems := check(open_checkpoint_dir(url), digests=True):
         raise ValueError("; ".join(problems[:10]))

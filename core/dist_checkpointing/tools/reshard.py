@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from core.dist_checkpointing.format.grid import cell_shape, cells, inner_shape
-from core.dist_checkpointing.format.zarr_metadata import Chunks, Json, array_metadata
+from core.dist_checkpointing.format.zarr_metadata import Chunking, Json, array_metadata
 from core.dist_checkpointing.planning.cuts import read_amplification
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.offline import write_offline
 from core.dist_checkpointing.tools.stream import stream
 from core.dist_checkpointing.writing.job import Cells
@@ -20,7 +20,7 @@ WELL = 1.05  # bytes read over bytes needed, up to which a copy is not worth its
 Done = Callable[[int], None]  # told of bytes
 
 
-def cut_for(stored: Stored, tp: int) -> dict[str, Json]:
+def cut_for(stored: StoredCheckpoint, tp: int) -> dict[str, Json]:
     """key -> `zarr.json` of every array in cells that suit a tensor-parallel size."""
     found = {}
     for key in stored.keys:
@@ -31,12 +31,14 @@ def cut_for(stored: Stored, tp: int) -> dict[str, Json]:
     return found
 
 
-def amplification(stored: Stored, metadata: Mapping[str, Json], tp: int, pp: int) -> float:
+def amplification(stored: StoredCheckpoint, metadata: Mapping[str, Json], tp: int, pp: int) -> float:
     """Bytes read over bytes needed by all ranks of a layout, if the arrays were cut as `metadata` says."""
-    return read_amplification(((stored.info(key), Chunks.of(metadata[key]).unit) for key in stored.keys), tp, pp)
+    return read_amplification(
+        ((stored.info(key), Chunking.from_metadata(metadata[key]).unit) for key in stored.keys), tp, pp
+    )
 
 
-def copy(stored: Stored, url: str, metadata: Mapping[str, Json], run: Json, done: Done) -> None:
+def copy(stored: StoredCheckpoint, url: str, metadata: Mapping[str, Json], run: Json, done: Done) -> None:
     """A checkpoint at `url` with the same values in the cells of `metadata`, committed and then checked.
 
     Memory stays bounded whatever the size. Raises ValueError: a file of either that is not what it should be.
@@ -46,10 +48,10 @@ def copy(stored: Stored, url: str, metadata: Mapping[str, Json], run: Json, done
     write_offline(url, metadata, attributes, run, nbytes, _cells(stored, metadata, done))
 
 
-def _cells(stored: Stored, metadata: Mapping[str, Json], done: Done) -> Cells:
+def _cells(stored: StoredCheckpoint, metadata: Mapping[str, Json], done: Done) -> Cells:
     def wanted() -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]]:
         for key in stored.keys:
-            for index, box in cells(stored.shape(key), Chunks.of(metadata[key]).cell):
+            for index, box in cells(stored.shape(key), Chunking.from_metadata(metadata[key]).cell):
                 yield key, index, box
 
     arrays = stream(stored, ((key, box) for key, _, box in wanted()))

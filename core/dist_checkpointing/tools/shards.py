@@ -13,10 +13,10 @@ from uuid import uuid4
 import ml_dtypes  # tensorstore needs it
 import numpy as np
 
-from core.dist_checkpointing.format.arrays import STORED, ArrayInfo
+from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.dist_checkpointing.format.grid import blocks
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.address import root_and_name
 from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import Box
@@ -59,7 +59,11 @@ class Tensor:
 
 
 def write(
-    stored: Stored, tensors: Sequence[Tensor], folder: Path, done: Callable[[int], None], shard_bytes: int = SHARD
+    stored: StoredCheckpoint,
+    tensors: Sequence[Tensor],
+    folder: Path,
+    done: Callable[[int], None],
+    shard_bytes: int = SHARD,
 ) -> None:
     """`model-00001-of-0000N.safetensors` and Hugging Face's `model.safetensors.index.json` in a folder."""
     if unnamed := [t for t in tensors if t.dtype not in NAMES]:
@@ -115,11 +119,11 @@ def _converted(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
     if stored == wanted:
         return array
     with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, what is too large becomes infinite
-        return array.view(_numpy(stored)).astype(_numpy(wanted)).view(STORED[wanted][0])
+        return array.view(_numpy(stored)).astype(_numpy(wanted)).view(STORED_DTYPES[wanted][0])
 
 
 def _numpy(dtype: str) -> np.dtype:
-    return np.dtype(STORED[dtype][0] if STORED[dtype][0] == dtype else getattr(ml_dtypes, dtype))
+    return np.dtype(STORED_DTYPES[dtype][0] if STORED_DTYPES[dtype][0] == dtype else getattr(ml_dtypes, dtype))
 
 
 @contextmanager
@@ -131,7 +135,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     if "://" in os.fspath(path):
         raise ValueError(f"{path}: these files are written into a local directory only; copy them from there")
     folder, name = root_and_name(path)
-    final, root, uuid = Path(folder, name), Root(folder), uuid4().hex
+    final, root, uuid = Path(folder, name), CheckpointRoot(folder), uuid4().hex
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{final} is there already; give a directory that is to be made")
     root.sweep()

@@ -6,15 +6,15 @@ from math import prod
 from typing import Any
 
 from core.dist_checkpointing.publish.manifest import grid_shape
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.console import size_text, table
 
 
-def facts(stored: Stored) -> dict[str, Any]:
+def facts(stored: StoredCheckpoint) -> dict[str, Any]:
     """All of it, as JSON values."""
     arrays = {key: _array(stored, key) for key in stored.keys}
     return {
-        "path": stored.place.url,
+        "path": stored.directory.url,
         "format": stored.format,
         "run": dict(stored.run),
         "arrays": arrays,
@@ -24,7 +24,7 @@ def facts(stored: Stored) -> dict[str, Any]:
     }
 
 
-def _array(stored: Stored, key: str) -> dict[str, Any]:
+def _array(stored: StoredCheckpoint, key: str) -> dict[str, Any]:
     info = stored.info(key)
     return {
         "shape": info.shape,
@@ -37,7 +37,7 @@ def _array(stored: Stored, key: str) -> dict[str, Any]:
     }
 
 
-def text(stored: Stored) -> list[str]:
+def text(stored: StoredCheckpoint) -> list[str]:
     """A checkpoint as lines for people."""
     all_ = facts(stored)
     arrays = all_["arrays"]
@@ -59,7 +59,7 @@ def text(stored: Stored) -> list[str]:
     return lines
 
 
-def _written(stored: Stored) -> str:
+def _written(stored: StoredCheckpoint) -> str:
     run = dict(stored.run)
     when, layout = run.pop("time", None), run.pop("layout", None)
     said = ["written"]

@@ -14,13 +14,13 @@ from typing import Any
 from core.dist_checkpointing.format.json_files import canonical_json, seal, unseal
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, SIGNED, read_manifest
-from core.dist_checkpointing.storage.place import Place
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 from core.dist_checkpointing.tools.console import printable
 
 _AT_ONCE = 8 << 20  # bytes
 
 
-def sign(place: Place, key_file: str | os.PathLike[str]) -> int:
+def sign(place: CheckpointDir, key_file: str | os.PathLike[str]) -> int:
     """Signs a whole checkpoint and returns the number of its files. `key_file`: a private key as PEM.
 
     Raises ValueError: damage, no such key, a file in the way that is no signature.
@@ -35,7 +35,7 @@ def sign(place: Place, key_file: str | os.PathLike[str]) -> int:
     return len(files)
 
 
-def unsigned(place: Place, key_file: str | os.PathLike[str]) -> list[str]:
+def unsigned(place: CheckpointDir, key_file: str | os.PathLike[str]) -> list[str]:
     """What of a checkpoint is not signed by the owner of a public key, each line naming its file; empty: nothing.
 
     Raises ValueError: no such key.
@@ -61,7 +61,7 @@ def _text(files: dict[str, str]) -> bytes:
     return canonical_json({"kind": SIGNED, "files": files})
 
 
-def _signed(place: Place) -> tuple[dict[str, str], bytes]:
+def _signed(place: CheckpointDir) -> tuple[dict[str, str], bytes]:
     """Path -> SHA-256, and the signature of that. ValueError naming the file: it is no signature."""
     name = place.url + SIGNATURE
     value = unseal(place.read(SIGNATURE), name)
@@ -78,7 +78,7 @@ def _signed(place: Place) -> tuple[dict[str, str], bytes]:
     raise ValueError(f"{name}: no signature that this version makes; remove it and sign again")
 
 
-def _digests(place: Place) -> dict[str, str]:
+def _digests(place: CheckpointDir) -> dict[str, str]:
     """Of every file, the manifest's too."""
     sizes = {path: size for path, (size, _) in read_manifest(place).files.items()}
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from core.dist_checkpointing.format.arrays import ITEMSIZE, Index
 from core.dist_checkpointing.format.grid import cells
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, volume
 
@@ -17,13 +17,13 @@ BATCH = 8 << 20  # bytes read at a time, while as many are used
 Wanted = Iterable[tuple[str, Box]]  # key of an array, box of it
 
 
-def stream(stored: Stored, wanted: Wanted) -> Iterator[np.ndarray]:
+def stream(stored: StoredCheckpoint, wanted: Wanted) -> Iterator[np.ndarray]:
     """The stored values of each box, in order.
 
     Every file touched must be the one that the manifest names: it is known at the end, so take all.
     Raises ValueError: what is missing or damaged, by file.
     """
-    readers = cycle([Reader(stored.place, stored.metadata), Reader(stored.place, stored.metadata)])
+    readers = cycle([Reader(stored.directory, stored.metadata), Reader(stored.directory, stored.metadata)])
     reading: tuple[Reader, deque[np.ndarray]] | None = None
     checked: set[tuple[str, Index]] = set()
     with stored.checker() as checker:
@@ -49,7 +49,7 @@ def _taken(reader: Reader, arrays: deque[np.ndarray]) -> Iterator[np.ndarray]:
         yield arrays.popleft()
 
 
-def _batches(stored: Stored, wanted: Wanted) -> Iterator[list[tuple[str, Box]]]:
+def _batches(stored: StoredCheckpoint, wanted: Wanted) -> Iterator[list[tuple[str, Box]]]:
     batch, size = [], 0
     for key, box in wanted:
         batch.append((key, box))

@@ -33,8 +33,8 @@ MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
 class SaveStats:
     """What a save cost the training loop, in milliseconds, and what it wrote from this rank.
 
-    stall_ms: between the call and its return; exchange_ms: of that, planning and fragments that changed rank.
-    seconds: from the call to the commit, once it is known.
+    stall_ms: latency of the call, between the call and its return; exchange_ms: of that, planning and the transfers
+    between ranks. seconds: from the call to the commit, once it is known.
     """
 
     stall_ms: float = 0.0
@@ -49,16 +49,16 @@ class WriterProgram:
     def __init__(self, log: str | None) -> None:
         self._log = log
         self._slab = Slab()
-        self._placed: list[list[Any]] = []  # what `take` copied: [key, index, box, offset] of each cell
-        self._used = 0
+        self._copied_cells: list[list[Any]] = []  # [key, index, box, offset in the slab] of each
+        self._used = 0  # bytes of the slab
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
-        self._since = 0.0
+        self._begin_time = 0.0
 
     def start(self, size: int) -> None:
         """Warm up: an empty slab of `size` bytes, every page touched, and the program running."""
         self._slab.reserve(size)
-        self._placed, self._used = [], 0
+        self._copied_cells, self._used = [], 0
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
@@ -69,24 +69,29 @@ class WriterProgram:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 pass_fds=[self._slab.fd],
-                start_new_session=True,
+                start_new_session=True,  # torchrun ends the trainer's session, the save goes on
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
 
-    def take(self, cells: Cells) -> None:
-        """Copy the cells into the slab, behind those that are there; `start` made room."""
+    def copy(self, cells: Cells) -> None:
+        """Copy cells into the slab, behind those that are there; `start` made room."""
         for key, index, box, array in cells:
             np.copyto(self._slab.array(self._used, array.shape, array.dtype.str), array)
-            self._placed.append([key, index, box, self._used])
+            self._copied_cells.append([key, index, box, self._used])
             self._used = aligned(self._used + array.nbytes)
 
     def begin(self, job: Job) -> None:
-        """Hand over what `take` copied; returns at once."""
+        """Hand over the cells that were copied; returns at once."""
         assert self._process is not None and self._process.stdin is not None
-        told = {"job": asdict(job), "cells": self._placed, "bytes": self._slab.size, "trainer": os.getpid()}
-        line = json.dumps(told)
-        self._job, self._since = job, time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # it is dead: `wait` tells
+        request = {
+            "job": asdict(job),
+            "cells": self._copied_cells,
+            "bytes": self._slab.size,
+            "trainer": os.getpid(),
+        }
+        line = json.dumps(request)
+        self._job, self._begin_time = job, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # the program is dead: `wait` reports it
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -96,21 +101,24 @@ class WriterProgram:
         Without a timeout: the job's own, after which the writer is dead anyhow.
         """
         assert self._job is not None and self._process is not None and self._process.stdout is not None
-        bound = self._job.timeout_s + MARGIN_S - (time.monotonic() - self._since) if timeout_s is None else timeout_s
-        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, bound))
+        limit_s = timeout_s
+        if limit_s is None:
+            limit_s = self._job.timeout_s + MARGIN_S - (time.monotonic() - self._begin_time)
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, limit_s))
         if not ready:
             if timeout_s is not None:
                 raise TimeoutError(f"{self._job.name} is not written after {timeout_s:.0f} s")
             self._process.kill()
         line = self._process.stdout.readline()
         if not line:
-            error = f"the writer program ended {_told(self._process.wait())}; its log: {self._log}"
+            exit_status = _describe_exit(self._process.wait())
+            error = f"the writer program ended {exit_status}; its log: {self._log}"
         else:
             answer = json.loads(line)
             error = answer["error"]
             for warning in answer["warnings"]:
                 log.warning("%s", warning)
-        return error, time.monotonic() - self._since
+        return error, time.monotonic() - self._begin_time
 
     def close(self) -> None:
         """Let the program end after the save under way."""
@@ -127,14 +135,14 @@ class WriterProgram:
             self._process = None
 
 
-def _told(status: int) -> str:
-    """How a program ended."""
+def _describe_exit(status: int) -> str:
+    """How a program ended, for a message; a negative status is the number of a signal."""
     if status == -signal.SIGALRM:
         return "at its time limit"
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 
-class Background:
+class BackgroundCall:
     """A call in a thread, or at once; `wait` raises what it raised.
 
     device: an accelerator, whose work the call does on a stream of its own, after all that is queued now: copies to
@@ -148,8 +156,9 @@ class Background:
             stream = torch.Stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
             self._stream = stream
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True) if threaded else None
-        if self._thread is not None:
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
             self._thread.start()
         else:
             self._run(call)

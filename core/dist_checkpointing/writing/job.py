@@ -1,4 +1,4 @@
-"""One rank's share of one save, as plain values: the trainer does it at once, or hands it to the writer program."""
+"""One rank's share of one save, as plain values: done by the trainer at once, or handed to the writer program."""
 
 import logging
 import time
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from core.dist_checkpointing.format.arrays import Index
+from core.dist_checkpointing.format.contents import files_of
 from core.dist_checkpointing.format.digest import json_crc
 from core.dist_checkpointing.format.grid import cell_name
 from core.dist_checkpointing.format.json_files import canonical_json
 from core.dist_checkpointing.format.zarr_metadata import Json, group_metadata
 from core.dist_checkpointing.publish.check import crc_of
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import (
     commit,
     merge_receipts,
@@ -24,10 +26,9 @@ from core.dist_checkpointing.publish.commit import (
     write_failure,
     write_receipt,
 )
-from core.dist_checkpointing.publish.manifest import least_bytes, planned_files
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage.fs import MOST_BYTES
-from core.dist_checkpointing.storage.place import Place, space_for
+from core.dist_checkpointing.publish.manifest import min_manifest_bytes, planned_files
+from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, space_for
+from core.dist_checkpointing.storage.fs import MAX_JSON_BYTES
 from core.dist_checkpointing.storage.zarr_store import Writer
 from core.dist_checkpointing.writing.direct_write import DirectWriter, fastest_writer
 from core.parallel_state.flat import Box
@@ -41,9 +42,12 @@ SLACK = 1 << 20  # bytes beside the arrays: metadata, receipts, the manifest
 
 @dataclass(frozen=True)
 class Job:
-    """root, name, uuid: which attempt at which checkpoint. metadata: key -> `zarr.json` of every array.
-    attributes: of the root group. run: for the manifest. retention: what is kept after the commit, as `Retention`
-    names it; None: everything. nbytes: of the whole checkpoint. budget_bytes: on their way to disk at a time."""
+    """What one rank does in one save; plain values, so that they can be sent to another process.
+
+    root, name, uuid: which attempt at which checkpoint. metadata: key -> `zarr.json` of every array. attributes: of
+    the root group. run: for the manifest. retention: which steps stay after the commit, the arguments of `Retention`;
+    None: all. nbytes: of the full checkpoint. budget_bytes: on their way to disk at a time.
+    """
 
     root: str
     name: str
@@ -60,11 +64,12 @@ class Job:
     budget_bytes: int = 192 << 20
 
     @cached_property
-    def _root(self) -> Root:
-        return Root(self.root)
+    def _root(self) -> CheckpointRoot:
+        return CheckpointRoot(self.root)
 
     @property
-    def _place(self) -> Place:
+    def _directory(self) -> CheckpointDir:
+        """Where this attempt's files are written before the commit."""
         return self._root.temporary(self.name, self.uuid)
 
     def begin(self) -> None:
@@ -72,10 +77,11 @@ class Job:
 
         Raises DiskFullError: too little space. ValueError: more cells than a reader takes in one manifest.
         """
-        if (least := least_bytes(self.metadata)) > MOST_BYTES:
+        manifest_bytes = min_manifest_bytes(self.metadata)
+        if manifest_bytes > MAX_JSON_BYTES:
             raise ValueError(
-                f"{self.name} would have a manifest of {least} bytes, readers take {MOST_BYTES}: save the model and "
-                "each state of the optimizer as checkpoints of their own"
+                f"{self.name} would have a manifest of {manifest_bytes} bytes, readers take {MAX_JSON_BYTES}: save "
+                "the model and each state of the optimizer as checkpoints of their own"
             )
         self._root.sweep(self.name)
         with space_for(self._root.files, self.nbytes + SLACK):
@@ -86,65 +92,76 @@ class Job:
 
         Exhausts `cells` also when writing fails: other ranks may take part in making them.
         """
-        writer = fastest_writer(self._place, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes)
-        written, size = [], 0
-        full = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
-        with full, ThreadPoolExecutor(1) as aside, self._root.beating(self.name, self.uuid):
-            told = aside.submit(self._write_metadata) if self.rank == 0 else None
+        directory = self._directory
+        writer = fastest_writer(directory, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes)
+        cells_written, payload_bytes = [], 0
+        disk_space = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
+        # the heartbeat tells other ranks, and the next job, that this one is alive
+        with disk_space, ThreadPoolExecutor(1) as thread, self._root.beating(self.name, self.uuid):
+            metadata_entries = thread.submit(self._write_metadata) if self.rank == 0 else None
             try:
                 for key, index, box, array in cells:
                     writer.write(key, box, array)
-                    written.append((key, index))
-                    size += array.nbytes
+                    cells_written.append((key, index))
+                    payload_bytes += array.nbytes
             finally:  # whoever makes the cells may fail: nothing writes into a temporary that is given up
                 _finish(writer)
-            known = writer.entries if isinstance(writer, DirectWriter) else {}
-            entries = {**known, **self._entries(written, known), **(told.result() if told is not None else {})}
-            write_receipt(self._place, self.rank, entries, receipts_folder(self.uuid, self.rank, self.world_size))
-        return size
+            entries: Entries = dict(writer.entries) if isinstance(writer, DirectWriter) else {}
+            entries |= self._entries(cells_written, entries)
+            if metadata_entries is not None:
+                entries |= metadata_entries.result()
+            # the receipt comes last: it says that all files in it are complete
+            folder = receipts_folder(self.uuid, self.rank, self.world_size)
+            write_receipt(directory, self.rank, entries, folder)
+        return payload_bytes
 
     def _write_metadata(self) -> Entries:
+        """Writes the zarr.json of every array and group."""
         nodes = {**self.metadata, **group_metadata(self.metadata, dict(self.attributes))}
-        files = {(f"{path}/" if path else "") + "zarr.json": canonical_json(node) for path, node in nodes.items()}
-        self._place.write_all(files)
+        files = {file: canonical_json(nodes[path]) for file, path in files_of(nodes).items()}
+        self._directory.write_all(files)
         return {name: (len(data), json_crc(data)) for name, data in files.items()}
 
-    def _entries(self, written: list[tuple[str, Index]], known: Entries) -> Entries:
-        """Of the cells whose writer does not know them."""
-        names = {f"{key}/{cell_name(index)}": key for key, index in written}
+    def _entries(self, cells_written: list[tuple[str, Index]], existing: Entries) -> Entries:
+        """Path -> (size, crc) of the cells that `existing` lacks: tensorstore does not say what it wrote."""
+        keys = {}
+        for key, index in cells_written:
+            name = f"{key}/{cell_name(index)}"
+            if name not in existing:
+                keys[name] = key
 
         def entry(name: str) -> tuple[str, tuple[int, int]]:
-            return name, crc_of(self._place, name, self.metadata[names[name]])
+            return name, crc_of(self._directory, name, self.metadata[keys[name]])
 
         with ThreadPoolExecutor(4) as pool:
-            return dict(pool.map(entry, names.keys() - known.keys()))
+            return dict(pool.map(entry, keys))
 
     def merge(self, waiting: Callable[[], None] = lambda: None) -> None:
-        """Of many ranks, the first of each 64: make one of their receipts. What goes wrong is told to rank 0, too."""
+        """Of many ranks, the first of each 64: merge their receipts into one. Rank 0 is told of failures, too."""
         try:
             merge_receipts(self._root, self.name, self.uuid, self.rank, self.world_size, self.timeout_s, waiting)
         except (OSError, ValueError) as error:
             with suppress(OSError):
-                write_failure(self._place, self.rank, f"{type(error).__name__}: {error}")
+                write_failure(self._directory, self.rank, f"{type(error).__name__}: {error}")
             raise
 
     def conclude(self, orphaned: Callable[[], bool] = lambda: False) -> None:
         """Rank 0: commit, when every rank's receipt is there, then drop old checkpoints. Others: wait for it.
 
-        What follows the commit does not fail it: it is warned of, and left to the next save.
-        Raises RuntimeError: a rank failed; TimeoutError: one is silent. Orphaned: the job is gone, which `orphaned`
-        tells, and no other rank goes on.
+        A failure after the commit does not undo it: it is logged as a warning, and left to the next save.
+        Raises RuntimeError: a rank failed; TimeoutError: one is silent. Orphaned: the job is gone, by `orphaned()`,
+        and no other rank goes on.
         """
-        others = self._root.others(self.name, self.uuid, orphaned)
-        end = time.monotonic() + self.timeout_s
+        check_others = self._root.others(self.name, self.uuid, orphaned)
+        deadline = time.monotonic() + self.timeout_s
         if self.rank != 0:
-            self.merge(others)
-            self._root.wait_for(self.name, self.uuid, max(0.0, end - time.monotonic()), others)
+            self.merge(check_others)
+            remaining_s = max(0.0, deadline - time.monotonic())
+            self._root.wait_for(self.name, self.uuid, remaining_s, check_others)
             return
-        groups = group_metadata(self.metadata, {})
-        planned = planned_files({**self.metadata, **groups})
+        planned = planned_files({**self.metadata, **group_metadata(self.metadata, {})})
         with self._root.beating(self.name, self.uuid, orphaned=orphaned):  # others may be slow
-            self.merge(others)
+            self.merge(check_others)
             commit(
                 self._root,
                 self.name,
@@ -152,8 +169,8 @@ class Job:
                 planned,
                 world_size=self.world_size,
                 run=self.run,
-                timeout_s=max(0.0, end - time.monotonic()),
-                waiting=others,
+                timeout_s=max(0.0, deadline - time.monotonic()),
+                waiting=check_others,
             )
         if self.retention is not None:
             try:
@@ -162,19 +179,21 @@ class Job:
                 log.warning("%s is saved, old checkpoints are not removed: %s", self.name, error)
 
     def fail(self, error: str) -> None:
-        """Tell whoever commits that this rank will not be done; or, if it gave up before, remove what came late."""
+        """Report to rank 0, which commits, that this rank will not finish; if it gave up, remove late files."""
         try:
-            write_failure(self._place, self.rank, error)
+            write_failure(self._directory, self.rank, error)
         except FileNotFoundError:
             self.abandon()
 
     def abandon(self) -> None:
-        """Give this attempt up: remove what is there of it. A rank that still writes finds out: `fail`."""
+        """Give this attempt up: remove its files. A rank that still writes finds no directory, see `fail`."""
         self._root.abandon(self.name, self.uuid)
 
     def withdraw(self) -> None:
-        """After a failure or an interrupt. Rank 0: `abandon`, and end what was being removed. Others, before the
-        commit: remove what came late, or lies where rank 0 sees it not."""
+        """After a failure or an interrupt. Rank 0: `abandon`, and finish removals that were interrupted.
+
+        Others, before the commit: remove files that were late, or lie where rank 0 does not see them.
+        """
         if self.rank == 0 or not self._root.is_begun(self.name, self.uuid):
             self.abandon()
         if self.rank == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.dist_checkpointing.planning.exchange import owned_cells
-from core.dist_checkpointing.planning.prepare import Prepared, Preparer, Weights
+from core.dist_checkpointing.planning.prepare import SavePlan, SavePlanner, Weights
 from core.dist_checkpointing.planning.ranks import agree, default_state, problem_of
 from core.dist_checkpointing.publish.retention import Retention
 from core.dist_checkpointing.storage.address import root_and_name
@@ -21,7 +21,7 @@ from core.parallel_state import ParallelState
 class Saver:
     """Synchronous saves of one job into one root; the plan is kept from one to the next.
 
-    run: told in the manifest. timeout_s: how long a rank may take before the save is given up.
+    run: what the manifest says of the run. timeout_s: how long a rank may take before the save is given up.
     """
 
     def __init__(
@@ -39,25 +39,28 @@ class Saver:
         self.retention, self.durable = retention, durable
         self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
         self._run |= dict(run or {})
-        self._preparer = Preparer(ps, weights)
+        self._planner = SavePlanner(ps, weights)
 
-    def prepare(self, state: Any, failure: str | None = None) -> Prepared:
+    def prepare(self, state: Any, failure: str | None = None) -> SavePlan:
         """Agree with all ranks on what is saved by whom. Collective."""
-        return self._preparer.prepare(state, failure=failure)
+        return self._planner.prepare(state, failure=failure)
 
-    def job(self, name: str, prepared: Prepared, metrics: Mapping[str, float] | None = None) -> Job:
-        """This rank's share. metrics: told in the manifest."""
-        told = {"metrics": dict(metrics)} if metrics else {}
+    def job(self, name: str, save_plan: SavePlan, metrics: Mapping[str, float] | None = None) -> Job:
+        """This rank's share of a save. metrics: written into the manifest."""
+        run = dict(self._run)
+        if metrics:
+            run["metrics"] = dict(metrics)
+        run["time"] = time.time()
         return Job(
             root=self.root,
             name=name,
-            uuid=prepared.uuid,
+            uuid=save_plan.uuid,
             rank=self.ps.rank,
             world_size=self.ps.config.world_size,
-            metadata=prepared.metadata,
-            attributes=prepared.attributes,
-            run={**self._run, **told, "time": time.time()},
-            nbytes=prepared.nbytes,
+            metadata=save_plan.metadata,
+            attributes=save_plan.attributes,
+            run=run,
+            nbytes=save_plan.nbytes,
             timeout_s=self.timeout_s,
             retention=asdict(self.retention) if self.retention is not None else None,
             durable=self.durable,
@@ -68,34 +71,37 @@ class Saver:
     ) -> SaveStats:
         """Collective; returns once it is committed. Raises what went wrong, on all ranks, with the rank named."""
         begin = time.perf_counter()
-        prepared = self.prepare(state, failure)
-        job, size = self.job(name, prepared, metrics), 0
-        cells = owned_cells(
-            prepared.plan, prepared.arrays, prepared.parts, self.ps.rank, self.ps.world, self.ps.device
-        )
+        save_plan = self.prepare(state, failure)
+        job, written_bytes = self.job(name, save_plan, metrics), 0
+        ps = self.ps
+        cells = owned_cells(save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank, ps.world, ps.device)
 
         def write() -> None:
-            nonlocal size
+            nonlocal written_bytes
             try:
-                size = job.write(cells)
+                written_bytes = job.write(cells)
             except Exception:
-                for _ in cells:  # the others still need what this rank sends
+                # the other ranks still need what this one sends: without it they would hang in the exchange
+                for _ in cells:
                     pass
                 raise
 
         committing = False
         try:
-            agree(problem_of(job.begin) if self.ps.rank == 0 else None, self.ps)
-            agree(problem_of(write), self.ps)
+            # rank 0 makes the temporary directory, all write their cells, then rank 0 commits; each step on all
+            # ranks or on none
+            agree(problem_of(job.begin) if ps.rank == 0 else None, ps)
+            agree(problem_of(write), ps)
             committing = True
-            agree(problem_of(job.conclude if self.ps.rank == 0 else job.merge), self.ps)
+            agree(problem_of(job.conclude if ps.rank == 0 else job.merge), ps)
         except BaseException:  # an interrupt, too
-            if self.ps.rank == 0 or not committing:
-                with contextlib.suppress(OSError, ValueError):  # what went wrong is what is told
+            # once it is committing, only rank 0 knows whether there is something to withdraw
+            if ps.rank == 0 or not committing:
+                with contextlib.suppress(OSError, ValueError):  # the first error is the one to be raised
                     job.withdraw()
             raise
         seconds = time.perf_counter() - begin
-        return SaveStats(stall_ms=1e3 * seconds, bytes=size, seconds=seconds)
+        return SaveStats(stall_ms=1e3 * seconds, bytes=written_bytes, seconds=seconds)
 
 
 def _version() -> str:

@@ -6,17 +6,17 @@ import tempfile
 
 import numpy as np
 
-ALIGN = 64
+SLAB_ALIGN = 64  # bytes
 
 
 class Slab:
-    """One growing piece of shared memory, `fd` its descriptor. Growing touches every new page: copies are fast then.
+    """One growing block of shared memory, `fd` its descriptor. Growing touches every new page: copies are fast then.
 
     A view of it (`array`) must not outlive the next `reserve`.
     """
 
     def __init__(self, fd: int | None = None, size: int = 0) -> None:
-        self.fd = fd if fd is not None else _anonymous()
+        self.fd = fd if fd is not None else _anonymous_file()
         self._size, self._memory = 0, np.empty(0, np.uint8)
         if size:
             self._map(size)
@@ -29,15 +29,16 @@ class Slab:
     def reserve(self, size: int) -> None:
         """Make it at least `size` bytes. Raises OSError: no memory."""
         if size > self._size:
+            # allocated now: a page that the system cannot give later would kill the trainer during its copy
             os.posix_fallocate(self.fd, 0, size)
-            old = self._size
+            old_size = self._size
             self._map(size)
-            self._memory[old :: mmap.PAGESIZE] = 0
+            self._memory[old_size :: mmap.PAGESIZE] = 0  # page faults happen here, not in the stall of a save
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """A view of the shared memory as an array; nothing is copied."""
-        count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        return self._memory[offset : offset + count].view(dtype).reshape(shape)
+        byte_count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return self._memory[offset : offset + byte_count].view(dtype).reshape(shape)
 
     def _map(self, size: int) -> None:
         self._memory = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
@@ -51,7 +52,7 @@ class Slab:
             self.fd = -1
 
 
-def _anonymous() -> int:
+def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("checkpoint", 0)
     with tempfile.TemporaryFile() as file:  # unlinked at once
@@ -60,4 +61,4 @@ def _anonymous() -> int:
 
 def aligned(size: int) -> int:
     """The next offset that any dtype may start at."""
-    return -(-size // ALIGN) * ALIGN
+    return -(-size // SLAB_ALIGN) * SLAB_ALIGN

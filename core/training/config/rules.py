@@ -126,7 +126,7 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
         )
     directory = checkpoint.directory
     if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:
-        steps = len(dist_checkpointing.Root(directory).steps())
+        steps = len(dist_checkpointing.CheckpointRoot(directory).steps())
         yield steps > 0, f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run"
 
 

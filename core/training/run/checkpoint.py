@@ -12,7 +12,7 @@ import torch
 from core.dist_checkpointing.manager import CheckpointManager
 from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.reading.loading import load
-from core.dist_checkpointing.reading.stored import Stored
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
@@ -122,7 +122,7 @@ class Checkpoints(AbstractContextManager):
                 "next; use the same, or start afresh with checkpoint.resume=never"
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        saved_layout = _describe_layout(Stored.open(url).run.get("layout", {}))
+        saved_layout = _describe_layout(StoredCheckpoint.open(url).run.get("layout", {}))
         layout = _describe_layout(layout_of_ranks(self.ps))
         self.say(
             f"resumed from {url}: step {saved['step']}, next sample {saved['samples']}, optimizer "

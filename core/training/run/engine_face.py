@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from core.dist_checkpointing import load, save
 from core.dist_checkpointing.planning.ranks import agree, from_first, problem_of
 from core.dist_checkpointing.storage.address import below, parse_address
-from core.dist_checkpointing.storage.place import open_store
+from core.dist_checkpointing.storage.checkpoint_dir import open_dir
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
 from core.training.config import TrainingConfig
 from core.training.run.checkpoint import Checkpoints
@@ -236,7 +236,7 @@ class EngineFace(nn.Module):
             # after the commit: `latest` never names a checkpoint that does not exist
             problem = None
             if ps.rank == 0:
-                problem = problem_of(lambda: open_store(address).write("latest", name.encode()))
+                problem = problem_of(lambda: open_dir(address).write("latest", name.encode()))
             agree(problem, ps)
 
     def load_checkpoint(
@@ -300,10 +300,10 @@ def _client_json(client_state: Mapping[str, Any]) -> str:
 
 def _find_checkpoint(address: str, tag: str | int | None) -> str | None:
     """The address of the checkpoint that a tag, or else the file `latest`, names; None where there is none."""
-    store = open_store(address)
-    if tag is None and store.size("latest") is not None:
-        tag = store.read("latest").decode().strip()
+    directory = open_dir(address)
+    if tag is None and directory.size("latest") is not None:
+        tag = directory.read("latest").decode().strip()
     if tag is not None:
         return below(address, str(tag))
-    is_checkpoint = store.size("manifest.json") is not None
+    is_checkpoint = directory.size("manifest.json") is not None
     return address if is_checkpoint else None

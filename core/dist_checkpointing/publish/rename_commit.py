@@ -17,7 +17,7 @@ from uuid import uuid4
 from core.dist_checkpointing.format.json_files import unseal
 from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.publish.ownership import is_lock, is_remains, listed, strangers
-from core.dist_checkpointing.storage.place import PosixPlace
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ _MARKED = re.compile(r"\.(tmp|replaced)-(.+)-([0-9a-f]{32})", re.DOTALL)
 _TRASH = re.compile(r"\.trash-([0-9a-f]{32})")
 
 
-class Directory:
-    """What `Root` needs of a POSIX file system."""
+class RenameCommit:
+    """What `CheckpointRoot` needs of a POSIX file system."""
 
-    def __init__(self, files: PosixPlace) -> None:
+    def __init__(self, files: PosixCheckpointDir) -> None:
         self.files, self._fs = files, files.fs
 
     def prepare(self, folder: str = "") -> None:
@@ -42,7 +42,7 @@ class Directory:
         plain = {entry for entry in entries if not entry.startswith(".")}
         return sorted(plain | {name for name, _, _ in _marked("replaced", entries)})
 
-    def open(self, name: str) -> PosixPlace | None:
+    def open(self, name: str) -> PosixCheckpointDir | None:
         """A committed checkpoint, None if there is none of that name."""
         # The name itself first: a listing of thousands of steps costs more than all else here.
         if self._is_there(name):
@@ -74,7 +74,7 @@ class Directory:
         path = self.files.url + name
         return os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path))
 
-    def temporary(self, name: str, uuid: str) -> PosixPlace:
+    def temporary(self, name: str, uuid: str) -> PosixCheckpointDir:
         """Where the attempt `uuid` writes."""
         return self.files.below(f".tmp-{name}-{uuid}")
 
@@ -83,7 +83,10 @@ class Directory:
         self._check_free(name)
         folder = self.files.path
         while folder != os.path.dirname(folder):
-            if self._fs.stat(f"{folder}/{MANIFEST}") is not None and listed(PosixPlace(folder, self._fs)) is not None:
+            if (
+                self._fs.stat(f"{folder}/{MANIFEST}") is not None
+                and listed(PosixCheckpointDir(folder, self._fs)) is not None
+            ):
                 raise ValueError(f"{folder} is a checkpoint itself; save beside it, not inside")
             folder = os.path.dirname(folder)
         self.prepare()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from core.dist_checkpointing.format.json_files import seal, unseal
 from core.dist_checkpointing.publish.index import WATCH, Index, heartbeat, marks, trash
-from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ _TRASH = b"removed by paracore"
 _COMMITTED = re.compile(r"([0-9a-f]{32})/manifest\.json")
 
 
-class Bucket:
-    """What `Root` needs of a key-value store."""
+class PointerCommit:
+    """What `CheckpointRoot` needs of a key-value store."""
 
-    def __init__(self, files: KvPlace) -> None:
+    def __init__(self, files: KvCheckpointDir) -> None:
         self.files, self._index = files, Index(files)
 
     def prepare(self, folder: str = "") -> None:
@@ -38,7 +38,7 @@ class Bucket:
         """Every committed checkpoint, sorted."""
         return self._index.names()
 
-    def open(self, name: str) -> KvPlace | None:
+    def open(self, name: str) -> KvCheckpointDir | None:
         """A committed checkpoint, None if there is none of that name. ValueError: its pointer is damaged."""
         uuid = self._uuid(name)
         return self.temporary(name, uuid) if uuid else None
@@ -50,7 +50,7 @@ class Bucket:
         except ValueError:
             return "damaged"
 
-    def temporary(self, name: str, uuid: str) -> KvPlace:
+    def temporary(self, name: str, uuid: str) -> KvCheckpointDir:
         """Where the attempt `uuid` writes, and stays."""
         return self.files.below(f"{name}/{uuid}")
 

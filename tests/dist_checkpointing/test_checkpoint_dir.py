@@ -10,27 +10,27 @@ from types import SimpleNamespace
 import pytest
 import tensorstore as ts
 
-from core.dist_checkpointing.publish.root import Root
-from core.dist_checkpointing.storage import place as place_module
-from core.dist_checkpointing.storage.kv_place import KvPlace
-from core.dist_checkpointing.storage.place import (
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.storage import checkpoint_dir as checkpoint_dir_module
+from core.dist_checkpointing.storage.checkpoint_dir import (
     DiskFullError,
-    PosixPlace,
+    PosixCheckpointDir,
     free_bytes,
-    open_place,
-    open_store,
+    open_checkpoint_dir,
+    open_dir,
     space_for,
 )
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 from tests.dist_checkpointing.toy import PLACES, save, store, version_of
 
 
 @pytest.fixture(params=PLACES)
 def place(request, tmp_path):
     where = store(request.param, tmp_path)
-    if isinstance(where, KvPlace):
+    if isinstance(where, KvCheckpointDir):
         return where
     where.mkdir()
-    return open_store(where)
+    return open_dir(where)
 
 
 def test_files(place):
@@ -56,7 +56,7 @@ def test_signs_of_life(place):
     with pytest.raises(FileNotFoundError):
         place.touch("beat")
     place.write_all({"beat": b'{"time": 1}'})
-    if isinstance(place, PosixPlace):
+    if isinstance(place, PosixCheckpointDir):
         os.utime(place.url + "beat", (1, 1))
     assert place.age("beat") > 10**9
     place.touch("beat")
@@ -65,8 +65,8 @@ def test_signs_of_life(place):
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_open_a_path(tmp_path, prefix):
-    save(Root(prefix + str(tmp_path)), 1, 5)
-    place = open_place(prefix + str(tmp_path / "step-00000001"))
+    save(CheckpointRoot(prefix + str(tmp_path)), 1, 5)
+    place = open_checkpoint_dir(prefix + str(tmp_path / "step-00000001"))
     assert version_of(place) == 5 and place.kvstore("a/") == {
         "driver": "file",
         "path": f"{tmp_path}/step-00000001/a/",
@@ -74,11 +74,11 @@ def test_open_a_path(tmp_path, prefix):
 
 
 def test_open_a_url():
-    save(Root("memory://runs/7"), 1, 5)
-    place = open_place("memory://runs/7/step-00000001")
+    save(CheckpointRoot("memory://runs/7"), 1, 5)
+    place = open_checkpoint_dir("memory://runs/7/step-00000001")
     assert version_of(place) == 5  # through the pointer, which is no manifest
-    assert version_of(open_place(place.url)) == 5
-    assert open_place("memory://nothing").names() == []
+    assert version_of(open_checkpoint_dir(place.url)) == 5
+    assert open_checkpoint_dir("memory://nothing").names() == []
 
 
 MINIO = {"endpoint": "https://h:9000", "aws_region": "us-east-1"}
@@ -116,35 +116,35 @@ def test_urls(url, monkeypatch):
         raise ValueError("parsed")
 
     monkeypatch.setattr(
-        place_module, "ts", SimpleNamespace(KvStore=SimpleNamespace(open=opened, Spec=ts.KvStore.Spec))
+        checkpoint_dir_module, "ts", SimpleNamespace(KvStore=SimpleNamespace(open=opened, Spec=ts.KvStore.Spec))
     )
     with pytest.raises(ValueError, match=f"{re.escape(url)}: .*parsed"):
-        open_store(url)
+        open_dir(url)
 
 
 def test_options_of_a_url_come_before_the_environment(monkeypatch):
     for name, value in (("AWS_ENDPOINT_URL", "http://a"), ("AWS_REGION", "x")):
         monkeypatch.setenv(name, value)
-    found = place_module._spec("s3://bucket/run/", {"endpoint": "http://b", "region": "y"})
+    found = checkpoint_dir_module._store_spec("s3://bucket/run/", {"endpoint": "http://b", "region": "y"})
     assert (found["endpoint"], found["aws_region"]) == ("http://b", "y")
-    found = place_module._spec("s3://bucket/run/", {"region": "y"})
+    found = checkpoint_dir_module._store_spec("s3://bucket/run/", {"region": "y"})
     assert (found["endpoint"], found["aws_region"]) == ("http://a", "y")
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "gs://x"])
 def test_urls_that_are_none(url):
     with pytest.raises(ValueError, match=f"{url}: not a path, file://, gs://, s3:// or memory://"):
-        open_store(url)
+        open_dir(url)
 
 
 def test_space_is_asked_for_before(tmp_path):
-    place = open_place(tmp_path)
+    place = open_checkpoint_dir(tmp_path)
     free = free_bytes(place)
     assert 0 < free < 2**60
     told = rf"{2**60} bytes needed, \d+ free; the older checkpoints are intact"
     with pytest.raises(DiskFullError, match=told), space_for(place, 2**60):
         pytest.fail("written without space")
-    with space_for(open_place("memory://x"), 2**60):
+    with space_for(open_checkpoint_dir("memory://x"), 2**60):
         pass
     with pytest.raises(OSError, match="another"), space_for(place, 1):
         raise OSError("another")
@@ -153,9 +153,9 @@ def test_space_is_asked_for_before(tmp_path):
 FULL = """
 import resource, sys
 import tensorstore as ts
-from core.dist_checkpointing.storage.place import DiskFullError, open_place, space_for
+from core.dist_checkpointing.storage.checkpoint_dir import DiskFullError, open_checkpoint_dir, space_for
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-place = open_place(sys.argv[1])
+place = open_checkpoint_dir(sys.argv[1])
 writes = [
     lambda: place.write("x", bytes(2000)),
     lambda: place.write_all({"y": bytes(2000)}),

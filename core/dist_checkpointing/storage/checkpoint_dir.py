@@ -12,31 +12,30 @@ from uuid import uuid4
 import tensorstore as ts
 
 from core.dist_checkpointing.format.json_files import parse_json
-from core.dist_checkpointing.storage.address import parse_address, place_and_options
+from core.dist_checkpointing.storage.address import parse_address, split_options
 from core.dist_checkpointing.storage.context import CONTEXT
 from core.dist_checkpointing.storage.fs import Fs, check_regular
-from core.dist_checkpointing.storage.kv_place import KvPlace
+from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
-_UNSAID = {"aws_credentials", "gcs_user_project"}  # of a specification; an open store does not tell it
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SECRET = {"aws_credentials", "gcs_user_project"}  # entries of a specification that an open store does not show
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Place(Protocol):
-    """The files below one directory or prefix. A file that is not there: FileNotFoundError, or what is said.
+class CheckpointDir(Protocol):
+    """The files below one directory or prefix. A file that does not exist: FileNotFoundError, unless stated.
 
-    `context` is what a tensorstore of `kvstore()` must be opened with; None: the one of this process.
-    `url` is told, and ends in "/"; `address` is what opens the same place again, options and all.
+    `url` is for messages, and ends in "/".
     """
 
     url: str
 
     @property
     def address(self) -> str:
-        """What opens the same place again, options and all."""
+        """What opens the same directory again, options and all."""
 
     @property
     def context(self) -> ts.Context | None:
-        """What tensorstore opens this place with; None: the process's one."""
+        """What a tensorstore of `kvstore()` must be opened with; None: the context of this process."""
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """tensorstore's specification of the store below `prefix`."""
@@ -45,7 +44,7 @@ class Place(Protocol):
         """The bytes from `offset`, `length` or all; fewer at the end of the file."""
 
     def size(self, name: str, expected: int = 0) -> int | None:
-        """Bytes of a file; None: not there. The right `expected` makes it cheap where sizes cannot be asked for."""
+        """Bytes of a file; None: no such file. The right `expected` makes it cheap where stores tell no sizes."""
 
     def names(self, prefix: str = "") -> list[str]:
         """The names of all files below the directory `prefix`, sorted."""
@@ -60,25 +59,25 @@ class Place(Protocol):
         """New files, their content durable (directory entries are by the commit), many at a time."""
 
     def make_folder(self, folder: str) -> None:
-        """What files are written in. FileNotFoundError: the place is gone."""
+        """A folder that files are written in. FileNotFoundError: the checkpoint's directory is gone."""
 
     def remove_folder(self, folder: str) -> None:
         """Removes a folder, and all in it; it may be gone already."""
 
     def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
-        """Changes a file (None: not there) if it still is `old`; of several that try one succeeds."""
+        """Changes a file (None: it does not exist) if it still is `old`; of several that try one succeeds."""
 
     def remove(self, name: str) -> None:
         """Removes a file; it may be gone already."""
 
     def touch(self, name: str) -> None:
-        """Says that the file's owner is alive."""
+        """A heartbeat: shows that the file's owner is alive."""
 
     def age(self, name: str) -> float:
         """Seconds since the last `touch`; infinite: no such file."""
 
     def last_touch(self, name: str) -> str:
-        """What every `touch` changes, and which says nothing else: clocks of hosts differ. "": no such file."""
+        """A text that changes with every `touch`, to be compared only: clocks of hosts differ. "": no such file."""
 
 
 class DiskFullError(OSError):
@@ -93,92 +92,102 @@ class DiskFullError(OSError):
         self.needed, self.free = needed, free
 
 
-def free_bytes(place: Place) -> int | None:
+def free_bytes(directory: CheckpointDir) -> int | None:
     """What may still be written there; None: an object store does not say."""
-    return place.fs.free_bytes(place.path) if isinstance(place, PosixPlace) else None
+    return directory.fs.free_bytes(directory.path) if isinstance(directory, PosixCheckpointDir) else None
 
 
 @contextmanager
-def space_for(place: Place, needed: int, *, ahead: bool = True) -> Iterator[None]:
-    """Raises DiskFullError if fewer than `needed` bytes are free (`ahead`: before all else), and in the stead of what
-    a full disk raises inside: of OSError, and of tensorstore's ValueError."""
-    free = free_bytes(place) if ahead else None
+def space_for(directory: CheckpointDir, needed: int, *, ahead: bool = True) -> Iterator[None]:
+    """Raises DiskFullError if fewer than `needed` bytes are free, or where a full disk stops what runs inside.
+
+    ahead: whether free space is compared first. A full disk is recognized by its text in any OSError, and in the
+    ValueError that tensorstore raises.
+    """
+    free = free_bytes(directory) if ahead else None
     if free is not None and free < needed:
-        raise DiskFullError(place.url, needed, free)
+        raise DiskFullError(directory.url, needed, free)
     try:
         yield
     except (OSError, ValueError) as error:
-        if any(os.strerror(code) in str(error) for code in _FULL):
-            raise DiskFullError(place.url, needed, free_bytes(place) or 0) from error
+        if any(os.strerror(code) in str(error) for code in _FULL_DISK):
+            raise DiskFullError(directory.url, needed, free_bytes(directory) or 0) from error
         raise
 
 
-def open_place(url: str | os.PathLike[str]) -> Place:
-    """The checkpoint at a path, "file://…", "gs://bucket/…", "s3://bucket/…" or "memory://…"."""
-    store = open_store(url)
-    if isinstance(store, PosixPlace):
-        return store
+def open_checkpoint_dir(url: str | os.PathLike[str]) -> CheckpointDir:
+    """The checkpoint at a path, "file://…", "gs://bucket/…", "s3://bucket/…" or "memory://…".
+
+    In an object store a checkpoint's name leads to a pointer, which names the prefix that holds the files.
+    """
+    directory = open_dir(url)
+    if isinstance(directory, PosixCheckpointDir):
+        return directory
     try:
-        pointer = parse_json(store.read("manifest.json"), f"{store.url}manifest.json")
+        pointer = parse_json(directory.read("manifest.json"), f"{directory.url}manifest.json")
     except FileNotFoundError:
-        return store
-    uuid = pointer.get("uuid") if isinstance(pointer, dict) and "files" not in pointer else None
-    return store.below(uuid) if isinstance(uuid, str) else store
+        return directory
+    is_pointer = isinstance(pointer, dict) and "files" not in pointer
+    uuid = pointer.get("uuid") if is_pointer else None
+    return directory.below(uuid) if isinstance(uuid, str) else directory
 
 
-def open_store(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixPlace | KvPlace":
-    """What lies exactly at a path or URL, whatever it is."""
+def open_dir(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixCheckpointDir | KvCheckpointDir":
+    """What lies exactly at a path or URL: pointers are not followed."""
     address = parse_address(url)
     if address.startswith("/"):
-        return PosixPlace(address, fs or Fs())
-    where, options = place_and_options(address)
-    spec = _spec(f"{where}/", options)
+        return PosixCheckpointDir(address, fs or Fs())
+    location, options = split_options(address)
+    spec = _store_spec(f"{location}/", options)
     try:
         store = ts.KvStore.open(spec, context=CONTEXT).result()
     except ValueError as error:
         if "credentials provider" in str(error) and "profile" in options:
-            why = (
-                f"profile {options['profile']!r} is not found, or not whole, in {' or '.join(_aws_files().values())}"
-            )
-            raise ValueError(f"{url}: {why}") from None
+            files = " or ".join(_aws_files().values())
+            raise ValueError(
+                f"{url}: profile {options['profile']!r} is not found, or not whole, in {files}"
+            ) from None
         raise ValueError(f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
-    unsaid = {} if isinstance(spec, str) else {name: spec[name] for name in _UNSAID & spec.keys()}
-    return KvPlace(store, CONTEXT, f"{where}/", address[len(where) :], unsaid)
+    secret_spec = {} if isinstance(spec, str) else {name: spec[name] for name in _SECRET & spec.keys()}
+    return KvCheckpointDir(store, CONTEXT, f"{location}/", address[len(location) :], secret_spec)
 
 
 def _aws_files() -> dict[str, str]:
     """Where profiles are; tensorstore finds those files by itself only for the default one."""
-    told = os.environ
+    environ = os.environ
     return {
-        "credentials_file": told.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
-        "config_file": told.get("AWS_CONFIG_FILE") or os.path.expanduser("~/.aws/config"),
+        "credentials_file": environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
+        "config_file": environ.get("AWS_CONFIG_FILE") or os.path.expanduser("~/.aws/config"),
     }
 
 
-def _spec(url: str, options: Mapping[str, str]) -> str | dict[str, Any]:
-    """What tensorstore opens. MinIO, R2 and Ceph are found by their options or as other S3 clients find them, by
-    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, with AWS_REGION or AWS_DEFAULT_REGION."""
-    more: dict[str, Any] = {}
+def _store_spec(url: str, options: Mapping[str, str]) -> str | dict[str, Any]:
+    """What tensorstore opens: the URL, or a specification where options have to be added.
+
+    MinIO, R2 and Ceph are found by their options or as other S3 clients find them, by AWS_ENDPOINT_URL_S3 or
+    AWS_ENDPOINT_URL, with AWS_REGION or AWS_DEFAULT_REGION.
+    """
+    extra: dict[str, Any] = {}
     if url.startswith("s3://"):
-        told = os.environ
-        endpoint = options.get("endpoint") or told.get("AWS_ENDPOINT_URL_S3") or told.get("AWS_ENDPOINT_URL")
+        environ = os.environ
+        endpoint = options.get("endpoint") or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
         region = options.get("region")
         if endpoint:
-            more["endpoint"] = endpoint.rstrip("/")
-            region = region or told.get("AWS_REGION") or told.get("AWS_DEFAULT_REGION") or "us-east-1"
+            extra["endpoint"] = endpoint.rstrip("/")
+            region = region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         if region:
-            more["aws_region"] = region
+            extra["aws_region"] = region
         if profile := options.get("profile"):
-            more["aws_credentials"] = {"type": "profile", "profile": profile, **_aws_files()}
+            extra["aws_credentials"] = {"type": "profile", "profile": profile, **_aws_files()}
         if "conditional_write" in options:
-            more["use_conditional_write"] = options["conditional_write"] == "true"
+            extra["use_conditional_write"] = options["conditional_write"] == "true"
     if project := options.get("user_project"):
-        more["gcs_user_project"] = {"project_id": project}
-    return ts.KvStore.Spec(url).to_json() | more if more else url
+        extra["gcs_user_project"] = {"project_id": project}
+    return ts.KvStore.Spec(url).to_json() | extra if extra else url
 
 
-class PosixPlace:
-    """A directory of a local or a mounted file system."""
+class PosixCheckpointDir:
+    """A directory of a local or a mounted file system, as a `CheckpointDir`."""
 
     context: ts.Context | None = None
 
@@ -190,27 +199,33 @@ class PosixPlace:
         """tensorstore's file driver below this directory."""
         return {"driver": "file", "path": self.url + prefix}
 
-    def below(self, name: str) -> "PosixPlace":
+    def below(self, name: str) -> "PosixCheckpointDir":
         """The directory `name` in it."""
-        return PosixPlace(self.url + name, self.fs)
+        return PosixCheckpointDir(self.url + name, self.fs)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return self.fs.read(self.url + name, offset, length)
 
     def size(self, name: str, expected: int = 0) -> int | None:
         status = self.fs.stat(self.url + name)
-        if status is not None:
-            check_regular(self.url + name, status)
-        return None if status is None else status.st_size
+        if status is None:
+            return None
+        check_regular(self.url + name, status)
+        return status.st_size
 
     def names(self, prefix: str = "") -> list[str]:
         return [os.path.join(prefix, name) for name in self.fs.walk(os.path.join(self.path, prefix))]
 
     def sizes(self) -> dict[str, int]:
-        return {name: size for name in self.names() if (size := self.size(name)) is not None}
+        sizes = {}
+        for name in self.names():
+            size = self.size(name)
+            if size is not None:  # removed since it was listed
+                sizes[name] = size
+        return sizes
 
     def write(self, name: str, data: bytes) -> None:
-        """By a part that is renamed."""
+        """By an atomic rename: the file is written beside and synced first, the directory's entry last."""
         path = self.url + name
         self.fs.write(path + ".part", data)
         self.fs.sync(path + ".part")
@@ -223,18 +238,20 @@ class PosixPlace:
         self.fs.map(lambda item: self.fs.write_new(self.url + item[0], item[1]), files.items())
 
     def make_folder(self, folder: str) -> None:
-        """A directory in this one, which must be there: what was removed does not come back by what is still written.
-        Raises FileNotFoundError."""
+        """A directory in this one, which must exist: what was removed does not come back by what is still written.
+
+        Raises FileNotFoundError.
+        """
         path = self.path
-        for part in filter(None, folder.split("/")):
-            path = f"{path}/{part}"
+        for name in filter(None, folder.split("/")):
+            path = f"{path}/{name}"
             if os.path.isdir(path):
                 continue
             try:
                 self.fs.mkdir(path)
             except FileNotFoundError:
-                why = "removed meanwhile, or not shared by all hosts"
-                raise FileNotFoundError(errno.ENOENT, why, self.path) from None
+                reason = "removed meanwhile, or not shared by all hosts"
+                raise FileNotFoundError(errno.ENOENT, reason, self.path) from None
 
     def remove_folder(self, folder: str) -> None:
         if self.fs.stat(self.url + folder) is not None:
@@ -264,7 +281,7 @@ class PosixPlace:
             self.fs.unlink(self.url + name)
 
     def touch(self, name: str) -> None:
-        """By its time of modification."""
+        """Sets the file's time of modification."""
         self.fs.touch(self.url + name)
 
     def age(self, name: str) -> float:
@@ -280,5 +297,5 @@ class PosixPlace:
         try:
             self.fs.touch(self.path)
             return os.stat(self.path).st_mtime
-        except OSError:  # may only be read
+        except OSError:  # a directory that may only be read
             return time.time()

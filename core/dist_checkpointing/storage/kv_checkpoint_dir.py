@@ -1,5 +1,8 @@
-"""The files of a checkpoint as objects of a tensorstore key-value store. It knows neither directories nor renames,
-but an object appears as a whole or not at all, durable, and may be written on a condition."""
+"""The files of a checkpoint as objects of a tensorstore key-value store.
+
+It knows neither directories nor renames, but an object appears as a whole or not at all, durable, and may be written
+on a condition.
+"""
 
 import errno
 import json
@@ -11,10 +14,13 @@ from typing import Any
 import tensorstore as ts
 
 
-class KvPlace:
-    """The objects below a prefix: a Place. `store` ends in "/"; `context` is what it was opened with; `url` is needed
-    where the store cannot tell it (an endpoint of its own); `options` are those of its address, from the `?` on;
-    `unsaid` is what its specification has beyond what the store tells."""
+class KvCheckpointDir:
+    """The objects below a prefix, as a `CheckpointDir`.
+
+    store: ends in "/". context: what it was opened with. url: needed where the store cannot tell it (an endpoint of
+    its own). options: those of its address, from the `?` on. secret_spec: entries of its specification that an open
+    store does not show, such as credentials.
+    """
 
     def __init__(
         self,
@@ -22,20 +28,22 @@ class KvPlace:
         context: ts.Context | None = None,
         url: str | None = None,
         options: str = "",
-        unsaid: Mapping[str, Any] | None = None,
+        secret_spec: Mapping[str, Any] | None = None,
     ) -> None:
-        self._store, self.context, self._options, self._unsaid = store, context, options, dict(unsaid or {})
+        self._store, self.context, self._options = store, context, options
+        self._secret_spec = dict(secret_spec or {})
         self.url: str = store.url if url is None else url
         self.address = f"{self.url.rstrip('/')}{options}" if options else self.url
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """The store's own driver."""
-        spec = self._store.spec().to_json() | self._unsaid
+        spec = self._store.spec().to_json() | self._secret_spec
         return spec | {"path": spec.get("path", "") + prefix}
 
-    def below(self, name: str) -> "KvPlace":
+    def below(self, name: str) -> "KvCheckpointDir":
         """The prefix `name/` in it."""
-        return KvPlace(self._store / f"{name}/", self.context, f"{self.url}{name}/", self._options, self._unsaid)
+        store, url = self._store / f"{name}/", f"{self.url}{name}/"
+        return KvCheckpointDir(store, self.context, url, self._options, self._secret_spec)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         if not offset and length is None:
@@ -59,53 +67,61 @@ class KvPlace:
 
     def names(self, prefix: str = "") -> list[str]:
         start = prefix.rstrip("/") + "/" if prefix else ""
-        return sorted(name.decode() for name in self._store.list(_below(start)).result())
+        return sorted(name.decode() for name in self._store.list(_key_range(start)).result())
 
     def present(self, names: Iterable[str]) -> list[str]:
-        """Those that are there, asked for many at a time."""
-        asked = {name: self._store.read(name) for name in names}
-        return [name for name, found in asked.items() if found.result().state == "value"]
+        """Those of the names that exist, asked for many at a time."""
+        futures = {name: self._store.read(name) for name in names}
+        return [name for name, future in futures.items() if future.result().state == "value"]
 
     def sizes(self) -> dict[str, int]:
-        """See Place: here every object is read, stores tell no sizes."""
+        """See `CheckpointDir`: here every object is read, stores tell no sizes."""
         return {name: len(self.read(name)) for name in self.names()}
 
     def write(self, name: str, data: bytes) -> None:
         self._store.write(name, data).result()
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
-        for written in [self._store.write(name, data) for name, data in files.items()]:
-            written.result()
+        # all are started before the first is waited for: a round trip for all, not for each
+        futures = [self._store.write(name, data) for name, data in files.items()]
+        for future in futures:
+            future.result()
 
     def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
-        """A conditional put. Its condition is the generation that was read, also of a missing object: an empty
-        `if_equal` is no condition for tensorstore. An empty generation in the answer says that it did not hold."""
-        found = self._store.read(name).result()
-        if (found.value if found.state == "value" else None) != old:
+        """A conditional put: compare and swap.
+
+        Its condition is the generation that was read, also of a missing object: an empty `if_equal` is no condition
+        for tensorstore. An empty generation in the answer says that it did not hold.
+        """
+        current = self._store.read(name).result()
+        current_value = current.value if current.state == "value" else None
+        if current_value != old:
             return False
-        return bool(self._store.write(name, new, if_equal=found.stamp.generation).result().generation)
+        answer = self._store.write(name, new, if_equal=current.stamp.generation).result()
+        return bool(answer.generation)
 
     def remove(self, name: str) -> None:
         self._store.write(name, None).result()
 
     def make_folder(self, folder: str) -> None:
-        """Nothing: there are no directories."""
+        """Does nothing: there are no directories."""
 
     def remove_folder(self, folder: str) -> None:
         self.below(folder).remove_all()
 
     def remove_all(self) -> None:
         """Removes everything below the prefix."""
-        self._store.delete_range(_below("")).result()
+        self._store.delete_range(_key_range("")).result()
 
     def touch(self, name: str) -> None:
-        """By the entry `time` of the object, which is JSON: a key-value store tells no times.
+        """Sets the entry `time` of the object, which is JSON: a key-value store tells no times.
 
         Raises FileNotFoundError: it is gone, or goes meanwhile. That another one touches it meanwhile is as good.
         """
         old = self.read(name)
-        if not self.swap(name, old, json.dumps(json.loads(old) | {"time": time.time()}).encode()):
-            self.read(name)
+        new = json.dumps(json.loads(old) | {"time": time.time()}).encode()
+        if not self.swap(name, old, new):
+            self.read(name)  # raises if it is gone
 
     def age(self, name: str) -> float:
         try:
@@ -119,13 +135,14 @@ class KvPlace:
         except FileNotFoundError:
             return ""
 
-    def _read(self, name: str, span: slice) -> ts.KvStore.ReadResult:
-        result = self._store.read(name, byte_range=span).result()
+    def _read(self, name: str, byte_range: slice) -> ts.KvStore.ReadResult:
+        result = self._store.read(name, byte_range=byte_range).result()
         if result.state != "value":
             raise FileNotFoundError(errno.ENOENT, "no such object", self.url + name)
         return result
 
 
-def _below(prefix: str) -> ts.KvStore.KeyRange:
+def _key_range(prefix: str) -> ts.KvStore.KeyRange:
     """Every key that starts with `prefix`, which is empty or ends in "/"."""
-    return ts.KvStore.KeyRange(prefix, prefix[:-1] + "0" if prefix else "")  # "0" follows "/"
+    end = prefix[:-1] + "0" if prefix else ""  # "0" follows "/"
+    return ts.KvStore.KeyRange(prefix, end)

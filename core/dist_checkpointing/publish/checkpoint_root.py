@@ -13,15 +13,20 @@ from functools import partial
 from typing import Any
 
 from core.dist_checkpointing.format.json_files import canonical_json, parse_json, seal, unseal
-from core.dist_checkpointing.publish.bucket import Bucket
 from core.dist_checkpointing.publish.check import check
-from core.dist_checkpointing.publish.directory import Directory
 from core.dist_checkpointing.publish.lock import PATIENCE_S, Heartbeat, Lock, Others
 from core.dist_checkpointing.publish.manifest import read_manifest
+from core.dist_checkpointing.publish.pointer_commit import PointerCommit
+from core.dist_checkpointing.publish.rename_commit import RenameCommit
 from core.dist_checkpointing.publish.retention import Facts, Retention
 from core.dist_checkpointing.storage.address import check_name
+from core.dist_checkpointing.storage.checkpoint_dir import (
+    CheckpointDir,
+    KvCheckpointDir,
+    PosixCheckpointDir,
+    open_dir,
+)
 from core.dist_checkpointing.storage.fs import Fs
-from core.dist_checkpointing.storage.place import KvPlace, Place, PosixPlace, open_store
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +41,21 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class Root:
+class CheckpointRoot:
     """The checkpoints of one run. `stale_s`: a temporary not written for so long has no writer any more."""
 
-    def __init__(self, url: str | os.PathLike[str] | KvPlace, *, stale_s: float = 60.0, fs: Fs | None = None) -> None:
-        self.files = url if isinstance(url, KvPlace) else open_store(url, fs)
+    def __init__(
+        self, url: str | os.PathLike[str] | KvCheckpointDir, *, stale_s: float = 60.0, fs: Fs | None = None
+    ) -> None:
+        self.files = url if isinstance(url, KvCheckpointDir) else open_dir(url, fs)
         self.url, self.stale_s = self.files.url, stale_s
-        self._at = Directory(self.files) if isinstance(self.files, PosixPlace) else Bucket(self.files)
+        self._at = (
+            RenameCommit(self.files) if isinstance(self.files, PosixCheckpointDir) else PointerCommit(self.files)
+        )
 
     def _named(self, name: int | str) -> str:
         text = step_name(name) if isinstance(name, int) else name
-        check_name(text, local=isinstance(self.files, PosixPlace))
+        check_name(text, local=isinstance(self.files, PosixCheckpointDir))
         return text
 
     def lock(self) -> Lock:
@@ -56,7 +65,7 @@ class Root:
 
     # saving
 
-    def begin(self, name: int | str, uuid: str) -> Place:
+    def begin(self, name: int | str, uuid: str) -> CheckpointDir:
         """A new temporary for a step or name; `uuid` is a uuid4().hex that no other attempt has.
 
         The attempt may replace the checkpoint that has the name now, and no other.
@@ -67,7 +76,7 @@ class Root:
         self._at.create(name, uuid, canonical_json(note))
         return self._at.temporary(name, uuid)
 
-    def temporary(self, name: int | str, uuid: str) -> Place:
+    def temporary(self, name: int | str, uuid: str) -> CheckpointDir:
         """The place that `begin` made, seen from another process."""
         return self._at.temporary(self._named(name), uuid)
 
@@ -110,7 +119,7 @@ class Root:
 
     def publish_folder(self, name: str, uuid: str) -> None:
         """Makes a local temporary a directory that is no checkpoint. ValueError: the name is taken."""
-        assert isinstance(self._at, Directory)
+        assert isinstance(self._at, RenameCommit)
         if not self._at.publish_folder(name, uuid):
             raise ValueError(f"{self.url}{name} was made by another program meanwhile; choose another name")
 
@@ -143,7 +152,7 @@ class Root:
         steps = [int(found[1]) for name in self._at.names() if (found := _STEP.fullmatch(name))]
         return sorted(steps)
 
-    def open(self, name: int | str) -> Place:
+    def open(self, name: int | str) -> CheckpointDir:
         """The checkpoint of a step or name. ValueError: there is none."""
         place = self._at.open(self._named(name))
         if place is None:
