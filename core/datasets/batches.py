@@ -41,16 +41,16 @@ class GPTBatches:
     allow_short: bool = False
 
     def __post_init__(self) -> None:
-        wrong = [why for ok, why in self._rules() if not ok]
+        problems = [message for holds, message in self._rules() if not holds]
         try:
             _ = self.packing
         except ValueError as error:
-            wrong.append(str(error))
-        if wrong:
-            raise ValueError("GPTBatches: " + "; ".join(wrong))
+            problems.append(str(error))
+        if problems:
+            raise ValueError("GPTBatches: " + "; ".join(problems))
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        """Every rule is one (holds, message) line, so all failures are told at once."""
+        """Every rule is one (holds, message) line, so that all failures are reported at once."""
         s, n = self.sequence_length, self.token_file.num_tokens
         yield s > 0, f"sequence_length={s} must be positive"
         yield (
@@ -84,9 +84,9 @@ class GPTBatches:
         The global batch does not depend on `size`; rank r has its rows r*b/size .. (r+1)*b/size.
         Raises `ValueError` if the batch does not divide, the rank is not below size, or step is negative.
         """
-        mine = rows_of_step(step, self.global_batch_size, rank, size)
-        tokens, labels = empty_rows(len(mine), self.sequence_length)
-        self.fill(mine, range(len(mine)), tokens, labels)
+        local_rows = rows_of_step(step, self.global_batch_size, rank, size)
+        tokens, labels = empty_rows(len(local_rows), self.sequence_length)
+        self.fill(local_rows, range(len(local_rows)), tokens, labels)
         return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
     def sequential(self, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[dict[str, Tensor]]:
@@ -97,11 +97,9 @@ class GPTBatches:
         and all ranks the same number of batches: add up losses, a mean over a batch may be 0/0.
         Raises `ValueError` if the batch does not divide or the rank is not below size.
         """
-        mine = share(batch_size, rank, size)
-        return (
-            self._windows(range(first + mine.start, first + mine.stop))
-            for first in range(0, self.num_samples, batch_size)
-        )
+        local_rows = share(batch_size, rank, size)
+        batch_starts = range(0, self.num_samples, batch_size)
+        return (self._windows(range(start + local_rows.start, start + local_rows.stop)) for start in batch_starts)
 
     def _windows(self, windows: range) -> dict[str, Tensor]:
         """Samples of the text in its own order, filled up beyond its end."""
@@ -115,12 +113,14 @@ class GPTBatches:
         self._copy(ids.tolist(), rows, tokens, labels)
 
     def _copy(self, windows: Iterable[int], rows: Iterable[int], tokens: Rows, labels: Rows) -> None:
-        s, read, last = self.sequence_length, self.token_file.tokens, self.token_file.num_tokens - 1
+        """Write the samples `windows` to these rows; the last sample of a text is filled up."""
+        s, read_tokens, num_labels = self.sequence_length, self.token_file.tokens, self.token_file.num_tokens - 1
         for window, row in zip(windows, rows, strict=True):
             start = window * s
-            count = min(s, max(0, last - start))
+            count = min(s, max(0, num_labels - start))
             if count:
-                stream = read(start, start + count + 1)
+                # one token more than inputs: labels are the inputs shifted by one
+                stream = read_tokens(start, start + count + 1)
                 tokens[row, :count] = stream[:-1]
                 labels[row, :count] = stream[1:]
             if count < s:
@@ -137,17 +137,17 @@ def rows_of_step(step: int, global_batch_size: int, rank: int, size: int) -> ran
 
     Raises `ValueError` if the batch does not divide, the rank is not below size, or step is negative.
     """
-    mine = share(global_batch_size, rank, size)
+    local_rows = share(global_batch_size, rank, size)
     if step < 0:
         raise ValueError(f"step={step} must be at least 0")
     first = step * global_batch_size
-    return range(first + mine.start, first + mine.stop)
+    return range(first + local_rows.start, first + local_rows.stop)
 
 
 def share(batch_size: int, rank: int, size: int) -> range:
     """The rank's rows of a batch; raises `ValueError` as `rows_of_step`."""
     if batch_size < 1 or size < 1 or batch_size % size:
-        valid = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+        valid = [divisor for divisor in range(1, batch_size + 1) if batch_size % divisor == 0]
         raise ValueError(f"a batch of {batch_size} rows does not divide among {size} ranks; {valid} would do")
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} must lie between 0 and {size - 1}, size={size}")

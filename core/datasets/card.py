@@ -70,15 +70,15 @@ def has_card(prefix: str | Path) -> bool:
     """Whether `prefix.json` is a card, whole or damaged, and not somebody's JSON: the text itself may lie there."""
     content = _content(prefix)
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
         return _FORMAT_KEY.match(content) is not None
-    version = found.get("format") if isinstance(found, dict) else None
+    version = value.get("format") if isinstance(value, dict) else None
     return isinstance(version, str) and version.startswith(_FAMILY)
 
 
 def _content(prefix: str | Path) -> bytes:
-    """Of `prefix.json`; nothing if there is none, or one too large for a card."""
+    """The bytes of `prefix.json`; empty if there is none, or one too large for a card."""
     try:
         with card_path(prefix).open("rb") as file:
             return file.read() if os.fstat(file.fileno()).st_size <= _LARGEST_CARD else b""
@@ -96,22 +96,22 @@ def read_card(prefix: str | Path) -> TokenCard | None:
     path = card_path(prefix)
     content = _content(prefix)
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} of {len(content)} bytes is damaged: {error}; {remedy(prefix)}") from None
-    if (version := found.get("format")) != FORMAT:
+    version = value.get("format")
+    if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, this reads {FORMAT!r}; {remedy(prefix)}")
     names = {field.name for field in fields(TokenCard)}
-    if found.keys() != names:
-        raise ValueError(f"{path}: {sorted(found.keys() ^ names)} are missing or too many; {remedy(prefix)}")
-    wrong = [
-        f"{name} is {repr(found[name])[:60]}, not {kind}"
-        for name, (kind, fits) in _KINDS.items()
-        if not fits(found[name])
-    ]
-    if wrong:
-        raise ValueError(f"{path} is damaged: {'; '.join(wrong)}; {remedy(prefix)}")
-    return TokenCard(**found | {"sources": tuple(found["sources"])})
+    if value.keys() != names:
+        raise ValueError(f"{path}: {sorted(value.keys() ^ names)} are missing or too many; {remedy(prefix)}")
+    problems = []
+    for name, (kind, fits) in _FIELD_KINDS.items():
+        if not fits(value[name]):
+            problems.append(f"{name} is {repr(value[name])[:60]}, not {kind}")
+    if problems:
+        raise ValueError(f"{path} is damaged: {'; '.join(problems)}; {remedy(prefix)}")
+    return TokenCard(**value | {"sources": tuple(value["sources"])})
 
 
 def _is_number(value: Any) -> bool:
@@ -124,7 +124,8 @@ def _is_text(value: Any) -> bool:
 
 _NUMBER: _Kind = ("a number from 0 on", _is_number)
 _TEXT: _Kind = ("text", _is_text)
-_KINDS: dict[str, _Kind] = {  # of the values in JSON
+# what each field of the JSON must be
+_FIELD_KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("documents", "tokens", "text_bytes", "vocab_size", "idx_bytes", "bin_bytes"), _NUMBER),
     **dict.fromkeys(("dtype", "tokenizer", "idx_hash", "bin_hash", "bin_sha256", "idx_sha256"), _TEXT),
     "end_of_text": ("a token or null", lambda value: value is None or _is_number(value)),

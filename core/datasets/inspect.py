@@ -16,14 +16,14 @@ from core.datasets.card import card_path
 from core.datasets.token_file import TokenFile, file_paths
 from core.datasets.tokenizers.any_tokenizer import tokenizer_of
 
-_LOOKED_AT = 100_000  # documents whose length is read: evenly spread over a file of more
+_MAX_SAMPLED = 100_000  # documents whose length is read: evenly spread over a file of more
 
 
 def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
-    """What there is to say about a token file, ready for JSON. `sample`: decode that many tokens."""
+    """Everything that `--json` prints about a token file. `sample`: decode that many tokens."""
     card = file.card
     bin_path, idx_path = file_paths(file.prefix)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "prefix": file.prefix,
         "documents": file.num_documents,
         "sequences": file.num_sequences,
@@ -35,7 +35,7 @@ def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
         "card": None if card is None else str(card_path(file.prefix)),
     }
     if card is not None:
-        found |= {
+        values |= {
             "text_bytes": card.text_bytes,
             "vocab_size": card.vocab_size,
             "end_of_text": card.end_of_text,
@@ -45,17 +45,20 @@ def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
             "bin_sha256": card.bin_sha256,
             "idx_sha256": card.idx_sha256,
         }
-    return found | {"sample": _sample(file, sample)}
+    return values | {"sample": _sample(file, sample)}
 
 
 def _lengths(file: TokenFile) -> dict[str, Any]:
-    """Of documents: shortest, longest, mean; how many were looked at."""
-    n = file.num_documents
-    if not n:
+    """Tokens of the documents: shortest, longest, mean; how many of them were read for it."""
+    count = file.num_documents
+    if not count:
         return {"looked_at": 0}
-    numbers = range(n) if n <= _LOOKED_AT else np.linspace(0, n - 1, _LOOKED_AT).astype(np.int64).tolist()
+    numbers: Sequence[int] = range(count)
+    if count > _MAX_SAMPLED:
+        numbers = np.linspace(0, count - 1, _MAX_SAMPLED).astype(np.int64).tolist()
     lengths = [file.document_start(number + 1) - file.document_start(number) for number in numbers]
-    return {"looked_at": len(lengths), "shortest": min(lengths), "longest": max(lengths), "mean": file.num_tokens / n}
+    mean = file.num_tokens / count
+    return {"looked_at": len(lengths), "shortest": min(lengths), "longest": max(lengths), "mean": mean}
 
 
 def _sample(file: TokenFile, count: int) -> str | None:
@@ -69,35 +72,41 @@ def _sample(file: TokenFile, count: int) -> str | None:
     return tokenizer.decode(file.tokens(0, min(count, file.num_tokens)).tolist())
 
 
-def text(found: dict[str, Any]) -> str:
+def text(values: dict[str, Any]) -> str:
     """`facts` as lines for people."""
-    documents = found["document_tokens"]
+    documents, tokens = values["document_tokens"], values["tokens"]
     lines = {
-        "documents": f"{found['documents']:,} in {found['sequences']:,} sequences",
-        "tokens": f"{found['tokens']:,} of {found['dtype']}",
-        "files": f".bin {found['bin_bytes']:,} bytes, .idx {found['idx_bytes']:,} bytes",
+        "documents": f"{values['documents']:,} in {values['sequences']:,} sequences",
+        "tokens": f"{tokens:,} of {values['dtype']}",
+        "files": f".bin {values['bin_bytes']:,} bytes, .idx {values['idx_bytes']:,} bytes",
     }
     if documents["looked_at"]:
-        some = "" if documents["looked_at"] == found["documents"] else f" (of {documents['looked_at']:,} sampled)"
+        hint = "" if documents["looked_at"] == values["documents"] else f" (of {documents['looked_at']:,} sampled)"
         lines["lengths"] = (
-            f"shortest {documents['shortest']:,}{some}, longest {documents['longest']:,}{some}, "
+            f"shortest {documents['shortest']:,}{hint}, longest {documents['longest']:,}{hint}, "
             f"mean {documents['mean']:.1f} tokens"
         )
-    if found["card"] is None:
+    if values["card"] is None:
         lines["card"] = "none: written by another program, so neither hashes nor tokenizer are known"
     else:
-        skipped = ", ".join(f"{count} {reason}" for reason, count in found["skipped"].items()) or "nothing"
-        lines |= {
-            "text": f"{found['text_bytes']:,} bytes, {found['text_bytes'] / max(1, found['tokens']):.2f} per token",
-            "vocabulary": f"{found['vocab_size']:,} tokens, tokenizer {found['tokenizer'][:16]}",
-            "end of text": "none" if found["end_of_text"] is None else f"token {found['end_of_text']}",
-            "sources": ", ".join(found["sources"]),
-            "skipped": skipped,
-            "sha256": f".bin {found['bin_sha256'][:16]}, .idx {found['idx_sha256'][:16]}",
-        }
-    if found["sample"] is not None:
-        lines["sample"] = repr(found["sample"])
-    return "\n".join([found["prefix"], *(f"  {name:<12} {value}" for name, value in lines.items())])
+        lines |= _card_lines(values)
+    if values["sample"] is not None:
+        lines["sample"] = repr(values["sample"])
+    return "\n".join([values["prefix"], *(f"  {name:<12} {value}" for name, value in lines.items())])
+
+
+def _card_lines(values: dict[str, Any]) -> dict[str, str]:
+    """What is known from the card alone."""
+    text_bytes = values["text_bytes"]
+    skipped = ", ".join(f"{count} {reason}" for reason, count in values["skipped"].items())
+    return {
+        "text": f"{text_bytes:,} bytes, {text_bytes / max(1, values['tokens']):.2f} per token",
+        "vocabulary": f"{values['vocab_size']:,} tokens, tokenizer {values['tokenizer'][:16]}",
+        "end of text": "none" if values["end_of_text"] is None else f"token {values['end_of_text']}",
+        "sources": ", ".join(values["sources"]),
+        "skipped": skipped or "nothing",
+        "sha256": f".bin {values['bin_sha256'][:16]}, .idx {values['idx_sha256'][:16]}",
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,13 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = TokenFile(prefix)
         if options.verify:
             file.verify()
-        found = facts(file, options.sample)
+        values = facts(file, options.sample)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.verify:
-        found["verified"] = True
-    print(json.dumps(found, indent=2) if options.json else text(found))
+        values["verified"] = True
+    print(json.dumps(values, indent=2) if options.json else text(values))
     if options.verify and not options.json:
         kind = "both tables" if file.card is None else "every byte"
         print(f"  {'verified':<12} {kind} read and right")

@@ -41,12 +41,14 @@ def _round_keys(seed: int, epoch: int) -> _Words:
 
 
 def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
+    """A permutation of the numbers below 2^(2*half), chosen by the keys of the rounds."""
     mask = np.uint64((1 << half) - 1)
     bits = np.uint64(half)
-    left, right = values >> bits, values & mask
+    # a round can be undone, since one half goes through unchanged: so the whole is a permutation
+    high, low = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << bits) | right
+        high, low = low, high ^ (_mix(low ^ key) & mask)
+    return (high << bits) | low
 
 
 def _mix(x: _Words) -> _Words:
@@ -63,13 +65,13 @@ def sample_ids(step: int, global_batch_size: int, num_samples: int, *, seed: int
     visits each sample once in an order of its own. A batch may reach into the next epochs.
     Raises `ValueError` if step is negative or a size is not positive.
     """
-    for name, value, least in (
+    for name, value, minimum in (
         ("step", step, 0),
         ("global_batch_size", global_batch_size, 1),
         ("num_samples", num_samples, 1),
     ):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+        if value < minimum:
+            raise ValueError(f"{name}={value} must be at least {minimum}")
     start = step * global_batch_size
     return draws(start, start + global_batch_size, num_samples, seed=seed)
 
@@ -78,16 +80,16 @@ def draws(start: int, stop: int, num_samples: int, *, seed: int) -> Ids:
     """Entries start .. stop of the endless stream of samples: int64 `[stop - start]`.
 
     Entry k is sample k % num_samples of the permutation of epoch k // num_samples. A pure function; what is computed
-    together and not asked for yet is kept, so that drawing in order costs little.
+    together and not asked for yet is cached, so that drawing in order costs little.
     """
-    pieces = []
+    drawn = []
     while start < stop:
         epoch, position = divmod(start, num_samples)
         block = _block(position // _BLOCK, epoch, num_samples, seed)
-        piece = block[position % _BLOCK :][: stop - start]
-        pieces.append(piece)
-        start += len(piece)
-    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+        ids = block[position % _BLOCK :][: stop - start]
+        drawn.append(ids)
+        start += len(ids)
+    return np.concatenate(drawn) if drawn else np.zeros(0, np.int64)
 
 
 @lru_cache(maxsize=64)

@@ -23,36 +23,38 @@ class Packing:
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
-        asked = [
-            name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, name)
-        ]
-        if asked and self.end_of_text is None:
+        options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        requested = [name for name in options if getattr(self, name)]
+        if requested and self.end_of_text is None:
             raise ValueError(
-                f"{', '.join(asked)} need end_of_text, got None; give the tokenizer's, and prepare the text with "
+                f"{', '.join(requested)} need end_of_text, got None; give the tokenizer's, and prepare the text with "
                 "--append-eod"
             )
 
     def batch(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """`tokens` and `labels` int64 `[b, s]`, with what was asked for; `labels` are changed in place.
+        """`tokens` and `labels` int64 `[b, s]`, with what the options ask for; `labels` are changed in place.
 
         position_ids: int64 `[b, s]`. attention_mask: bool `[b, 1, s, s]`, True = masked out, causal included.
         """
-        found = {"tokens": tokens, "labels": labels}
+        batch = {"tokens": tokens, "labels": labels}
         if self.eod_mask_loss:
             labels[tokens == self.end_of_text] = IGNORED_LABEL
         if self.reset_position_ids or self.reset_attention_mask:
-            here = torch.arange(tokens.shape[1])
-            begin = _document_begin(tokens, self.end_of_text, here)
+            positions = torch.arange(tokens.shape[1])
+            begin = _document_begin(tokens, self.end_of_text, positions)
             if self.reset_position_ids:
-                found["position_ids"] = here - begin
+                batch["position_ids"] = positions - begin
             if self.reset_attention_mask:
-                key, query = here, here[:, None]
-                found["attention_mask"] = (key > query) | (key < begin[:, None, :, None])
-        return found
+                # masked: keys after the query (causal), and keys before the query's document
+                key, query = positions, positions[:, None]
+                batch["attention_mask"] = (key > query) | (key < begin[:, None, :, None])
+        return batch
 
 
-def _document_begin(tokens: Tensor, end_of_text: int | None, here: Tensor) -> Tensor:
+def _document_begin(tokens: Tensor, end_of_text: int | None, positions: Tensor) -> Tensor:
     """Where the document of each token begins in its row: `[b, s]`."""
+    closing = -1 if end_of_text is None else end_of_text  # no token is -1
     begins = torch.zeros_like(tokens)
-    begins[:, 1:] = here[1:] * tokens[:, :-1].eq(-1 if end_of_text is None else end_of_text)
+    # the position behind each end of text; the running maximum carries it to the tokens that follow
+    begins[:, 1:] = positions[1:] * tokens[:, :-1].eq(closing)
     return begins.cummax(dim=1).values

@@ -25,7 +25,7 @@ from core.datasets.corpus.build import (
     TextFiles,
     checked_prefix,
     prepare_files,
-    told,
+    skipped_text,
 )
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.progress import progress
@@ -45,9 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files and directories, read recursively")
     add("--output", required=True, metavar="PREFIX", help="PREFIX.bin, .idx, .json and .tokenizer.json are written")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json; default: bytes")
-    which.add_argument(
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json; default: bytes")
+    tokenizer.add_argument(
         "--train-tokenizer",
         type=int,
         metavar="SIZE",
@@ -68,13 +68,13 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     if options.train_tokenizer is None:
         if options.tokenizer is not None and not Path(options.tokenizer).is_file():
             raise ValueError(f"--tokenizer {options.tokenizer} is no file; name a tokenizer.json")
-        found = load_tokenizer(options.tokenizer, options.end_of_text)
-        if options.end_of_text is not None and isinstance(found, ByteTokenizer):
+        tokenizer = load_tokenizer(options.tokenizer, options.end_of_text)
+        if options.end_of_text is not None and isinstance(tokenizer, ByteTokenizer):
             raise ValueError(
-                f"--end-of-text {options.end_of_text}: bytes have no such token, {found.end_of_text} ends their "
+                f"--end-of-text {options.end_of_text}: bytes have no such token, {tokenizer.end_of_text} ends their "
                 "documents; leave it out, or name a --tokenizer"
             )
-        return found
+        return tokenizer
     if options.end_of_text is not None:
         raise ValueError(
             f"--end-of-text {options.end_of_text}: a tokenizer that is learned has one of its own; leave it out"
@@ -82,24 +82,26 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
 
     print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
-    as_it_is = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
-    learned = train_tokenizer(text.texts(as_it_is), options.train_tokenizer)
+    # only cuts the input into texts; its tokens are not used
+    reader = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
+    learned = train_tokenizer(text.texts(reader), options.train_tokenizer)
     if learned.vocab_size < options.train_tokenizer:
         print(f"the text has {learned.vocab_size} tokens to learn, not {options.train_tokenizer}", file=sys.stderr)
     return learned
 
 
-def report(made: CorpusFiles) -> str:
+def report(corpus: CorpusFiles) -> str:
     """What was written, in a few lines, and the command to type next."""
-    card = made.card
-    rate = card.text_bytes / 1e6 / made.seconds
-    sizes = ", ".join(f"{path} ({_size_text(path.stat().st_size)})" for path in made.files)
+    card = corpus.card
+    rate = card.text_bytes / 1e6 / corpus.seconds
+    sizes = ", ".join(f"{path} ({_size_text(path.stat().st_size)})" for path in corpus.files)
     return (
-        f"{made.prefix}: {card.documents:,} documents, {card.tokens:,} tokens of {card.vocab_size:,} ({card.dtype}), "
-        f"{card.text_bytes / 1e6:.1f} MB of text, {card.text_bytes / card.tokens:.2f} bytes/token, {rate:.1f} MB/s\n"
-        f"skipped: {told(dict(card.skipped))}\n"
+        f"{corpus.prefix}: {card.documents:,} documents, {card.tokens:,} tokens of {card.vocab_size:,} "
+        f"({card.dtype}), {card.text_bytes / 1e6:.1f} MB of text, {card.text_bytes / card.tokens:.2f} bytes/token, "
+        f"{rate:.1f} MB/s\n"
+        f"skipped: {skipped_text(dict(card.skipped))}\n"
         f"files: {sizes}\n"
-        f"next: torchrun --standalone --nproc-per-node 1 examples/pretrain_gpt.py --data.train {made.prefix}"
+        f"next: torchrun --standalone --nproc-per-node 1 examples/pretrain_gpt.py --data.train {corpus.prefix}"
     )
 
 
@@ -120,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         tokenizer = _tokenizer(options, text)
         with progress("tokenising", text.num_bytes) as advance:
-            made = prepare_files(
+            corpus = prepare_files(
                 text,
                 options.output,
                 tokenizer,
@@ -138,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(report(made))
+    print(report(corpus))
     return 0
 
 

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from core.datasets.token_file import Array, TokenFile
 
-_PARTS = ("train", "valid", "test")
+_SPLIT_NAMES = ("train", "valid", "test")
 
 
 class TokenSource(Protocol):
-    """Documents laid end to end: a whole `TokenFile`, or a `TokenRange` of one."""
+    """Documents laid end to end: a full `TokenFile`, or a `TokenRange` of one."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,34 +89,42 @@ def split_documents(file: TokenFile, split: str) -> tuple[TokenRange | None, Tok
     Raises `ValueError` on a bad split, or if there are fewer documents than parts.
     """
     weights = _weights(split)
-    parts = [weight > 0 for weight in weights]
-    if file.num_documents < sum(parts):
+    requested = [weight > 0 for weight in weights]
+    if file.num_documents < sum(requested):
         raise ValueError(
-            f"{file.prefix} has {file.num_documents} documents, split={split!r} asks for {sum(parts)} parts; prepare "
-            "it with --documents paragraph, give validation files of their own, or split='1,0,0'"
+            f"{file.prefix} has {file.num_documents} documents, split={split!r} asks for {sum(requested)} parts; "
+            "prepare it with --documents paragraph, give validation files of their own, or split='1,0,0'"
         )
-    cuts = [0]
-    for number, reached in enumerate(accumulate(weights)):
-        least, most = cuts[-1] + parts[number], file.num_documents - sum(parts[number + 1 :])
-        nearest = _nearest_boundary(file, reached / sum(weights))
-        cuts.append(min(max(nearest, least), most) if parts[number] else cuts[-1])
-    train, valid, test = (
-        TokenRange(file, first, last) if part else None
-        for part, first, last in zip(parts, cuts, cuts[1:], strict=False)
-    )
+    ranges: list[TokenRange | None] = []
+    first = 0
+    for number, weight_so_far in enumerate(accumulate(weights)):
+        if not requested[number]:
+            ranges.append(None)
+            continue
+        # at least one document for this split, and for each that follows
+        nearest = _nearest_boundary(file, weight_so_far / sum(weights))
+        end_limit = file.num_documents - sum(requested[number + 1 :])
+        end = min(max(nearest, first + 1), end_limit)
+        ranges.append(TokenRange(file, first, end))
+        first = end
+    train, valid, test = ranges
     return train, valid, test
 
 
 def _weights(split: str) -> list[float]:
     """Three numbers, not all 0."""
     try:
-        weights = [float(part) for part in split.split(",")]
+        weights = [float(text) for text in split.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or not all(w >= 0 for w in weights) or not 0 < sum(weights) < float("inf"):
+    if (
+        not 1 <= len(weights) <= 3
+        or not all(weight >= 0 for weight in weights)
+        or not 0 < sum(weights) < float("inf")
+    ):
         raise ValueError(
-            f"split={split!r} must be one to three numbers for {', '.join(_PARTS)}, none negative, not all 0 and of "
-            "finite sum; for example 969,30,1"
+            f"split={split!r} must be one to three numbers for {', '.join(_SPLIT_NAMES)}, none negative, not all 0 "
+            "and of finite sum; for example 969,30,1"
         )
     return weights + [0.0] * (3 - len(weights))
 

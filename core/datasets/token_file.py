@@ -21,7 +21,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))}
 DTYPES[8] = np.dtype("<u2")  # 6 and 7 are floating point: no token ids
 _REMEDY = "write it again with TokenFileWriter"
-_AT_ONCE = 1 << 20  # entries of a table, or tokens, that `verify` looks at at a time
+_BLOCK = 1 << 20  # entries of a table, or tokens, that `verify` reads at a time
 
 Array = npt.NDArray[np.integer]
 
@@ -84,10 +84,10 @@ class TokenFile:
 
     def _check_lengths(self) -> None:
         """Both ends of every table must meet; the middle is checked where it is read, see `document`."""
-        found = (int(self._indices[0]), int(self._indices[-1])) if self._indices.size else None
-        if found != (0, self._lengths.size):
+        span = (int(self._indices[0]), int(self._indices[-1])) if self._indices.size else None
+        if span != (0, self._lengths.size):
             raise ValueError(
-                f"{self._idx_path}: documents span sequences {found}, the file has 0 to "
+                f"{self._idx_path}: documents span sequences {span}, the file has 0 to "
                 f"{self._lengths.size}; {_REMEDY}"
             )
         expected = self._end(self._lengths.size - 1) if self._lengths.size else 0
@@ -96,17 +96,22 @@ class TokenFile:
             raise ValueError(f"{self._bin_path} has {size} bytes, {self._idx_path.name} says {expected}; {_REMEDY}")
 
     def _check_card(self, card: TokenCard) -> None:
-        wrong = []
-        for path, size, digest in (
+        problems = []
+        for path, expected_size, expected_hash in (
             (self._bin_path, card.bin_bytes, card.bin_hash),
             (self._idx_path, card.idx_bytes, card.idx_hash),
         ):
-            if (found := path.stat().st_size) != size:
-                wrong.append(f"{path} has {found} bytes, its card says {size}")
-            elif (hashed := sampled_hash(path)) != digest:
-                wrong.append(f"{path} was changed: its sampled hash is {hashed[:12]}, its card says {digest[:12]}")
-        if wrong:
-            raise ValueError(f"{'; '.join(wrong)} ({card_path(self.prefix)}); {remedy(self.prefix)}")
+            size = path.stat().st_size
+            if size != expected_size:
+                problems.append(f"{path} has {size} bytes, its card says {expected_size}")
+                continue
+            actual_hash = sampled_hash(path)
+            if actual_hash != expected_hash:
+                problems.append(
+                    f"{path} was changed: its sampled hash is {actual_hash[:12]}, its card says {expected_hash[:12]}"
+                )
+        if problems:
+            raise ValueError(f"{'; '.join(problems)} ({card_path(self.prefix)}); {remedy(self.prefix)}")
 
     def _end(self, sequence: int) -> int:
         """The byte after the sequence."""
@@ -160,15 +165,17 @@ class TokenFile:
                 f"{self._idx_path}: document {number} spans sequences {first} to {last} of "
                 f"{self._lengths.size}; {_REMEDY}"
             )
-        bounds = [self._start(sequence) for sequence in range(first, last + 1)]
+        starts = [self._start(sequence) for sequence in range(first, last + 1)]
         ends = [self._end(sequence) for sequence in range(first, last)]
-        inside = bounds[0] >= 0 and bounds[-1] <= self._tokens.nbytes
-        if not inside or bounds[1:] != ends or bounds != sorted(bounds) or bounds[0] % self.dtype.itemsize:
+        # each sequence must end where the next one starts: so the document is one stretch of the file
+        inside = starts[0] >= 0 and starts[-1] <= self._tokens.nbytes
+        itemsize = self.dtype.itemsize
+        if not inside or starts[1:] != ends or starts != sorted(starts) or starts[0] % itemsize:
             raise ValueError(
-                f"{self._idx_path}: the sequences of document {number} begin at bytes {bounds}, "
+                f"{self._idx_path}: the sequences of document {number} begin at bytes {starts}, "
                 f"their lengths end them at {ends}; {_REMEDY}"
             )
-        return self._tokens[bounds[0] // self.dtype.itemsize : bounds[-1] // self.dtype.itemsize]
+        return self._tokens[starts[0] // itemsize : starts[-1] // itemsize]
 
     def _start(self, sequence: int) -> int:
         """The first byte of the sequence; the end of the file counts as one sequence more."""
@@ -210,9 +217,10 @@ class TokenFile:
         if self.card is None:
             return
         for path, expected in ((self._bin_path, self.card.bin_sha256), (self._idx_path, self.card.idx_sha256)):
-            if (found := full_hash(path)) != expected:
+            actual = full_hash(path)
+            if actual != expected:
                 raise ValueError(
-                    f"{path}: the hash of all its bytes is {found[:12]}, {card_path(self.prefix)} says "
+                    f"{path}: the hash of all its bytes is {actual[:12]}, {card_path(self.prefix)} says "
                     f"{expected[:12]}; {remedy(self.prefix)}"
                 )
         self._verify_numbers(self.card)
@@ -224,28 +232,37 @@ class TokenFile:
             ("documents", card.documents, self.num_documents),
             ("tokens", card.tokens, self.num_tokens),
         )
-        wrong = [f"{name}: the card says {said}, the files {found}" for name, said, found in pairs if said != found]
-        least, most = self.smallest_and_largest(range(0, self.num_tokens, _AT_ONCE), _AT_ONCE)
-        if least < 0 or most >= card.vocab_size:
-            wrong.append(f"vocab_size: the card says {card.vocab_size}, the files hold tokens {least} to {most}")
-        if wrong:
+        problems = []
+        for name, card_value, file_value in pairs:
+            if card_value != file_value:
+                problems.append(f"{name}: the card says {card_value}, the files {file_value}")
+        smallest, largest = self.smallest_and_largest(range(0, self.num_tokens, _BLOCK), _BLOCK)
+        if smallest < 0 or largest >= card.vocab_size:
+            problems.append(
+                f"vocab_size: the card says {card.vocab_size}, the files hold tokens {smallest} to {largest}"
+            )
+        if problems:
             raise ValueError(
-                f"{self._bin_path}: {'; '.join(wrong)} ({card_path(self.prefix)}); {remedy(self.prefix)}"
+                f"{self._bin_path}: {'; '.join(problems)} ({card_path(self.prefix)}); {remedy(self.prefix)}"
             )
 
     def smallest_and_largest(self, starts: Iterable[int], length: int) -> tuple[int, int]:
         """Of the tokens in blocks of `length` at `starts`, one block at a time; (0, 0) of none."""
-        blocks = (self._tokens[start : start + length] for start in starts)
-        ends = [(int(block.min()), int(block.max())) for block in blocks if block.size]
-        return min((low for low, _ in ends), default=0), max((high for _, high in ends), default=0)
+        minima, maxima = [], []
+        for start in starts:
+            block = self._tokens[start : start + length]
+            if block.size:
+                minima.append(int(block.min()))
+                maxima.append(int(block.max()))
+        return min(minima, default=0), max(maxima, default=0)
 
     def _verify_tables(self) -> None:
         """Sequences must lie one behind the other, and documents be runs of sequences."""
-        at = 0
-        for first in range(0, self.num_sequences, _AT_ONCE):
-            lengths = self._lengths[first : first + _AT_ONCE].astype(np.int64)
-            ends = at + np.cumsum(lengths) * self.dtype.itemsize
-            pointers = self._pointers[first : first + _AT_ONCE]
+        previous_end = 0  # in bytes
+        for first in range(0, self.num_sequences, _BLOCK):
+            lengths = self._lengths[first : first + _BLOCK].astype(np.int64)
+            ends = previous_end + np.cumsum(lengths) * self.dtype.itemsize
+            pointers = self._pointers[first : first + _BLOCK]
             wrong = (pointers != ends - lengths * self.dtype.itemsize) | (lengths < 0)
             if wrong.any():
                 i = int(wrong.argmax())
@@ -253,9 +270,9 @@ class TokenFile:
                     f"{self._idx_path}: sequence {first + i} of {lengths[i]} tokens begins at byte {pointers[i]}, "
                     f"its predecessors end elsewhere; {_REMEDY}"
                 )
-            at = int(ends[-1])
-        for first in range(0, self.num_documents, _AT_ONCE):
-            indices = self._indices[first : first + _AT_ONCE + 1]
+            previous_end = int(ends[-1])
+        for first in range(0, self.num_documents, _BLOCK):
+            indices = self._indices[first : first + _BLOCK + 1]
             if (wrong := np.diff(indices) < 0).any():
                 i = int(wrong.argmax())
                 raise ValueError(

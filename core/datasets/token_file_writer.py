@@ -21,8 +21,8 @@ from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_AT_ONCE = 1 << 20  # entries of a table that are written at a time
-_LONGEST = 2**31 - 1  # tokens of one sequence, in a table of i32
+_BLOCK = 1 << 20  # entries of a table that are written at a time
+_MAX_LENGTH = 2**31 - 1  # tokens of one sequence, in a table of i32
 
 
 class TokenFileWriter:
@@ -119,8 +119,8 @@ class TokenFileWriter:
             )
         if continued:
             added[0] += self._lengths.pop()
-        if added and max(added) > _LONGEST:
-            raise ValueError(f"a document of {max(added)} tokens, the format allows {_LONGEST}; cut it in parts")
+        if added and max(added) > _MAX_LENGTH:
+            raise ValueError(f"a document of {max(added)} tokens, the format allows {_MAX_LENGTH}; cut it in parts")
         content = tokens.astype(self.dtype, copy=False).tobytes()
         self._file.write(content)
         self._digest.update(content)
@@ -144,14 +144,14 @@ class TokenFileWriter:
 
     def _commit(self) -> None:
         idx_sha256 = self._write_index(self._temporary[3])
-        present = [0, 3]
+        written = [0, 3]  # numbers in `_paths`: .bin and .idx
         if self._tokenizer is not None:
             if not isinstance(self._tokenizer, ByteTokenizer):
                 self._tokenizer.save(self._temporary[1])
-                present.append(1)
+                written.append(1)
             self._temporary[2].write_bytes(self._card(self._tokenizer, idx_sha256).to_json())
-            present.append(2)
-        for number in present[1:]:
+            written.append(2)
+        for number in written[1:]:
             with self._temporary[number].open("rb") as file:
                 os.fsync(file.fileno())
         # An old index must not survive beside new tokens: without .idx nothing opens, so it goes first
@@ -159,7 +159,7 @@ class TokenFileWriter:
         self._paths[3].unlink(missing_ok=True)
         inherited = has_card(self._prefix)  # the card and tokenizer of an earlier file do not describe this one
         for number, (temporary, path) in enumerate(zip(self._temporary, self._paths, strict=True)):
-            if number in present:
+            if number in written:
                 temporary.replace(path)
             elif inherited:
                 path.unlink(missing_ok=True)
@@ -185,26 +185,29 @@ class TokenFileWriter:
         )
 
     def _write_index(self, path: Path) -> str:
-        """The `.idx`, a piece of a table at a time; returns the hash of its bytes."""
+        """The `.idx`, a block of a table at a time; returns the hash of its bytes."""
         lengths = np.frombuffer(self._lengths, "i4") if self._lengths else np.zeros(0, "i4")
-        n, digest = lengths.size, hashlib.sha256()
+        count, digest = lengths.size, hashlib.sha256()
         with path.open("wb") as file:
 
             def put(content: bytes) -> None:
                 file.write(content)
                 digest.update(content)
 
-            put(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], n, n + 1))
-            pieces = [lengths[first : first + _AT_ONCE] for first in range(0, n, _AT_ONCE)]
-            for piece in pieces:
-                put(piece.astype("<i4").tobytes())
+            put(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], count, count + 1))
+            blocks = [lengths[first : first + _BLOCK] for first in range(0, count, _BLOCK)]
+            # lengths of the sequences: each document is one
+            for block in blocks:
+                put(block.astype("<i4").tobytes())
+            # the byte at which each begins
             start = 0
-            for piece in pieces:
-                ends = start + np.cumsum(piece, dtype="<i8") * self.dtype.itemsize
+            for block in blocks:
+                ends = start + np.cumsum(block, dtype="<i8") * self.dtype.itemsize
                 put(np.concatenate([np.array([start], "<i8"), ends[:-1]]).astype("<i8").tobytes())
                 start = int(ends[-1])
-            for first in range(0, n + 1, _AT_ONCE):
-                put(np.arange(first, min(n + 1, first + _AT_ONCE), dtype="<i8").tobytes())
+            # the sequence at which each document begins: 0, 1, 2, ...
+            for first in range(0, count + 1, _BLOCK):
+                put(np.arange(first, min(count + 1, first + _BLOCK), dtype="<i8").tobytes())
             _flush(file)
         return digest.hexdigest()
 

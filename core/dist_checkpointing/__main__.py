@@ -2,7 +2,7 @@
 a machine without accelerators or the model, and, but for `import`, without torch. PATH is a checkpoint, or a
 directory of steps, of which the newest is taken.
 
-Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, told on standard error.
+Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, printed on standard error.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from core.dist_checkpointing.tools.console import progress, say, size_text
 from core.dist_checkpointing.tools.diff import differences
 from core.dist_checkpointing.tools.export import DTYPES, export, per_rank, tensors
 from core.dist_checkpointing.tools.offline import check_new, write_offline
-from core.dist_checkpointing.tools.reshard import WELL, amplification, copy, cut_for
+from core.dist_checkpointing.tools.reshard import GOOD_AMPLIFICATION, amplification, copy, cut_for
 from core.dist_checkpointing.tools.show import facts, text
 from core.dist_checkpointing.tools.sign import sign, unsigned
 
@@ -33,26 +33,28 @@ PATH = "a checkpoint, or a directory of steps, of which the newest is taken; or 
 
 
 def find(path: str) -> str:
-    """The checkpoint at a path or URL, or the newest step there, which is said. FileNotFoundError: neither."""
+    """The checkpoint at a path or URL, or the newest step there, which is printed. FileNotFoundError: neither."""
     if _holds_manifest(path):
         return path
     root = CheckpointRoot(path)
-    if not (steps := root.steps()):
+    steps = root.steps()
+    if not steps:
         raise FileNotFoundError(
             f"{path} is no checkpoint, it has no {MANIFEST}, and no directory of steps; give one of the two"
         )
-    say(f"{path}: the newest of {len(steps)} steps, {step_name(steps[-1])}", error=True)
+    newest = steps[-1]
+    say(f"{path}: the newest of {len(steps)} steps, {step_name(newest)}", error=True)
     try:
-        return root.open(steps[-1]).address
-    except OSError:  # what reads it says why it cannot
-        return below(root.files.address, step_name(steps[-1]))
+        return root.open(newest).address
+    except OSError:  # it cannot be read: the command that reads it reports why
+        return below(root.files.address, step_name(newest))
 
 
 def _holds_manifest(path: str) -> bool:
-    """Also one that cannot be read: what reads it says why."""
-    place = open_checkpoint_dir(path)
+    """Also True if the manifest cannot be read: the command that reads it reports why."""
+    directory = open_checkpoint_dir(path)
     try:
-        return place.size(MANIFEST) is not None
+        return directory.size(MANIFEST) is not None
     except (OSError, ValueError):
         return True
 
@@ -60,34 +62,36 @@ def _holds_manifest(path: str) -> bool:
 def _inspect(options: argparse.Namespace) -> int:
     stored = StoredCheckpoint.open(find(options.path))
     if options.json:
-        print(json.dumps(facts(stored), indent=2).replace("\x7f", "\\u007f"))  # the only one it leaves as it is
+        # DEL is the one control character that JSON does not escape, and terminals obey
+        print(json.dumps(facts(stored), indent=2).replace("\x7f", "\\u007f"))
     else:
         say(text(stored))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    place, begin = open_checkpoint_dir(find(options.path)), time.perf_counter()
-    problems = check(place, digests=options.fast, full=not options.fast, jobs=options.jobs)
+    directory, begin = open_checkpoint_dir(find(options.path)), time.perf_counter()
+    problems = check(directory, digests=options.fast, full=not options.fast, jobs=options.jobs)
     if options.key and not problems:
-        problems = unsigned(place, options.key)
+        problems = unsigned(directory, options.key)
     seconds = time.perf_counter() - begin
     if problems:
         say(problems)
-        say(f"{place.url}: {len(problems)} problems, {seconds:.1f} s")
+        say(f"{directory.url}: {len(problems)} problems, {seconds:.1f} s")
         return 1
-    files = read_manifest(place).files
+    files = read_manifest(directory).files
     size = size_text(sum(size for size, _ in files.values()))
-    depth = "their sizes and digests are right" if options.fast else "every byte is right"
-    depth += f", signed by {options.key}" if options.key else ""
-    say(f"{place.url}: {len(files)} files, {size}, {depth}, {seconds:.1f} s")
+    verdict = "their sizes and digests are right" if options.fast else "every byte is right"
+    if options.key:
+        verdict += f", signed by {options.key}"
+    say(f"{directory.url}: {len(files)} files, {size}, {verdict}, {seconds:.1f} s")
     return 0
 
 
 def _sign(options: argparse.Namespace) -> int:
-    place = open_checkpoint_dir(find(options.path))
-    count = sign(place, options.key)
-    say(f"{place.url}{SIGNATURE}: {count} files are signed")
+    directory = open_checkpoint_dir(find(options.path))
+    count = sign(directory, options.key)
+    say(f"{directory.url}{SIGNATURE}: {count} files are signed")
     return 0
 
 
@@ -101,38 +105,46 @@ def _diff(options: argparse.Namespace) -> int:
 def _reshard(options: argparse.Namespace) -> int:
     stored, tp, pp = StoredCheckpoint.open(find(options.source)), options.tp, options.pp
     check_layout({key: stored.info(key) for key in stored.keys}, tp, pp)
-    begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
     if options.per_rank:
-        total = sum(t.nbytes for t in tensors(stored))
-        with progress("writing", total) as done:
-            ranks = per_rank(stored, options.destination, tp, pp, done)
-        written = sum(t.nbytes for found in ranks.values() for t in found)
-        say(f"{options.destination}: {len(ranks)} ranks, {_since(begin, written)}")
-        return 0
+        return _write_per_rank(stored, options.destination, tp, pp)
+    begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
     metadata = cut_for(stored, tp)
-    now, then = (amplification(stored, m, tp, pp) for m in (stored.metadata, metadata))
-    if not options.copy and now <= max(WELL, then):
-        why = "" if now <= WELL else ", which a copy would not better because the arrays are small"
+    before, after = (amplification(stored, cut, tp, pp) for cut in (stored.metadata, metadata))
+    if not options.copy and before <= max(GOOD_AMPLIFICATION, after):
+        hint = ""
+        if before > GOOD_AMPLIFICATION:
+            hint = ", which a copy would not better because the arrays are small"
         say(
-            f"no data movement needed: of {stored.directory.url} the ranks of {layout} read {now:.2f} times the "
-            f"bytes they need{why}; load it at {layout} as it is"
+            f"no data movement needed: of {stored.directory.url} the ranks of {layout} read {before:.2f} times the "
+            f"bytes they need{hint}; load it at {layout} as it is"
         )
         return 0
     total = sum(map(stored.nbytes, stored.keys))
     with progress("copying", total) as done:
         copy(stored, options.destination, metadata, {"resharded": {"tp": tp, "pp": pp}}, done)
     say(
-        f"{options.destination}: {_since(begin, total)}, verified; {layout} reads {then:.2f} times the bytes it "
-        f"needs, {now:.2f} before"
+        f"{options.destination}: {_size_and_time(total, begin)}, verified; {layout} reads {after:.2f} times the "
+        f"bytes it needs, {before:.2f} before"
     )
+    return 0
+
+
+def _write_per_rank(stored: StoredCheckpoint, destination: str, tp: int, pp: int) -> int:
+    begin = time.perf_counter()
+    total = sum(tensor.nbytes for tensor in tensors(stored))
+    with progress("writing", total) as done:
+        ranks = per_rank(stored, destination, tp, pp, done)
+    written_bytes = sum(tensor.nbytes for rank_tensors in ranks.values() for tensor in rank_tensors)
+    say(f"{destination}: {len(ranks)} ranks, {_size_and_time(written_bytes, begin)}")
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
     stored, begin, dtype = StoredCheckpoint.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
-    with progress("exporting", sum(t.nbytes for t in tensors(stored, dtype))) as done:
-        found = export(stored, options.destination, dtype, done)
-    say(f"{options.destination}: {len(found)} tensors, {_since(begin, sum(t.nbytes for t in found))}")
+    total = sum(tensor.nbytes for tensor in tensors(stored, dtype))
+    with progress("exporting", total) as done:
+        exported = export(stored, options.destination, dtype, done)
+    say(f"{options.destination}: {len(exported)} tensors, {_size_and_time(total, begin)}")
     return 0
 
 
@@ -143,14 +155,15 @@ def _import(options: argparse.Namespace) -> int:
         raise ValueError(f"import reads files of torch, and {error}: install torch") from None
     begin = time.perf_counter()
     check_new(options.destination)
-    found = plan(options.source)
-    metadata, nbytes = found.metadata, found.nbytes
+    imported = plan(options.source)
+    metadata, nbytes = imported.metadata, imported.nbytes
     with progress("importing", nbytes) as done:
-        cells = found.cells(metadata, done)
-        write_offline(options.destination, metadata, found.attributes, run_of(found), nbytes, cells)
-    say(f"left out: {key}: {why}" for key, why in sorted(found.left_out.items()))
-    held = f"{len(metadata)} arrays, {len(found.objects)} values, {len(found.left_out)} left out"
-    say(f"{options.destination}: {held}, {_since(begin, nbytes)}, verified")
+        cells = imported.cells(metadata, done)
+        write_offline(options.destination, metadata, imported.attributes, run_of(imported), nbytes, cells)
+    for key, reason in sorted(imported.skipped.items()):
+        say(f"left out: {key}: {reason}")
+    counts = f"{len(metadata)} arrays, {len(imported.objects)} values, {len(imported.skipped)} left out"
+    say(f"{options.destination}: {counts}, {_size_and_time(nbytes, begin)}, verified")
     return 0
 
 
@@ -170,28 +183,28 @@ def _tag(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    root, names = CheckpointRoot(options.root), [f.name for f in fields(Retention)]
-    rules = {name: getattr(options, name) for name in names}
+    root = CheckpointRoot(options.root)
+    rules = {field.name: getattr(options, field.name) for field in fields(Retention)}
     root.watch()
     if not root.steps() and not root.leftovers(thorough=True):
         raise FileNotFoundError(f"{options.root} holds no steps, nor what killed jobs left; give the directory above")
     if options.dry_run:
-        removed, said, swept = root.surplus(**rules), "would remove", root.leftovers(thorough=True)
+        removed, verb, swept = root.surplus(**rules), "would remove", root.leftovers(thorough=True)
     else:
         lock = root.lock()
         try:
-            swept = root.sweep(thorough=True)  # an object store's index is whole then
-            removed, said = root.retain(**rules), "removed"
+            swept = root.sweep(thorough=True)  # first: it makes the index of an object store complete
+            removed, verb = root.retain(**rules), "removed"
         finally:
             lock.release()
     for name in [*map(step_name, removed), *swept]:
-        say(f"{said} {name}")
-    kept = len(set(root.steps()) - set(removed))
-    say(f"{root.url}: {said} {len(removed)} steps, {kept} {'would be' if options.dry_run else 'are'} kept")
+        say(f"{verb} {name}")
+    remaining = len(set(root.steps()) - set(removed))
+    say(f"{root.url}: {verb} {len(removed)} steps, {remaining} {'would be' if options.dry_run else 'are'} kept")
     return 0
 
 
-def _since(begin: float, nbytes: int) -> str:
+def _size_and_time(nbytes: int, begin: float) -> str:
     seconds = time.perf_counter() - begin
     return f"{size_text(nbytes)} in {seconds:.1f} s"
 
@@ -222,11 +235,11 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("b", help=PATH)
     diff.set_defaults(run=_diff)
 
-    _add_writing(commands)
+    _add_writing_commands(commands)
     return parser
 
 
-def _add_writing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     reshard = commands.add_parser("reshard", help="a copy for another layout, if one is needed at all")
     reshard.add_argument("source", help=PATH)
     reshard.add_argument("destination", help="a directory or URL that is to be made")
@@ -258,17 +271,21 @@ def _add_writing(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     tag.add_argument("--delete", action="store_true", help="remove the tag, not the step")
     tag.set_defaults(run=_tag)
 
-    out = commands.add_parser("export", help="the model's weights in another format")
-    out.add_argument("source", help=PATH)
-    out.add_argument("destination", help="a directory that is to be made")
-    out.add_argument("--to", choices=["safetensors"], default="safetensors")
-    out.add_argument("--dtype", choices=DTYPES, default="as-saved", help="of floating values (default as-saved)")
-    out.set_defaults(run=_export)
+    export_parser = commands.add_parser("export", help="the model's weights in another format")
+    export_parser.add_argument("source", help=PATH)
+    export_parser.add_argument("destination", help="a directory that is to be made")
+    export_parser.add_argument("--to", choices=["safetensors"], default="safetensors")
+    export_parser.add_argument(
+        "--dtype", choices=DTYPES, default="as-saved", help="of floating values (default as-saved)"
+    )
+    export_parser.set_defaults(run=_export)
 
-    into = commands.add_parser("import", help="a directory of torch's DCP, or Megatron's torch_dist, as a checkpoint")
-    into.add_argument("source", help="a directory that holds .metadata")
-    into.add_argument("destination", help="a directory or URL that is to be made")
-    into.set_defaults(run=_import)
+    import_parser = commands.add_parser(
+        "import", help="a directory of torch's DCP, or Megatron's torch_dist, as a checkpoint"
+    )
+    import_parser.add_argument("source", help="a directory that holds .metadata")
+    import_parser.add_argument("destination", help="a directory or URL that is to be made")
+    import_parser.set_defaults(run=_import)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -287,14 +304,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _one_heap() -> None:
-    """Where the C library is glibc: else each of tensorstore's threads keeps what it freed, which comes to several
-    times what is in use at any moment."""
-    mallopt, arena_max = getattr(ctypes.CDLL(None), "mallopt", None), -8
+def _use_one_heap() -> None:
+    """With glibc: one heap for all threads.
+
+    Else each of tensorstore's threads keeps what it freed, which comes to several times what is in use at any moment.
+    """
+    arena_max = -8  # M_ARENA_MAX of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(arena_max, 1)
 
 
 if __name__ == "__main__":
-    _one_heap()
+    _use_one_heap()
     sys.exit(main())

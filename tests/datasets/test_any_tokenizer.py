@@ -155,7 +155,7 @@ def test_a_file_without_a_card_is_held_against_the_size(tmp_path):
 
 @pytest.mark.parametrize(("place", "token"), [(0, -1), (60_000, 300), (60_000, -7), (99_999, 257)])
 def test_tokens_behind_the_beginning_are_sampled_and_none_is_negative(tmp_path, monkeypatch, place, token):
-    monkeypatch.setattr(any_tokenizer, "_LOOKED_AT", 10)
+    monkeypatch.setattr(any_tokenizer, "_CHECKED_TOKENS", 10)
     tokens = np.zeros(100_000, "<i4")
     with TokenFileWriter(tmp_path / "a", vocab_size=500, dtype="int32") as writer:
         writer.add_document(tokens)

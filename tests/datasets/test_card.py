@@ -222,7 +222,7 @@ def test_a_value_of_another_type_is_told(tmp_path, field, value, message):
     ],
 )
 def test_verify_compares_the_numbers_of_the_card(tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr(token_file, "_AT_ONCE", 5)
+    monkeypatch.setattr(token_file, "_BLOCK", 5)
     write(tmp_path / "a", [b"one_two", b"three"])
     TokenFile(tmp_path / "a").verify()
     rewritten(tmp_path / "a", lambda card: card.update(change))

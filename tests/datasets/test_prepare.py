@@ -113,7 +113,7 @@ def test_without_end_of_text_other_key_and_globs(text, tmp_path):
 def small_pieces(monkeypatch):
     """Many jobs of little text: order and continuation matter, as they do for large text."""
     for module in (documents, readers, preparing):  # of this process, which cuts: workers get what it cut
-        monkeypatch.setattr(module, "PIECE_BYTES", 200)
+        monkeypatch.setattr(module, "CHUNK_BYTES", 200)
 
 
 def test_any_number_of_workers_writes_the_same_bytes(text, tmp_path, small_pieces):
@@ -320,7 +320,7 @@ def test_inspect_of_megatrons_own_file(tmp_path, capsys, monkeypatch):
     with TokenFileWriter(tmp_path / "a", vocab_size=9) as writer:
         for i in range(50):
             writer.add_document([1] * (i + 1))
-    monkeypatch.setattr(inspect, "_LOOKED_AT", 10)
+    monkeypatch.setattr(inspect, "_MAX_SAMPLED", 10)
     assert inspect.main([str(tmp_path / "a"), "--verify"]) == 0
     out = capsys.readouterr().out
     assert "none: written by another program" in out and "both tables read and right" in out

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from core.datasets.corpus import documents as documents_module
 from core.datasets.corpus import readers
-from core.datasets.corpus.documents import Encoder, TextPiece, cuts
-from core.datasets.corpus.readers import read_pieces
+from core.datasets.corpus.documents import Encoder, TextChunk, cuts
+from core.datasets.corpus.readers import read_chunks
 from core.datasets.corpus.sources import find_sources
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.datasets.tokenizers.trained import END_OF_TEXT, train_tokenizer
@@ -27,7 +27,7 @@ def read(*inputs, globs=(), documents="file", encoder=ENCODER):
     """(documents as bytes, skipped) of the inputs."""
     sources, skipped = find_sources(inputs, globs)
     tokens, lengths = [], []
-    for piece in read_pieces(sources, skipped, documents=documents, text_key=encoder.text_key):
+    for piece in read_chunks(sources, skipped, documents=documents, text_key=encoder.text_key):
         result = encoder.encode([piece])
         tokens += result.tokens.tolist()
         added = result.lengths.tolist()
@@ -44,8 +44,8 @@ def read(*inputs, globs=(), documents="file", encoder=ENCODER):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(readers, "PIECE_BYTES", 16)
-    monkeypatch.setattr(documents_module, "PIECE_BYTES", 16)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(documents_module, "CHUNK_BYTES", 16)
     monkeypatch.setattr(readers, "PORTION_BYTES", 64)
 
 
@@ -160,7 +160,7 @@ def test_cuts_lose_nothing_and_part_no_paragraph_line_or_character(text, limit):
 @given(text=st.text(alphabet="a \t\r\n", max_size=60), limit=st.integers(1, 30))
 def test_paragraphs_are_the_same_wherever_the_text_is_cut(text, limit):
     def paragraphs(parts):
-        return [text for part in parts for text in ENCODER.texts(TextPiece("paragraph", part))]
+        return [text for part in parts for text in ENCODER.texts(TextChunk("paragraph", part))]
 
     whole = paragraphs([text.encode()])
     assert paragraphs(cuts(text.encode(), limit, "paragraph")) == whole
@@ -260,4 +260,4 @@ def test_a_missing_extra_is_told(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     with pytest.raises(ImportError, match=r"a\.txt\.zst needs zstandard, an extra: pip install 'paracore\[data\]'"):
-        list(read_pieces(find_sources([tmp_path])[0], Counter()))
+        list(read_chunks(find_sources([tmp_path])[0], Counter()))

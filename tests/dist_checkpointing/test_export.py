@@ -16,7 +16,7 @@ from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.console import progress
 from core.dist_checkpointing.tools.export import export, tensors
-from core.dist_checkpointing.tools.shards import _converted
+from core.dist_checkpointing.tools.safetensors_files import _converted
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.models.gpt.gpt_model import GPTModel
 from core.tensor_parallel.embedding import padded_vocab_rows
@@ -135,7 +135,7 @@ def test_rounding_is_torch_s():
 def test_files_are_cut_and_the_wide_come_first(saved, tmp_path):
     path, main_parameters = saved
     stored = StoredCheckpoint.open(path)
-    export(stored, tmp_path / "out", None, lambda done: None, shard_bytes=30_000)
+    export(stored, tmp_path / "out", None, lambda done: None, file_bytes=30_000)
     sizes = [p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 3 and max(sizes) < 33_000
     same(opened(tmp_path / "out"), by_layer(main_parameters, torch.bfloat16))

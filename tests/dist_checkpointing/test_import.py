@@ -16,7 +16,7 @@ from core.dist_checkpointing import (
     save,
 )
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.tools import dcp_pieces
+from core.dist_checkpointing.tools import dcp_shards
 from core.dist_checkpointing.writing.job import Job
 from core.models.gpt import GPTModel, llama_spec
 from core.transformer import TransformerConfig
@@ -221,7 +221,7 @@ def test_memory_is_that_of_a_few_pieces(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(torch, "load", counted)
-    monkeypatch.setattr(dcp_pieces, "KEPT", 1 << 18)
+    monkeypatch.setattr(dcp_shards, "CACHE_BYTES", 1 << 18)
     assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
     assert len(most) - 1 == len(edges)  # each piece once: those of "a", and the one of "b"
     assert 64 << 10 <= max(most) <= (1 << 18) + (64 << 10)
@@ -308,7 +308,7 @@ def test_what_is_interrupted_is_gone_and_what_is_killed_is_swept(tmp_path, singl
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dcp_pieces, "load_stretch", interrupt)
+    monkeypatch.setattr(dcp_shards, "load_saved", interrupt)
     assert main(["import", str(folder), str(top / "a")]) == 2
     assert "interrupted" in capsys.readouterr().err and not list(top.iterdir())
     monkeypatch.setattr(Job, "abandon", lambda job: None)

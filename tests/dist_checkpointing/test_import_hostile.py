@@ -16,7 +16,7 @@ from tests.dist_checkpointing import dcp_files
 from tests.dist_checkpointing.dcp_files import VALUE, rows, whole
 
 ROOM = Path(__file__).parents[2] / "core" / "dist_checkpointing" / "tools"
-OF_OTHERS = {"dcp.py", "dcp_pieces.py"}  # read files of other programs
+OF_OTHERS = {"dcp.py", "dcp_shards.py"}  # read files of other programs
 
 
 def test_pickles_are_read_by_nobody_else():

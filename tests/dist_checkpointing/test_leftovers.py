@@ -20,7 +20,7 @@ from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir, open_dir
 from core.dist_checkpointing.storage.fs import Fs
 from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
-from core.dist_checkpointing.tools.shards import new_folder
+from core.dist_checkpointing.tools.safetensors_files import new_folder
 from core.dist_checkpointing.writing.job import Job
 from tests.dist_checkpointing import small, toy
 from tests.dist_checkpointing.users import files_below, made

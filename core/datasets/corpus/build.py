@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.datasets.card import TokenCard, card_path, read_card, tokenizer_path
-from core.datasets.corpus.documents import PIECE_BYTES, Encoder, TextPiece
-from core.datasets.corpus.readers import read_pieces
+from core.datasets.corpus.documents import CHUNK_BYTES, Encoder, TextChunk
+from core.datasets.corpus.readers import read_chunks
 from core.datasets.corpus.sources import TextSource, find_sources
 from core.datasets.corpus.workers import available_cores, encode_all
 from core.datasets.token_file import file_paths
@@ -30,7 +30,7 @@ class CorpusFiles:
     seconds: float
 
 
-def _silent(nbytes: int) -> None:
+def _no_progress(nbytes: int) -> None:
     pass
 
 
@@ -40,7 +40,7 @@ class TextFiles:
 
     inputs: files and directories. globs: patterns of further names to read as text. documents: what a document is in
     a text file, `file`, `paragraph` or `line`. text_key: the field of a JSON line, or the column of a table.
-    sources: in the order in which they are read; passed_over: why others are not.
+    sources: in the order in which they are read; passed_over: reason -> how many files are not read for it.
     Raises `ValueError`: inputs that are missing or hold nothing to read.
     """
 
@@ -60,19 +60,19 @@ class TextFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the token files on disk, in bytes."""
+        """Size of the sources on disk, in bytes."""
         return sum(source.size for source in self.sources)
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[TextPiece]:
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
         """The content; what is not read is counted in `skipped`."""
         skipped.update(self.passed_over)
-        return read_pieces(self.sources, skipped, documents=self.documents, text_key=self.text_key)
+        return read_chunks(self.sources, skipped, documents=self.documents, text_key=self.text_key)
 
     def texts(self, encoder: Encoder, limit: int = LEARNED_BYTES) -> Iterator[str]:
         """Documents, or parts of large ones, until `limit` bytes are reached: what a tokenizer learns from."""
         size = 0
-        for piece in self.pieces(Counter()):
-            for text in encoder.texts(piece):
+        for chunk in self.chunks(Counter()):
+            for text in encoder.texts(chunk):
                 size += len(text)
                 yield text.decode()
             if size >= limit:
@@ -86,13 +86,14 @@ def prepare_files(
     *,
     workers: int | None = None,
     append_end_of_text: bool = True,
-    advance: Callable[[int], None] = _silent,
+    advance: Callable[[int], None] = _no_progress,
 ) -> CorpusFiles:
     """Write `output.bin`, `.idx`, `.json` (the card) and `.tokenizer.json`; the same bytes for any number of workers.
 
     `workers`: processes, default one per core. `append_end_of_text`: close each document with the tokenizer's end of
-    text. `advance` is told of bytes on disk that are done. An interrupted call leaves nothing that opens, and an
-    earlier file as it was. Processes import the calling script: there, call it under `if __name__ == "__main__":`.
+    text. `advance` is called with the number of bytes on disk that are done. An interrupted call leaves nothing that
+    opens, and an earlier file as it was. Processes import the calling script: there, call it under
+    `if __name__ == "__main__":`.
     Raises `ValueError`: no document in all of the text, or `output` is no prefix; `ImportError`: an extra is
     needed; `OSError`; and as `TokenFileWriter`.
     """
@@ -104,17 +105,17 @@ def prepare_files(
         prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, end_of_text=end, sources=text.inputs
     ) as writer:
         encoder = Encoder(tokenizer=tokenizer, dtype=writer.dtype, end_of_text=end, text_key=text.text_key)
-        jobs = _jobs(text.pieces(writer.skipped))
+        jobs = _jobs(text.chunks(writer.skipped))
         with closing(encode_all(jobs, encoder, _processes(workers, text.num_bytes))) as results:
             for job, result in results:
                 writer.add_documents(result.tokens, result.lengths.tolist(), continued=result.continued)
                 writer.text_bytes += result.text_bytes
                 writer.skipped.update(result.skipped)
-                advance(sum(piece.size for piece in job))
+                advance(sum(chunk.size for chunk in job))
         if not writer.num_documents:
             raise ValueError(
-                f"0 documents in {len(text.sources)} files, skipped: {told(writer.skipped)}; check --text-key and "
-                "the encoding (UTF-8)"
+                f"0 documents in {len(text.sources)} files, skipped: {skipped_text(writer.skipped)}; "
+                "check --text-key and the encoding (UTF-8)"
             )
     card = read_card(prefix)
     assert card is not None
@@ -134,18 +135,18 @@ def checked_prefix(output: str | Path) -> Path:
 
 def _processes(workers: int | None, num_bytes: int) -> int:
     """As many as asked for, or cores, but no more than there can be jobs: text is packed by a factor of 8 at most."""
-    asked = available_cores() if workers is None else workers
-    return min(asked, 1 + 8 * num_bytes // PIECE_BYTES)
+    requested = available_cores() if workers is None else workers
+    return min(requested, 1 + 8 * num_bytes // CHUNK_BYTES)
 
 
-def _jobs(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Pieces together until there are enough for one message."""
-    job: list[TextPiece] = []
+def _jobs(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Chunks together until there are enough for one message to a worker process."""
+    job: list[TextChunk] = []
     size = 0
-    for piece in pieces:
-        job.append(piece)
-        size += _size(piece.content)
-        if size >= PIECE_BYTES:
+    for chunk in chunks:
+        job.append(chunk)
+        size += _size(chunk.content)
+        if size >= CHUNK_BYTES:
             yield job
             job, size = [], 0
     if job:
@@ -158,6 +159,6 @@ def _size(content: bytes | Sequence[object]) -> int:
     return sum(len(text) for text in content if isinstance(text, str))
 
 
-def told(skipped: Counter[str] | dict[str, int]) -> str:
+def skipped_text(skipped: Counter[str] | dict[str, int]) -> str:
     """`3 binary files, 1 empty documents`, or `nothing`."""
     return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "nothing"

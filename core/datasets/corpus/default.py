@@ -94,10 +94,10 @@ def _reusable(directory: Path, key: str) -> _Figures | None:
             return None
         if written["tokenizer_sha256"] != _sha256((directory / "tokenizer.json").read_bytes()):
             return None
-        found = [TokenFile(directory / side).num_tokens for side in ("train", "valid")]
+        num_tokens = [TokenFile(directory / side).num_tokens for side in ("train", "valid")]
     except (OSError, ValueError, TypeError, KeyError):  # missing, damaged or foreign: build it anew
         return None
-    return figures if found == [figures.train_tokens, figures.valid_tokens] else None
+    return figures if num_tokens == [figures.train_tokens, figures.valid_tokens] else None
 
 
 def _build(

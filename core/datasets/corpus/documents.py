@@ -1,6 +1,6 @@
 """From bytes of the input to the tokens of its documents: the part of preparing that is worth a process of its own.
 
-The reader cuts the input in pieces, a few pieces are a job, jobs go to any process, and their results are written in
+The reader cuts the input in chunks, a few chunks are a job, jobs go to any process, and their results are written in
 the order of the jobs. All of it is a pure function of the input, so that the number of processes changes no byte.
 """
 
@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,18 +17,21 @@ import numpy.typing as npt
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
-PIECE_BYTES = 1 << 20
-_TOGETHER = 1 << 16  # bytes that are tokenised at a time: more is slower, and takes 100 bytes of memory for a token
+CHUNK_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 16  # tokenised at a time: more is slower, and takes 100 bytes of memory for a token
 PARAGRAPH_ENDS = (b"\n\n", b"\n\r\n")
 _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
 Ids = npt.NDArray[np.integer]
 
 
-class TextPiece(NamedTuple):
-    """Some of the input. kind: `file` (a document or a part of one: `first` and `last` say which end is there),
-    `paragraph`, `line` (documents to be told apart), `jsonl` (whole lines), `texts` (a list of them).
-    size: bytes on disk that it stands for, for the progress."""
+class TextChunk(NamedTuple):
+    """Some of the input.
+
+    kind: `file` (a document or a part of one: `first` and `last` say which end of it is in the chunk), `paragraph`,
+    `line` (documents that are still to be told apart), `jsonl` (complete lines), `texts` (a list of them).
+    size: bytes on disk that it stands for, for the progress.
+    """
 
     kind: str
     content: bytes | list[object]
@@ -39,8 +41,11 @@ class TextPiece(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The tokens of a job: documents laid end to end, their lengths, whether the first goes on with the last document
-    of the job before, bytes of text, and how many pieces of the input were skipped for which reason."""
+    """The tokens of a job.
+
+    tokens: of all documents laid end to end. lengths: of each document. continued: whether the first goes on with the
+    last document of the job before. text_bytes: of text. skipped: reason -> how much of the input was skipped for it.
+    """
 
     tokens: Ids
     lengths: Ids
@@ -58,50 +63,51 @@ class Encoder:
     end_of_text: int | None
     text_key: str
 
-    def encode(self, job: Sequence[TextPiece]) -> Encoded:
+    def encode(self, job: Sequence[TextChunk]) -> Encoded:
         """The tokens of a job."""
         skipped: Counter[str] = Counter()
-        texts: list[bytes] = []  # what is tokenised together: documents, or parts of them
+        texts: list[bytes] = []  # what is tokenised at once: documents, or parts of large ones
         ends: list[bool] = []  # whether each of them ends its document
         continued = bool(job) and job[0].kind == "file" and not job[0].first
-        for piece in job:
-            for text, last in self._texts(piece, skipped):
-                parts = list(cuts(text, PIECE_BYTES))
-                texts += parts
-                ends += [False] * (len(parts) - 1) + [last]
+        for chunk in job:
+            for text, is_last in self._texts(chunk, skipped):
+                sections = list(cuts(text, CHUNK_BYTES))
+                texts += sections
+                ends += [False] * (len(sections) - 1) + [is_last]
         tokens, counts = self._ids(texts, ends)
-        closing = np.flatnonzero(ends)
-        total = np.concatenate([[0], np.cumsum(counts)])
-        bounds = np.concatenate([[0], closing + 1, [len(texts)] if texts and not ends[-1] else []]).astype(np.int64)
-        lengths = np.diff(total[bounds]) if texts else np.zeros(0, np.int64)
+        lengths = _document_lengths(counts, ends)
         return Encoded(tokens, lengths, continued, sum(map(len, texts)), dict(skipped))
 
-    def texts(self, piece: TextPiece) -> Iterator[bytes]:
-        """The texts of a piece, UTF-8, without tokenising them."""
-        return (text for text, _ in self._texts(piece, Counter()))
+    def texts(self, chunk: TextChunk) -> Iterator[bytes]:
+        """The texts of a chunk, UTF-8, without tokenising them."""
+        return (text for text, _ in self._texts(chunk, Counter()))
 
     def _ids(self, texts: list[bytes], ends: list[bool]) -> tuple[Ids, npt.NDArray[np.int64]]:
         """All tokens, and how many each text has, with the end of text where a document ends."""
-        closing = [] if self.end_of_text is None else [self.end_of_text]
+        arrays: list[Ids]
         if isinstance(self.tokenizer, ByteTokenizer):
-            arrays = [np.frombuffer(text, np.uint8) for text in texts]
+            arrays = [np.frombuffer(text, np.uint8).astype(self.dtype, copy=False) for text in texts]
         else:
             arrays = [np.fromiter(ids, self.dtype, len(ids)) for ids in _encode(self.tokenizer, texts)]
-        close, nothing = np.array(closing, self.dtype), np.zeros(0, self.dtype)
-        pairs = chain.from_iterable(
-            (ids.astype(self.dtype, copy=False), close if end else nothing)
-            for ids, end in zip(arrays, ends, strict=True)
-        )
-        counts = [len(ids) + (len(closing) if end else 0) for ids, end in zip(arrays, ends, strict=True)]
-        return np.concatenate([nothing, *pairs]), np.array(counts, np.int64)
+        closing = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
+        sections: list[Ids] = [np.zeros(0, self.dtype)]  # so that there is one to concatenate
+        counts = []
+        for ids, ends_document in zip(arrays, ends, strict=True):
+            sections.append(ids)
+            count = len(ids)
+            if ends_document:
+                sections.append(closing)
+                count += len(closing)
+            counts.append(count)
+        return np.concatenate(sections), np.array(counts, np.int64)
 
-    def _texts(self, piece: TextPiece, skipped: Counter[str]) -> Iterator[tuple[bytes, bool]]:
-        """(UTF-8 text, whether it ends its document) of a piece."""
-        if piece.kind == "file":
-            assert isinstance(piece.content, bytes)
-            yield piece.content, piece.last
+    def _texts(self, chunk: TextChunk, skipped: Counter[str]) -> Iterator[tuple[bytes, bool]]:
+        """(UTF-8 text, whether it ends its document) of a chunk."""
+        if chunk.kind == "file":
+            assert isinstance(chunk.content, bytes)
+            yield chunk.content, chunk.last
             return
-        for text in self._documents(piece, skipped):
+        for text in self._documents(chunk, skipped):
             if not text.strip():
                 skipped["empty documents"] += 1
                 continue
@@ -110,22 +116,25 @@ class Encoder:
             except UnicodeEncodeError:  # a JSON string may hold half of a surrogate pair
                 skipped["undecodable documents"] += 1
 
-    def _documents(self, piece: TextPiece, skipped: Counter[str]) -> Iterator[str]:
-        if isinstance(piece.content, list):
-            for value in piece.content:
+    def _documents(self, chunk: TextChunk, skipped: Counter[str]) -> Iterator[str]:
+        if isinstance(chunk.content, list):
+            for value in chunk.content:
                 if isinstance(value, str):
                     yield value
                 else:
                     skipped[f"rows without a text {self.text_key!r}"] += 1
-        elif piece.kind == "jsonl":
-            yield from self._json_lines(piece.content, skipped)
-        elif piece.kind == "line":
+        elif chunk.kind == "jsonl":
+            yield from self._json_lines(chunk.content, skipped)
+        elif chunk.kind == "line":
             # only at \n and \r\n, as an editor counts: str.splitlines knows eight more
-            yield from (line.removesuffix("\r") for line in piece.content.decode().split("\n") if line.strip())
+            for line in chunk.content.decode().split("\n"):
+                if line.strip():
+                    yield line.removesuffix("\r")
         else:
-            # with blank lines at both ends, as in the middle: the result is the same wherever a piece was cut
-            texts = _BLANK_LINES.split(f"\n\n{piece.content.decode()}\n\n")
-            yield from (stripped for text in texts if (stripped := text.strip("\r\n")))
+            # with blank lines at both ends, as in the middle: the result is the same wherever a chunk was cut
+            for text in _BLANK_LINES.split(f"\n\n{chunk.content.decode()}\n\n"):
+                if paragraph := text.strip("\r\n"):
+                    yield paragraph
 
     def _json_lines(self, content: bytes, skipped: Counter[str]) -> Iterator[str]:
         for line in content.split(b"\n"):
@@ -144,18 +153,29 @@ class Encoder:
                     skipped[f"rows without a text {self.text_key!r}"] += 1
 
 
+def _document_lengths(counts: npt.NDArray[np.int64], ends: list[bool]) -> npt.NDArray[np.int64]:
+    """Tokens of each document, from the tokens of each text; the last document may be without its end."""
+    if not ends:
+        return np.zeros(0, np.int64)
+    tokens_before = np.concatenate([[0], np.cumsum(counts)])  # the tokens before each text, and of all
+    boundaries = [0, *(np.flatnonzero(ends) + 1).tolist()]
+    if not ends[-1]:
+        boundaries.append(len(ends))
+    return np.diff(tokens_before[boundaries])
+
+
 def _encode(tokenizer: AnyTokenizer, texts: Sequence[bytes]) -> Iterator[list[int]]:
     """The ids of each text, a few texts at a time."""
     start = size = 0
     for i, text in enumerate(texts):
         size += len(text)
-        if size >= _TOGETHER or i == len(texts) - 1:
+        if size >= _BATCH_BYTES or i == len(texts) - 1:
             yield from tokenizer.encode_batch([text.decode() for text in texts[start : i + 1]])
             start, size = i + 1, 0
 
 
 def cuts(content: bytes, limit: int, mode: str = "file") -> Iterator[bytes]:
-    """`content`, UTF-8 text, in pieces of about `limit` bytes that can be tokenised one by one.
+    """`content`, UTF-8 text, in sections of about `limit` bytes that can be tokenised one by one.
 
     mode `file`: behind a line end between two words, where byte-level tokenizers begin anew in any case, those of
     GPT-2's pattern and those of GPT-4's; without one, at another line end or between characters.
@@ -163,45 +183,56 @@ def cuts(content: bytes, limit: int, mode: str = "file") -> Iterator[bytes]:
     """
     start = 0
     while len(content) - start > limit:
-        stop = cut_place(content, start, start + limit, mode)
+        stop = cut_position(content, start, start + limit, mode)
         yield content[start:stop]
         start = stop
     if start < len(content):
         yield content[start:]
 
 
-def cut_place(content: bytes, start: int, stop: int, mode: str = "file") -> int:
-    """A place to cut behind `start`: the last one up to `stop`, else the first one behind it, see `cuts`."""
+def cut_position(content: bytes, start: int, stop: int, mode: str = "file") -> int:
+    """Where to cut behind `start`: the last possible position up to `stop`, else the first behind it, see `cuts`."""
     if mode == "file":
         return _between_words(content, start, stop)
     ends = PARAGRAPH_ENDS if mode == "paragraph" else (b"\n",)
-    if (place := last_end(content, ends, start, stop)) > 0:
-        return place
-    place = len(content)
+    position = last_end(content, ends, start, stop)
+    if position > 0:
+        return position
+    position = len(content)
     for end in ends:
-        found = content.find(end, stop - len(end) + 1, place)
-        place = found + len(end) if found >= 0 else place
-    return place
+        next_end = content.find(end, stop - len(end) + 1, position)
+        if next_end >= 0:
+            position = next_end + len(end)
+    return position
 
 
 def last_end(content: bytes, ends: Sequence[bytes], start: int, stop: int) -> int:
     """Behind the last of the `ends` that lie between start and stop; 0 if there is none."""
-    return max((place + len(end) for end in ends if (place := content.rfind(end, start, stop)) >= 0), default=0)
+    positions = [0]
+    for end in ends:
+        last = content.rfind(end, start, stop)
+        if last >= 0:
+            positions.append(last + len(end))
+    return max(positions)
 
 
 def _between_words(content: bytes, start: int, stop: int) -> int:
-    other = -1
-    place = content.rfind(b"\n", start, stop)
-    while place > start:
-        if content[place + 1 : place + 2].isalnum():
-            if content[place - 1 : place].strip():
-                return place + 1
-            other = max(other, place + 1)
-        place = content.rfind(b"\n", start, place)
-    return other if other > 0 else _between_characters(content, start, stop)
+    """Behind the last line end between a character that is no space and a letter or digit.
+
+    Otherwise behind the last line end before a letter or digit, otherwise between two characters.
+    """
+    second_best = -1
+    line_end = content.rfind(b"\n", start, stop)
+    while line_end > start:
+        if content[line_end + 1 : line_end + 2].isalnum():
+            if content[line_end - 1 : line_end].strip():
+                return line_end + 1
+            second_best = max(second_best, line_end + 1)
+        line_end = content.rfind(b"\n", start, line_end)
+    return second_best if second_best > 0 else _between_characters(content, start, stop)
 
 
 def _between_characters(content: bytes, start: int, stop: int) -> int:
-    while stop > start + 1 and content[stop] & 0xC0 == 0x80:  # inside of a character
+    while stop > start + 1 and content[stop] & 0xC0 == 0x80:  # inside of a character: UTF-8's continuation bytes
         stop -= 1
     return stop

@@ -1,4 +1,4 @@
-"""Reads sources as pieces, streaming: neither a file nor a row group needs to fit in memory at once."""
+"""Reads sources as chunks, streaming: neither a file nor a row group needs to fit in memory at once."""
 
 import codecs
 import gzip
@@ -11,17 +11,17 @@ from importlib import import_module
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple
 
-from core.datasets.corpus.documents import PARAGRAPH_ENDS, PIECE_BYTES, TextPiece, cut_place, cuts, last_end
+from core.datasets.corpus.documents import CHUNK_BYTES, PARAGRAPH_ENDS, TextChunk, cut_position, cuts, last_end
 from core.datasets.corpus.sources import TextSource
 
-PORTION_BYTES = 64 << 20  # a larger text file becomes several documents
+PORTION_BYTES = 64 << 20  # read at once; a larger text file becomes several documents
 _ROWS = 512
 
 
-def read_pieces(
+def read_chunks(
     sources: Sequence[TextSource], skipped: Counter[str], *, documents: str = "file", text_key: str = "text"
-) -> Iterator[TextPiece]:
-    """The content of the sources, in their order, in pieces of about 1 MB.
+) -> Iterator[TextChunk]:
+    """The content of the sources, in their order, in chunks of about 1 MB.
 
     documents: what a document is in a text file: `file`, `paragraph` (between blank lines) or `line`; a `file` of
     more than 64 MB is several. Of a damaged compressed file, the whole documents (of kind `file`: lines) up to the
@@ -37,8 +37,10 @@ def read_pieces(
             else:
                 with ExitStack() as files:
                     opened = _open(source, files)
-                    read = _lines(opened) if source.kind == "jsonl" else _text(opened, documents, skipped)
-                    yield from read
+                    if source.kind == "jsonl":
+                        yield from _lines(opened)
+                    else:
+                        yield from _text(opened, documents, skipped)
                     if opened.damage() is not None:
                         skipped["damaged compressed files"] += 1
         except _Damaged:
@@ -55,7 +57,7 @@ def _extra(name: str, source: TextSource) -> Any:
 
 
 class _Damaged(Exception):
-    """Of a library that has exceptions of its own."""
+    """A damaged file, where the library that reads it has exceptions of its own."""
 
 
 class _OpenedText(NamedTuple):
@@ -82,7 +84,7 @@ def _open(source: TextSource, files: ExitStack) -> _OpenedText:
         unpacked = _Unpacked(packed, zstandard.ZstdError)
     else:
         return _OpenedText(raw, raw, lambda: None)
-    return _OpenedText(io.BufferedReader(unpacked, PIECE_BYTES), raw, lambda: unpacked.damage)
+    return _OpenedText(io.BufferedReader(unpacked, CHUNK_BYTES), raw, lambda: unpacked.damage)
 
 
 class _Unpacked(io.RawIOBase):
@@ -105,52 +107,59 @@ class _Unpacked(io.RawIOBase):
             return 0
 
 
-def _lines(opened: _OpenedText) -> Iterator[TextPiece]:
-    at = 0
-    while content := opened.content.read(PIECE_BYTES):
+def _lines(opened: _OpenedText) -> Iterator[TextChunk]:
+    previous_position = 0  # in the file on disk
+    while content := opened.content.read(CHUNK_BYTES):
         if not content.endswith(b"\n"):
             content += opened.content.readline()
         if opened.is_torn():
             content = content[: content.rfind(b"\n") + 1]
-        yield TextPiece("jsonl", content, opened.raw.tell() - at)
-        at = opened.raw.tell()
+        position = opened.raw.tell()
+        yield TextChunk("jsonl", content, position - previous_position)
+        previous_position = position
 
 
-def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextPiece]:
+def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextChunk]:
+    """Chunks of a text file. A file larger than a portion is cut where `documents` allows it."""
     file, raw = opened.content, opened.raw
-    at, rest = 0, b""
+    previous_position, rest = 0, b""  # in the file on disk; what a cut left over of the last portion
     if not file.peek(1) and opened.damage() is None:  # type: ignore[attr-defined]
         skipped["empty documents"] += 1
-    beginning = True
+    is_beginning = True
     while content := rest + file.read(PORTION_BYTES + 1 - len(rest)):
         rest = b""
         if len(content) > PORTION_BYTES:
-            place = cut_place(content, 0, PORTION_BYTES, documents)
-            if place == len(content):  # no line end far and wide
-                place = cut_place(content, 0, PORTION_BYTES)
-            content, rest = content[:place], content[place:]
-        elif opened.is_torn() and not (content := _whole(content, documents)):
-            return
-        if beginning:
-            content, beginning = content.removeprefix(codecs.BOM_UTF8), False
-        size, at = raw.tell() - at, raw.tell()
-        if why := _unreadable(content):
-            skipped[why] += 1
+            cut = cut_position(content, 0, PORTION_BYTES, documents)
+            if cut == len(content):  # no line end far and wide
+                cut = cut_position(content, 0, PORTION_BYTES)
+            content, rest = content[:cut], content[cut:]
+        elif opened.is_torn():
+            content = _without_torn_end(content, documents)
+            if not content:
+                return
+        if is_beginning:
+            content, is_beginning = content.removeprefix(codecs.BOM_UTF8), False
+        position = raw.tell()
+        size, previous_position = position - previous_position, position
+        if reason := _unreadable(content):
+            skipped[reason] += 1
             continue
-        parts = list(cuts(content, PIECE_BYTES, documents))
-        for i, part in enumerate(parts):
-            share = size * (i + 1) // len(parts) - size * i // len(parts)
-            yield TextPiece(documents, part, share, i == 0 or documents != "file", i == len(parts) - 1)
+        sections = list(cuts(content, CHUNK_BYTES, documents))
+        for i, section in enumerate(sections):
+            # shares of the bytes on disk that add up to `size`
+            share = size * (i + 1) // len(sections) - size * i // len(sections)
+            is_first = i == 0 or documents != "file"
+            yield TextChunk(documents, section, share, is_first, i == len(sections) - 1)
 
 
-def _whole(content: bytes, documents: str) -> bytes:
-    """Without the paragraph or line that has no end; a file is kept up to its last whole line."""
+def _without_torn_end(content: bytes, documents: str) -> bytes:
+    """Without the paragraph or line that has no end; a file stays up to its last complete line."""
     ends = PARAGRAPH_ENDS if documents == "paragraph" else (b"\n",)
     return content[: last_end(content, ends, 0, len(content))]
 
 
 def _unreadable(content: bytes) -> str | None:
-    """Why a document is skipped."""
+    """Why a document is skipped; None if it is not."""
     if b"\0" in content[:8192]:
         return "binary files"
     try:
@@ -160,24 +169,25 @@ def _unreadable(content: bytes) -> str | None:
     return None if text.strip() else "empty documents"
 
 
-def _parquet(source: TextSource, text_key: str) -> Iterator[TextPiece]:
+def _parquet(source: TextSource, text_key: str) -> Iterator[TextChunk]:
     parquet = _extra("pyarrow.parquet", source)
     try:
         with parquet.ParquetFile(source.path) as file:
             rows = file.metadata.num_rows
             if text_key not in file.schema_arrow.names:
-                yield TextPiece("texts", [None] * rows, source.size)
+                yield TextChunk("texts", [None] * rows, source.size)
                 return
             for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
-                yield TextPiece("texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows))
+                yield TextChunk("texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows))
     except _extra("pyarrow", source).ArrowInvalid as error:
         raise _Damaged(str(error)) from error
 
 
-def _dataset(source: TextSource, text_key: str) -> Iterator[TextPiece]:
-    found = _extra("datasets", source).load_from_disk(str(source.path))
-    if text_key not in found.column_names:
-        yield TextPiece("texts", [None] * len(found), source.size)
+def _dataset(source: TextSource, text_key: str) -> Iterator[TextChunk]:
+    dataset = _extra("datasets", source).load_from_disk(str(source.path))
+    if text_key not in dataset.column_names:
+        yield TextChunk("texts", [None] * len(dataset), source.size)
         return
-    for batch in found.select_columns([text_key]).iter(batch_size=_ROWS):
-        yield TextPiece("texts", list(batch[text_key]), source.size * len(batch[text_key]) // max(1, len(found)))
+    for batch in dataset.select_columns([text_key]).iter(batch_size=_ROWS):
+        texts = list(batch[text_key])
+        yield TextChunk("texts", texts, source.size * len(texts) // max(1, len(dataset)))

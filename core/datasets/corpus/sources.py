@@ -50,18 +50,21 @@ def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tup
             f"{len(missing)} of {len(inputs)} inputs do not exist: {', '.join(missing)}; name files or directories"
         )
     search = _SourceSearch(globs)
-    found: list[tuple[bytes, int, TextSource]] = []
-    for number, given in enumerate(map(Path, inputs)):
-        sources = search.below(given) if given.is_dir() else search.file(given, given.name, named=True)
-        found += [(hashlib.sha256(os.fsencode(source.name)).digest(), number, source) for source in sources]
-    if not found:
-        others = search.skipped.pop(_OTHER_SUFFIX, 0)
+    # sorted by the hash of the name, then by the input: equal names in two inputs stay in the order of the inputs
+    hashed_sources: list[tuple[bytes, int, TextSource]] = []
+    for number, path in enumerate(map(Path, inputs)):
+        sources = search.below(path) if path.is_dir() else search.file(path, path.name, named=True)
+        for source in sources:
+            name_hash = hashlib.sha256(os.fsencode(source.name)).digest()
+            hashed_sources.append((name_hash, number, source))
+    if not hashed_sources:
+        other_suffixes = search.skipped.pop(_OTHER_SUFFIX, 0)
         rest = "".join(f", {count} {reason}" for reason, count in sorted(search.skipped.items()))
         raise ValueError(
-            f"{', '.join(map(str, inputs))}: 0 files to read, {others} of other suffixes than "
+            f"{', '.join(map(str, inputs))}: 0 files to read, {other_suffixes} of other suffixes than "
             f"{' '.join(READ)} (also {' '.join(PACKED)}){rest}; name a pattern, for example --glob '*.html'"
         )
-    return [source for *_, source in sorted(found, key=lambda entry: entry[:2])], search.skipped
+    return [source for *_, source in sorted(hashed_sources, key=lambda entry: entry[:2])], search.skipped
 
 
 class _SourceSearch:
@@ -70,7 +73,7 @@ class _SourceSearch:
     def __init__(self, globs: Sequence[str]) -> None:
         self.skipped: Counter[str] = Counter()
         self._globs = globs
-        self._seen: set[str] = set()  # resolved paths of files, and of datasets
+        self._known_paths: set[str] = set()  # resolved paths of files, and of datasets
 
     def below(self, root: Path) -> Iterator[TextSource]:
         """The sources in a directory. Its links to directories come last: a link renames nothing that is there."""
@@ -83,30 +86,31 @@ class _SourceSearch:
                     subdirectories.clear()
                     continue
                 entered.add(resolved)
-                here = Path(directory)
-                yield from self._directory(root, here, resolved, subdirectories, files)
-                waiting += [here / entry for entry in subdirectories if (here / entry).is_symlink()]
+                folder = Path(directory)
+                yield from self._directory(root, folder, resolved, subdirectories, files)
+                waiting += [folder / entry for entry in subdirectories if (folder / entry).is_symlink()]
 
     def _unreadable(self, error: OSError) -> None:
         self.skipped["directories that cannot be read"] += 1
 
     def _directory(
-        self, root: Path, here: Path, resolved: str, subdirectories: list[str], files: list[str]
+        self, root: Path, folder: Path, resolved: str, subdirectories: list[str], files: list[str]
     ) -> Iterator[TextSource]:
         """What is in one directory; leaves those of `subdirectories` that are to be looked into, in order."""
-        name = here.relative_to(root).as_posix()
+        name = folder.relative_to(root).as_posix()
         if _SPLITS in files:
-            splits = ", ".join(str(here / entry) for entry in sorted(subdirectories))
-            raise ValueError(f"{here} is a dataset of {len(subdirectories)} splits; name those to read: {splits}")
+            splits = ", ".join(str(folder / entry) for entry in sorted(subdirectories))
+            raise ValueError(f"{folder} is a dataset of {len(subdirectories)} splits; name those to read: {splits}")
         if _DATASET in files and "state.json" in files:
             subdirectories.clear()
             if self._is_new(resolved):
-                yield TextSource(here, name, "dataset", sum((here / file).stat().st_size for file in files))
+                yield TextSource(folder, name, "dataset", sum((folder / file).stat().st_size for file in files))
             return
         subdirectories[:] = sorted(entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS")
         for file in sorted(files):
             if not file.startswith("."):
-                yield from self.file(here / file, (here / file).relative_to(root).as_posix(), named=False)
+                path = folder / file
+                yield from self.file(path, path.relative_to(root).as_posix(), named=False)
 
     def file(self, path: Path, name: str, *, named: bool) -> Iterator[TextSource]:
         """The source that the file is, if it is one."""
@@ -124,17 +128,19 @@ class _SourceSearch:
             yield source
 
     def _is_new(self, resolved: str) -> bool:
-        if resolved in self._seen:
+        if resolved in self._known_paths:
             self.skipped["files given twice"] += 1
             return False
-        self._seen.add(resolved)
+        self._known_paths.add(resolved)
         return True
 
 
 def _source(path: Path, name: str, size: int, globs: Sequence[str], *, named: bool) -> TextSource | None:
     """None: not to be read."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    suffix = (suffixes[:-1] or [""])[-1] if suffixes and suffixes[-1] in PACKED else (suffixes or [""])[-1]
+    if suffixes and suffixes[-1] in PACKED:  # `.jsonl.gz` is read as `.jsonl`
+        suffixes.pop()
+    suffix = suffixes[-1] if suffixes else ""
     if suffix in LINES:
         return TextSource(path, name, "jsonl", size)
     if suffix == ".parquet":

@@ -35,10 +35,10 @@ class SourceFiles:
         for name in self.names:
             try:
                 stat = (self.root / name).stat()
-                found = f"{stat.st_size}\0{stat.st_mtime_ns}"
+                state = f"{stat.st_size}\0{stat.st_mtime_ns}"
             except OSError:  # a dangling link, for one; `read_texts` will skip it
-                found = "missing"
-            digest.update(f"{name}\0{found}\n".encode())
+                state = "missing"
+            digest.update(f"{name}\0{state}\n".encode())
         return digest.hexdigest()
 
 
@@ -50,9 +50,9 @@ def standard_library(root: Path | None = None) -> SourceFiles:
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     names = []
     for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [d for d in subdirectories if _belongs(d)]  # pruned: site-packages can be huge
-        here = Path(directory).relative_to(root)
-        names += [(here / file).as_posix() for file in files if file.endswith(".py") and _belongs(file)]
+        subdirectories[:] = [name for name in subdirectories if _belongs(name)]  # pruned: site-packages can be huge
+        folder = Path(directory).relative_to(root)
+        names += [(folder / file).as_posix() for file in files if file.endswith(".py") and _belongs(file)]
     if not names:
         raise ValueError(f"{root} holds 0 Python files, at least 1 is needed; pass a directory of sources")
     return SourceFiles(root, tuple(sorted(names)))

@@ -10,11 +10,11 @@ from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 
-from core.datasets.corpus.documents import Encoded, Encoder, TextPiece
+from core.datasets.corpus.documents import Encoded, Encoder, TextChunk
 
 _AHEAD = 4  # jobs per worker that may wait for a slower one before them: bounds memory
 
-Job = Sequence[TextPiece]
+Job = Sequence[TextChunk]
 
 
 def encode_all(jobs: Iterable[Job], encoder: Encoder, workers: int) -> Generator[tuple[Job, Encoded], None, None]:
@@ -25,17 +25,17 @@ def encode_all(jobs: Iterable[Job], encoder: Encoder, workers: int) -> Generator
     """
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1; this machine has {available_cores()} cores")
-    waiting = iter(jobs)
-    begin = list(islice(waiting, 2))
-    waiting = chain(begin, waiting)
-    if workers == 1 or len(begin) < 2:
+    remaining = iter(jobs)
+    first_two = list(islice(remaining, 2))
+    remaining = chain(first_two, remaining)
+    if workers == 1 or len(first_two) < 2:
         with _one_thread():
-            for job in waiting:
+            for job in remaining:
                 yield job, encoder.encode(job)
         return
-    pool = _Pool(encoder, workers)
+    pool = _WorkerPool(encoder, workers)
     try:
-        yield from pool.run(waiting)
+        yield from pool.run(remaining)
     finally:
         pool.close()
 
@@ -59,15 +59,16 @@ def _one_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-class _Pool:
+class _WorkerPool:
     """Processes that have one job at a time each, so that neither side can wait for the other to read."""
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
         self._encoder, self._workers = encoder, workers
         self._processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
-        self._busy: dict[Connection, int] = {}  # the number of the job
+        self._busy: dict[Connection, int] = {}  # connection of a worker -> the number of its job
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
+        """Each job with its tokens, in order; a few jobs are ahead of the next one that is yielded."""
         for _ in range(self._workers):  # all before the first job, which waits until its process can read
             self._start()
         sent: dict[int, Job] = {}
@@ -75,7 +76,9 @@ class _Pool:
         number = written = 0
         job = next(jobs, None)
         while job is not None or sent:
-            while job is not None and number - written < _AHEAD * self._workers and (connection := self._idle()):
+            while (
+                job is not None and number - written < _AHEAD * self._workers and (connection := self._idle_worker())
+            ):
                 self._send(connection, number, job)
                 sent[number] = job
                 number, job = number + 1, next(jobs, None)  # the next one is read while the workers work
@@ -87,41 +90,41 @@ class _Pool:
                     assert isinstance(ready, Connection)
                     done[self._busy.pop(ready)] = self._receive(ready)
 
-    def _idle(self) -> Connection | None:
+    def _idle_worker(self) -> Connection | None:
         return next((connection for connection in self._processes if connection not in self._busy), None)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, self._encoder), daemon=True)
+        parent_end, worker_end = context.Pipe()
+        process = context.Process(target=_work, args=(worker_end, self._encoder), daemon=True)
         resource_tracker.ensure_running()  # which starting it would do, and unblock the signals
         # Signals that go to the whole group are for the parent alone, which answers when it is done here: a process
-        # that is half started would tell its own story about it. The mask is inherited.
+        # that is half started would print a traceback of its own. The mask is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # the parent holds one end alone: when it dies, the worker reads the end of the pipe
-        self._processes[ours] = process
+        worker_end.close()  # the parent holds one end alone: when it dies, the worker reads the end of the pipe
+        self._processes[parent_end] = process
 
     def _send(self, connection: Connection, number: int, job: Job) -> None:
         self._busy[connection] = number
         try:
             connection.send(job)
         except OSError:
-            self._tell_of_death(connection)
+            self._raise_death(connection)
 
     def _receive(self, connection: Connection) -> Encoded:
         try:
             result = connection.recv()
         except (EOFError, OSError):
-            self._tell_of_death(connection)
+            self._raise_death(connection)
         if isinstance(result, str):
             raise RuntimeError(f"a worker process failed:\n{result}")
         return result
 
-    def _tell_of_death(self, connection: Connection) -> None:
+    def _raise_death(self, connection: Connection) -> None:
         process = self._processes[connection]
         process.join(timeout=5)
         raise ChildProcessError(

@@ -9,8 +9,9 @@ from core.datasets.card import tokenizer_path
 from core.datasets.token_file import TokenFile
 from core.datasets.tokenizers.byte_tokenizer import CONTENT, ByteTokenizer
 
-_LOOKED_AT = 1 << 22  # tokens of a file without card that are held against the tokenizer: all would be slow
-_BLOCKS, _BLOCK = 64, 4096  # and so many blocks of so many tokens, spread over the whole of it
+# tokens of a file without card that are compared with the size of the vocabulary: all would be slow
+_CHECKED_TOKENS = 1 << 22  # at its beginning
+_BLOCKS, _BLOCK = 64, 4096  # and so many blocks of so many tokens, spread over the file
 
 
 class AnyTokenizer(Protocol):
@@ -94,22 +95,23 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
     Where documents are closed by an end of text, it must be the tokenizer's.
     """
     if file.card is None:
-        least, most = file.smallest_and_largest([0], _LOOKED_AT)
-        last = max(0, file.num_tokens - _BLOCK)
-        starts = [i * last // (_BLOCKS - 1) for i in range(_BLOCKS)]
-        low, high = file.smallest_and_largest(starts, _BLOCK)
-        least, most = min(least, low), max(most, high)
-        if least < 0 or most >= tokenizer.vocab_size:
+        first_smallest, first_largest = file.smallest_and_largest([0], _CHECKED_TOKENS)
+        last_start = max(0, file.num_tokens - _BLOCK)
+        starts = [i * last_start // (_BLOCKS - 1) for i in range(_BLOCKS)]
+        smallest, largest = file.smallest_and_largest(starts, _BLOCK)
+        smallest, largest = min(first_smallest, smallest), max(first_largest, largest)
+        if smallest < 0 or largest >= tokenizer.vocab_size:
             raise ValueError(
-                f"{file.prefix}.bin holds token {least if least < 0 else most}, the tokenizer has "
+                f"{file.prefix}.bin holds token {smallest if smallest < 0 else largest}, the tokenizer has "
                 f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
             )
         return
-    found, expected = tokenizer.identity, file.card.tokenizer
-    if found != expected:
+    identity, expected = tokenizer.identity, file.card.tokenizer
+    if identity != expected:
         raise ValueError(
             f"{file.prefix}.bin was made by tokenizer {expected[:12]} of {file.card.vocab_size} tokens, this is "
-            f"{found[:12]} of {tokenizer.vocab_size}; give {tokenizer_path(file.prefix)}, or prepare the text again"
+            f"{identity[:12]} of {tokenizer.vocab_size}; give {tokenizer_path(file.prefix)}, or prepare the text "
+            "again"
         )
     if file.card.end_of_text not in (None, tokenizer.end_of_text):
         raise ValueError(

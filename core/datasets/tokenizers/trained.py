@@ -16,7 +16,7 @@ except ImportError as error:
 
 END_OF_TEXT = "<|endoftext|>"
 LIBRARY_VERSION: str = hf.__version__
-_SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of text
+_MIN_VOCABULARY = 257  # the 256 bytes and the end of text
 # what the families of models call it; the first that is a special token of the file is taken
 _ENDS_OF_TEXT = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>"),
@@ -78,8 +78,8 @@ class Tokenizer:
     def identity(self) -> str:
         """SHA-256 (hex) of what decides ids, the same whatever version of the library wrote the file."""
         content = json.loads(self._inner.to_str())
-        kept = {name: _essence(content.get(name)) for name in _DECIDE_IDS}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        deciding = {name: _essence(content.get(name)) for name in _DECIDE_IDS}
+        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`; raises `ValueError` if it holds lone surrogates, which are no UTF-8."""
@@ -100,17 +100,21 @@ class Tokenizer:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
 
-def _find_end_of_text(inner: hf.Tokenizer, wanted: str | int | None) -> int:
-    """The id of the token that ends a document."""
-    if isinstance(wanted, int):
-        if inner.id_to_token(wanted) is None:
-            raise ValueError(f"end_of_text={wanted} is no id of the tokenizer's {inner.get_vocab_size()} tokens")
-        return wanted
-    if wanted is not None:
-        if (found := inner.token_to_id(wanted)) is None:
-            raise ValueError(f"end_of_text={wanted!r} is not among the tokenizer's {inner.get_vocab_size()} tokens")
-        return found
-    special = {str(token.content): i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+def _find_end_of_text(inner: hf.Tokenizer, requested: str | int | None) -> int:
+    """The id of the token that ends a document: the requested one, else the first special token of a known name."""
+    if isinstance(requested, int):
+        if inner.id_to_token(requested) is None:
+            raise ValueError(f"end_of_text={requested} is no id of the tokenizer's {inner.get_vocab_size()} tokens")
+        return requested
+    if requested is not None:
+        token_id = inner.token_to_id(requested)
+        if token_id is None:
+            raise ValueError(
+                f"end_of_text={requested!r} is not among the tokenizer's {inner.get_vocab_size()} tokens"
+            )
+        return token_id
+    added_tokens = inner.get_added_tokens_decoder().items()
+    special = {str(token.content): token_id for token_id, token in added_tokens if token.special}
     for name in _ENDS_OF_TEXT:
         if name in special:
             return special[name]
@@ -135,8 +139,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     The same texts give the same tokenizer. Too little text gives fewer tokens than `vocab_size`.
     Raises `ValueError` if `vocab_size` is too small to hold every byte.
     """
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise ValueError(f"vocab_size={vocab_size} cannot hold every byte; use {_SMALLEST_VOCABULARY} or more")
+    if vocab_size < _MIN_VOCABULARY:
+        raise ValueError(f"vocab_size={vocab_size} cannot hold every byte; use {_MIN_VOCABULARY} or more")
     inner = hf.Tokenizer(hf.models.BPE())
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = hf.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""What commands say on a terminal."""
+"""What commands print on a terminal: lines, tables, sizes, progress."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 def printable(text: str) -> str:
     """What a terminal may be sent: control characters, of which it obeys some, are written as Python does."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def say(lines: str | Iterable[str], *, error: bool = False) -> None:
@@ -26,23 +26,24 @@ def size_text(nbytes: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Columns as wide as they must be; those in `right` are aligned there."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+    """Columns as wide as their longest text; the columns `right` are aligned to the right."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(n) if i in right else cell.ljust(n)
-            for i, (cell, n) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+        texts = []
+        for column, (text, width) in enumerate(zip(row, widths, strict=True)):
+            texts.append(text.rjust(width) if column in right else text.ljust(width))
+        lines.append("  ".join(texts).rstrip())
     return lines
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to be told of bytes that are done: a bar if `rich` is installed, else a line per 5 %, and nothing
-    where standard error is no terminal."""
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function to be called with bytes that are done, of `total`.
+
+    It moves a bar if `rich` is installed, else prints a line per 5 %; nothing where standard error is no terminal.
+    """
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return
@@ -50,20 +51,22 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield _Lines(what, total).advance
+        yield _ProgressLines(title, total).advance
         return
-    columns = TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    columns = TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
-class _Lines:
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done, self._said = what, max(total, 1), 0, 0
+class _ProgressLines:
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total = title, max(total, 1)
+        self._done_bytes, self._printed_percent = 0, 0
 
     def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        if (percent := 100 * self._done // self._total) >= self._said + 5:
-            self._said = percent // 5 * 5
-            print(f"{self._what} {percent} % of {size_text(self._total)}", file=sys.stderr)
+        self._done_bytes += nbytes
+        percent = 100 * self._done_bytes // self._total
+        if percent >= self._printed_percent + 5:
+            self._printed_percent = percent // 5 * 5
+            print(f"{self._title} {percent} % of {size_text(self._total)}", file=sys.stderr)

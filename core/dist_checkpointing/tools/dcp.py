@@ -1,4 +1,4 @@
-"""What a directory of torch's DCP (torch.distributed.checkpoint) says it holds; Megatron's `torch_dist` is one, too.
+"""What a directory of torch's DCP (torch.distributed.checkpoint) holds; Megatron's `torch_dist` is one, too.
 
 `.metadata` is a pickle, which could run any code. Here it calls nothing: the few classes that DCP writes are records
 without behaviour, every other name is refused, and memory grows with the file only. No torch.
@@ -20,8 +20,8 @@ from core.parallel_state.flat import Box, volume
 METADATA = ".metadata"
 COMMON = "common.pt"  # of Megatron: what is no tensor
 MEGATRON = "metadata.json"
-MAX_METADATA_BYTES = 256 << 20  # of `.metadata`: two million pieces
-MOST_ARGUMENTS = 64
+MAX_METADATA_BYTES = 256 << 20  # of `.metadata`: two million shards
+MAX_ARGUMENTS = 64
 
 _DCP = "torch.distributed.checkpoint."
 _MODULES = {
@@ -33,8 +33,11 @@ _MODULES = {
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Where one `torch.save` lies: bytes of a file. within: names and positions inside of what it gives."""
+class ByteRange:
+    """Where the output of one `torch.save` lies: bytes of a file.
+
+    within: names and positions that lead to the value inside of what it loads.
+    """
 
     file: str
     offset: int
@@ -44,47 +47,52 @@ class Stretch:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """dtype: torch's name. pieces: its boxes, and where each lies."""
+    """dtype: torch's name. shards: its boxes, and where each lies."""
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[tuple[Box, Stretch], ...]
+    shards: tuple[tuple[Box, ByteRange], ...]
 
 
 @dataclass(frozen=True)
-class Saved:
-    """tensors, values: by key, the names of nested dicts joined by `/` where DCP flattened them. paths: key -> those
-    names, and positions in lists, as integers."""
+class DcpContents:
+    """All entries of a directory.
+
+    tensors, values: by key, the names of nested dicts joined by `/` where DCP flattened them. paths: key -> those
+    names, and positions in lists, as integers.
+    """
 
     tensors: Mapping[str, SavedTensor]
-    values: Mapping[str, Stretch]
+    values: Mapping[str, ByteRange]
     paths: Mapping[str, tuple[str | int, ...]]
     version: str
 
 
-Places = dict[tuple[str, tuple[int, ...] | None], Stretch]  # by name and offset; None: of a value
+ByteRanges = dict[tuple[str, tuple[int, ...] | None], ByteRange]  # by name and offset; None: of a value
 
 
 class _Record:
-    """What the pickle says of an object, and nothing that it could do."""
+    """What the pickle says of an object, and nothing that the object could do."""
 
     state: Any
 
     def __init__(self, *arguments: Any) -> None:
-        if len(arguments) > MOST_ARGUMENTS:  # the same ones may be given again and again
+        if len(arguments) > MAX_ARGUMENTS:  # a pickle may give the same ones again and again, at no cost in bytes
             raise pickle.UnpicklingError(f"{len(arguments)} arguments, which no class of DCP has")
 
 
 def _size(dims: Any = ()) -> tuple[Any, ...]:
     """In the place of `torch.Size`."""
-    if len(dims) > MOST_ARGUMENTS:
+    if len(dims) > MAX_ARGUMENTS:
         raise pickle.UnpicklingError(f"a tensor of {len(dims)} dims")
     return tuple(dims)
 
 
 class _Unpickler(pickle._Unpickler):
-    """Knows DCP's classes as records, `torch.Size` as a tuple, dtypes as their names. Written in Python: the one in
-    C allocates whatever a few bytes ask for."""
+    """Knows DCP's classes as records, `torch.Size` as a tuple, dtypes as their names.
+
+    Python's own implementation: the one in C allocates whatever a few bytes ask for.
+    """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # opcode -> what it does
@@ -95,15 +103,15 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError: a name that DCP does not write."""
-        inert = module.partition(".")[0] == "pathlib" or (module, name) == ("torch.serialization", "_get_layout")
-        if module in _MODULES or inert:
+        harmless = module.partition(".")[0] == "pathlib" or (module, name) == ("torch.serialization", "_get_layout")
+        if module in _MODULES or harmless:
             return self._classes.setdefault(name, type(name, (_Record,), {}))
         if module == "torch":
             return _size if name == "Size" else name
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
 
     def build(self) -> None:
-        """What an object is told of itself."""
+        """The opcode that would set an object's attributes, or call its `__setstate__`: here it is kept as data."""
         state = self.stack.pop()
         if not isinstance(self.stack[-1], _Record):
             raise pickle.UnpicklingError(f"it changes a {type(self.stack[-1]).__name__}")
@@ -114,15 +122,16 @@ class _Unpickler(pickle._Unpickler):
         del dispatch[_unused[0]]
 
 
-def read_saved(folder: str) -> Saved:
+def read_dcp(folder: str) -> DcpContents:
     """Raises ValueError: what DCP does not write, with the file. FileNotFoundError: no such directory."""
     _check_folder(folder)
     path = os.path.join(folder, METADATA)
     try:
         with open(open_regular(path), "rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > MAX_METADATA_BYTES:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_METADATA_BYTES:
                 raise ValueError(f"it has {size} bytes, at most {MAX_METADATA_BYTES} are read")
-            data = io.BytesIO(file.read())  # which reads no more than it has, however much is asked for
+            data = io.BytesIO(file.read())  # from memory: no opcode can ask for more bytes than there are
         return _contents(folder, _Unpickler(data).load())
     except OSError:
         raise
@@ -132,84 +141,92 @@ def read_saved(folder: str) -> Saved:
 
 def _check_folder(folder: str) -> None:
     names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    if MEGATRON in names and (backend := _backend(os.path.join(folder, MEGATRON))) not in ("torch_dist", None):
-        raise ValueError(f"{folder} is Megatron's {backend!r}; only torch_dist is read: save it so with Megatron")
+    if MEGATRON in names:
+        backend = _megatron_backend(os.path.join(folder, MEGATRON))
+        if backend not in ("torch_dist", None):
+            raise ValueError(f"{folder} is Megatron's {backend!r}; only torch_dist is read: save it so with Megatron")
     if METADATA in names:
         return
-    if steps := sorted(name for name in names if os.path.exists(os.path.join(folder, name, METADATA))):
+    steps = sorted(name for name in names if os.path.exists(os.path.join(folder, name, METADATA)))
+    if steps:
         raise ValueError(f"{folder} has no {METADATA}, but {len(steps)} directories in it have: give {steps[-1]}")
     raise FileNotFoundError(
         f"{folder} is no directory of torch's DCP, it has no {METADATA} (a save that is not finished has none either)"
     )
 
 
-def _backend(path: str) -> Any:
-    """What Megatron says of a directory's format; None: the file is another program's."""
+def _megatron_backend(path: str) -> Any:
+    """The format of a directory, by Megatron's metadata.json; None: the file is another program's."""
     try:
         with open(open_regular(path), "rb") as file:
-            told = parse_json(file.read(1 << 20), path)
+            value = parse_json(file.read(1 << 20), path)
     except ValueError:
         return None
-    return told.get("sharded_backend") if isinstance(told, dict) else None
+    return value.get("sharded_backend") if isinstance(value, dict) else None
 
 
-def _contents(folder: str, metadata: Any) -> Saved:
-    facts = _facts(metadata, "Metadata")
-    where: Places = {}
-    for index, told in facts["storage_data"].items():
-        known = _facts(index, "MetadataIndex")
-        where[known["fqn"], known.get("offset")] = _stretch(folder, known["fqn"], _facts(told, "_StorageInfo"))
-    nested: Mapping[str, Any] = facts.get("planner_data") or {}
+def _contents(folder: str, metadata: Any) -> DcpContents:
+    fields = _fields(metadata, "Metadata")
+    byte_ranges: ByteRanges = {}
+    for index, info in fields["storage_data"].items():
+        index_fields = _fields(index, "MetadataIndex")
+        name = index_fields["fqn"]
+        byte_ranges[name, index_fields.get("offset")] = _byte_range(folder, name, _fields(info, "_StorageInfo"))
+    flattened: Mapping[str, Any] = fields.get("planner_data") or {}  # name -> where it was in nested dicts
     tensors: dict[str, SavedTensor] = {}
-    values: dict[str, Stretch] = {}
+    values: dict[str, ByteRange] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for name, told in facts["state_dict_metadata"].items():
-        path = tuple(nested.get(name, (name,)))
-        if (key := "/".join(map(str, path))) in paths:
+    for name, entry in fields["state_dict_metadata"].items():
+        path = tuple(flattened.get(name, (name,)))
+        key = "/".join(map(str, path))
+        if key in paths:
             raise ValueError(f"two entries would be called {key}")
         paths[key] = path
-        if type(told).__name__ == "BytesStorageMetadata":
-            values[key] = _place(where, name, None)
+        if type(entry).__name__ == "BytesStorageMetadata":
+            values[key] = _look_up(byte_ranges, name, None)
         else:
-            tensors[key] = _tensor(name, _facts(told, "TensorStorageMetadata"), where)
-    return Saved(tensors, values, paths, str(facts.get("version")))
+            tensors[key] = _tensor(name, _fields(entry, "TensorStorageMetadata"), byte_ranges)
+    return DcpContents(tensors, values, paths, str(fields.get("version")))
 
 
-def _facts(record: Any, kind: str) -> dict[str, Any]:
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    """The attributes of a record. ValueError: it is of another class."""
     if not isinstance(record, _Record) or type(record).__name__ != kind:
         raise ValueError(f"{type(record).__name__} stands where {kind} should")
     return dict(record.state)
 
 
-def _stretch(folder: str, name: str, told: Mapping[str, Any]) -> Stretch:
-    path, offset, length = told["relative_path"], told["offset"], told["length"]
+def _byte_range(folder: str, name: str, fields: Mapping[str, Any]) -> ByteRange:
+    path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if leads_elsewhere(path):
         raise ValueError(f"{name} lies outside, in {path!r}")
-    if told.get("transform_descriptors"):
-        raise ValueError(f"{name} is written through {told['transform_descriptors']}; save it without extensions")
-    if not all(type(n) is int and n >= 0 for n in (offset, length)):
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"{name} is written through {fields['transform_descriptors']}; save it without extensions")
+    if not all(type(number) is int and number >= 0 for number in (offset, length)):
         raise ValueError(f"{name} lies at {offset!r}, {length!r}")
-    return Stretch(os.path.join(folder, path), offset, length)
+    return ByteRange(os.path.join(folder, path), offset, length)
 
 
-def _place(where: Places, name: str, offset: tuple[int, ...] | None) -> Stretch:
-    if (name, offset) not in where:
+def _look_up(byte_ranges: ByteRanges, name: str, offset: tuple[int, ...] | None) -> ByteRange:
+    if (name, offset) not in byte_ranges:
         raise ValueError(f"{name}: where its piece at {offset} lies is not said")
-    return where[name, offset]
+    return byte_ranges[name, offset]
 
 
-def _tensor(name: str, told: Mapping[str, Any], where: Places) -> SavedTensor:
-    dtype = told["properties"].state[0]
-    shape, pieces = tuple(told["size"]), []
-    for chunk in told["chunks"]:
-        facts = _facts(chunk, "ChunkStorageMetadata")
-        start, size = tuple(facts["offsets"]), tuple(facts["sizes"])
-        box = tuple((a, a + n) for a, n in zip(start, size, strict=True))
-        numbers = all(type(n) is int and n >= 0 for n in (*shape, *start, *size))
-        if not numbers or any(b > n for (_, b), n in zip(box, shape, strict=True)):
+def _tensor(name: str, fields: Mapping[str, Any], byte_ranges: ByteRanges) -> SavedTensor:
+    """Raises ValueError: shards that leave the tensor, or do not have as many elements as it."""
+    dtype = fields["properties"].state[0]
+    shape, shards = tuple(fields["size"]), []
+    for chunk in fields["chunks"]:
+        chunk_fields = _fields(chunk, "ChunkStorageMetadata")
+        offset, sizes = tuple(chunk_fields["offsets"]), tuple(chunk_fields["sizes"])
+        box = tuple((start, start + size) for start, size in zip(offset, sizes, strict=True))
+        are_sizes = all(type(number) is int and number >= 0 for number in (*shape, *offset, *sizes))
+        if not are_sizes or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise ValueError(f"{name}: a piece {box} does not lie in {shape}")
         if volume(box):
-            pieces.append((box, _place(where, name, start)))
-    if (held := sum(volume(box) for box, _ in pieces)) != prod(shape):
-        raise ValueError(f"{name}: its pieces have {held} elements, its shape {shape} has {prod(shape)}")
-    return SavedTensor(shape, str(dtype), tuple(pieces))
+            shards.append((box, _look_up(byte_ranges, name, offset)))
+    elements = sum(volume(box) for box, _ in shards)
+    if elements != prod(shape):
+        raise ValueError(f"{name}: its pieces have {elements} elements, its shape {shape} has {prod(shape)}")
+    return SavedTensor(shape, str(dtype), tuple(shards))

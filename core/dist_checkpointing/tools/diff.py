@@ -1,7 +1,8 @@
 """`diff`: where two checkpoints differ, by the digests in their manifests; values are read where grids differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -15,29 +16,38 @@ from core.parallel_state.flat import whole
 
 def differences(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[str]:
     """A line for each array and object that is not the same."""
-    for mine, other, side in ((a, b, "A"), (b, a, "B")):
-        for key in mine.keys:
-            if key not in other.metadata:
-                derived = other.derived.get(key)
-                yield f"only in {side}: {key}" + (
-                    f" (the other derives it from {derived['from']})" if derived else ""
-                )
+    yield from _only_in("A", a, b)
+    yield from _only_in("B", b, a)
     for key in a.keys:
-        if key in b.metadata and (how := _differs(a, b, key)):
-            yield f"differs: {key}: {how}"
-    for what, mine_, other_ in (("derived", a.derived, b.derived), ("object", a.objects, b.objects)):
-        for key in sorted(mine_.keys() | other_.keys()):
-            if mine_.get(key) != other_.get(key) or (key in mine_) != (key in other_):
-                yield f"{what} {key}: {mine_.get(key, 'missing')} in A, {other_.get(key, 'missing')} in B"
+        if key in b.metadata and (difference := _array_difference(a, b, key)):
+            yield f"differs: {key}: {difference}"
+    yield from _value_differences("derived", a.derived, b.derived)
+    yield from _value_differences("object", a.objects, b.objects)
 
 
-def _differs(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> str | None:
+def _only_in(side: str, stored: StoredCheckpoint, other: StoredCheckpoint) -> Iterator[str]:
+    for key in stored.keys:
+        if key not in other.metadata:
+            derived = other.derived.get(key)
+            hint = f" (the other derives it from {derived['from']})" if derived else ""
+            yield f"only in {side}: {key}{hint}"
+
+
+def _value_differences(kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(a.keys() | b.keys()):
+        if a.get(key) != b.get(key) or (key in a) != (key in b):
+            yield f"{kind} {key}: {a.get(key, 'missing')} in A, {b.get(key, 'missing')} in B"
+
+
+def _array_difference(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> str | None:
     if a.shape(key) != b.shape(key) or a.dtype(key) != b.dtype(key):
         return f"{a.dtype(key)} of {a.shape(key)} in A, {b.dtype(key)} of {b.shape(key)} in B"
     if Chunking.from_metadata(a.metadata[key]) == Chunking.from_metadata(b.metadata[key]):
-        grid = cells(a.shape(key), a.cell(key))
-        names = [f"{key}/{cell_name(index)}" for index, _ in grid]
-        count = sum(a.manifest.files.get(name) != b.manifest.files.get(name) for name in names)
+        # cells of one grid: equal sizes and digests are equal bytes
+        count = 0
+        for index, _ in cells(a.shape(key), a.cell(key)):
+            name = f"{key}/{cell_name(index)}"
+            count += a.manifest.files.get(name) != b.manifest.files.get(name)
         return f"{count} of {prod(grid_shape(a.metadata[key]))} cells" if count else None
     count = _unequal_values(a, b, key)
     return f"{count} of {prod(a.shape(key))} values" if count else None
@@ -45,12 +55,13 @@ def _differs(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> str | None:
 
 def _unequal_values(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> int:
     """How many values differ in any bit."""
-    wanted = [(key, block) for block in blocks(whole(a.shape(key)))]
-    return sum(
-        int(np.count_nonzero(_bits(x) != _bits(y))) for x, y in zip(stream(a, wanted), stream(b, wanted), strict=True)
-    )
+    requests = [(key, block) for block in blocks(whole(a.shape(key)))]
+    count = 0
+    for a_values, b_values in zip(stream(a, requests), stream(b, requests), strict=True):
+        count += int(np.count_nonzero(_bits(a_values) != _bits(b_values)))
+    return count
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """NaN equals NaN, and -0 is not 0."""
+    """As integers: NaN equals NaN, and -0 is not 0."""
     return array.view(f"u{array.itemsize}" if array.itemsize <= 8 else "V16")

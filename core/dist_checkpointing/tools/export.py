@@ -10,93 +10,106 @@ from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.planning.cuts import cuts
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
-from core.dist_checkpointing.tools.shards import SHARD, Tensor, new_folder, write
-from core.parallel_state.flat import Box
+from core.dist_checkpointing.tools.safetensors_files import FILE_BYTES, ExportedTensor, new_folder, write
+from core.parallel_state.flat import Box, extent
 
 MODEL = "model/"
 DTYPES = {"as-saved": None, "bf16": "bfloat16", "fp32": "float32"}
 
-Done = Callable[[int], None]  # told of bytes
+Done = Callable[[int], None]  # called with the number of bytes that were written
 
 
 def weights(stored: StoredCheckpoint) -> dict[str, tuple[str, str]]:
-    """name -> (stored array, dtype) of every parameter and buffer of the model; those derived included."""
-    found = {key: (key, stored.dtype(key)) for key in stored.keys}
-    found |= {key: (how["from"], how["torch_dtype"]) for key, how in stored.derived.items()}
-    if lost := sorted(key for key, _ in found.values() if key not in stored.metadata):
+    """name -> (stored array, dtype) of every parameter and buffer of the model; those derived included.
+
+    Raises ValueError: no model, a derived array without its source.
+    """
+    origins = {key: (key, stored.dtype(key)) for key in stored.keys}
+    for key, recipe in stored.derived.items():
+        origins[key] = recipe["from"], recipe["torch_dtype"]
+    lost = sorted(key for key, _ in origins.values() if key not in stored.metadata)
+    if lost:
         raise ValueError(f"{stored.directory.url} derives from {lost[0]}, which it does not hold; use another step")
-    named = {key.removeprefix(MODEL): source for key, source in sorted(found.items()) if key.startswith(MODEL)}
-    if not named:
+    names = {key.removeprefix(MODEL): origins[key] for key in sorted(origins) if key.startswith(MODEL)}
+    if not names:
         raise ValueError(
             f"{stored.directory.url} holds no array below {MODEL}, so no model; `inspect` lists what it holds"
         )
-    return named
+    return names
 
 
 def tensors(
     stored: StoredCheckpoint, dtype: str | None = None, *, tp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)
-) -> list[Tensor]:
-    """The tensors that a rank holds, (rank, size) along tensor and pipeline axes; by default all, whole.
+) -> list[ExportedTensor]:
+    """The tensors that a rank holds, (rank, size) along tensor and pipeline axes; by default the full model.
 
-    Layers of a stack are apart, with their numbers in the whole model.
+    Layers of a stack are apart, with their numbers in the full model.
     """
-    (tp_rank, tp_size), (stage, stages) = tp, pp
-    made = []
-    for name, (key, saved) in weights(stored).items():
+    (tp_rank, tp_size), (pp_rank, pp_size) = tp, pp
+    exported = []
+    for name, (key, saved_dtype) in weights(stored).items():
         info = stored.info(key)
-        if not info.stacked and stage not in _stages(name, stages):
+        if not info.stacked and pp_rank != _pipeline_stage(name, pp_size):
             continue
-        dims = cuts(info, tp_size, stages)
-        box = [dim[0] for dim in dims]
+        intervals_by_dim = cuts(info, tp_size, pp_size)
+        box = [intervals[0] for intervals in intervals_by_dim]
         if info.tp_dim is not None:
-            box[info.tp_dim] = dims[info.tp_dim][tp_rank]
+            box[info.tp_dim] = intervals_by_dim[info.tp_dim][tp_rank]
         if info.stacked:
-            box[0] = dims[0][stage]
-        wanted = dtype if dtype is not None and "float" in saved else saved
-        made += [_tensor(n, key, b, wanted, drop=n != name) for n, b in _layers(name, tuple(box), info)]
-    return made
-
-
-def _tensor(name: str, key: str, box: Box, dtype: str, *, drop: bool) -> Tensor:
-    return Tensor(key_of(name), tuple(stop - start for start, stop in box[drop:]), dtype, key, box)
+            box[0] = intervals_by_dim[0][pp_rank]
+        # integers and booleans stay as they are
+        exported_dtype = dtype if dtype is not None and "float" in saved_dtype else saved_dtype
+        for layer_name, layer_box in _layers(name, tuple(box), info):
+            is_layer = layer_name != name
+            shape = extent(layer_box[1:] if is_layer else layer_box)
+            exported.append(ExportedTensor(key_of(layer_name), shape, exported_dtype, key, layer_box))
+    return exported
 
 
 def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
-    """(name, box) of each layer: the number goes behind the name of the stack. One that is not known is what stands
-    up to `layers`, as in Megatron's names; without that the stack stays one tensor."""
-    stack = info.stack or ((found := re.match(r"(.*\.)?layers(?=\.)", name)) and found[0])
+    """(name, box) of each layer: the number goes behind the name of the stack.
+
+    A stack without a name is what stands up to `layers`, as in Megatron's names; without that the stack stays one
+    tensor.
+    """
+    stack = info.stack
+    if not stack and (match := re.match(r"(.*\.)?layers(?=\.)", name)):
+        stack = match[0]
     if not info.stacked or not stack:
         return [(name, box)]
-    return [(f"{stack}.{row}{name[len(stack) :]}", ((row, row + 1), *box[1:])) for row in range(*box[0])]
+    suffix = name[len(stack) :]
+    return [(f"{stack}.{layer}{suffix}", ((layer, layer + 1), *box[1:])) for layer in range(*box[0])]
 
 
-def _stages(name: str, stages: int) -> set[int]:
-    """Which stages hold a parameter outside of the layers: embeddings the first, what follows the layers the last."""
-    return {0} if "embedding" in name else {stages - 1}
+def _pipeline_stage(name: str, stages: int) -> int:
+    """The stage of a parameter outside of the layers: embeddings the first, what follows the layers the last."""
+    return 0 if "embedding" in name else stages - 1
 
 
 def export(
-    stored: StoredCheckpoint, folder: str | PathLike[str], dtype: str | None, done: Done, shard_bytes: int = SHARD
-) -> list[Tensor]:
-    """The whole model in safetensors files, streamed; returns what was written."""
-    found = tensors(stored, dtype)
-    total = sum(t.nbytes for t in found)
+    stored: StoredCheckpoint, folder: str | PathLike[str], dtype: str | None, done: Done, file_bytes: int = FILE_BYTES
+) -> list[ExportedTensor]:
+    """The full model in safetensors files, streamed; returns what was written."""
+    exported = tensors(stored, dtype)
+    total = sum(tensor.nbytes for tensor in exported)
     with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
-        write(stored, found, temporary, done, shard_bytes)
-    return found
+        write(stored, exported, temporary, done, file_bytes)
+    return exported
 
 
 def per_rank(
-    stored: StoredCheckpoint, folder: str | PathLike[str], tp: int, pp: int, done: Done, shard_bytes: int = SHARD
-) -> dict[str, list[Tensor]]:
-    """A directory for each rank, named as Megatron's, with its part of the model; returns what was written."""
-    ranks = {}
-    for stage, rank in product(range(pp), range(tp)):
-        name = f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1)
-        ranks[name] = tensors(stored, tp=(rank, tp), pp=(stage, pp))
-    total = sum(t.nbytes for found in ranks.values() for t in found)
+    stored: StoredCheckpoint, folder: str | PathLike[str], tp: int, pp: int, done: Done, file_bytes: int = FILE_BYTES
+) -> dict[str, list[ExportedTensor]]:
+    """A directory for each rank, named as Megatron's, with its shard of the model; returns what was written."""
+    tensors_by_rank = {}
+    for pp_rank, tp_rank in product(range(pp), range(tp)):
+        name = f"mp_rank_{tp_rank:02d}"
+        if pp > 1:
+            name += f"_{pp_rank:03d}"
+        tensors_by_rank[name] = tensors(stored, tp=(tp_rank, tp), pp=(pp_rank, pp))
+    total = sum(tensor.nbytes for rank_tensors in tensors_by_rank.values() for tensor in rank_tensors)
     with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
-        for name, found in ranks.items():
+        for name, rank_tensors in tensors_by_rank.items():
             (temporary / name).mkdir()
-            write(stored, found, temporary / name, done, shard_bytes)
-    return ranks
+            write(stored, rank_tensors, temporary / name, done, file_bytes)
+    return tensors_by_rank

@@ -23,7 +23,7 @@ def check_new(url: str) -> None:
 def write_offline(
     url: str, metadata: Mapping[str, Json], attributes: Json, run: Json, nbytes: int, cells: Cells
 ) -> None:
-    """A checkpoint at `url` of these cells, committed and then checked; what fails or is interrupted leaves nothing.
+    """A checkpoint at `url` of these cells, committed and then checked; after an error or interrupt nothing remains.
 
     Raises ValueError: something is there; a file that is not what it should be.
     """
@@ -46,7 +46,7 @@ def write_offline(
         job.write(cells)
         job.conclude()
     except BaseException:
-        with suppress(OSError, ValueError):  # what went wrong is what is told
+        with suppress(OSError, ValueError):  # the first error is the one to be raised
             job.abandon()
         raise
     if problems := check(open_checkpoint_dir(url), digests=True):

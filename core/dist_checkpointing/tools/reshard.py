@@ -1,12 +1,13 @@
 """`reshard`: does another layout read what it needs, and if not, a copy whose cells are cut for it.
 
-Any layout can load any checkpoint. A copy only saves reading: where a rank's part ends inside of a cell's piece, the
-piece is read by two ranks.
+Any layout can load any checkpoint. A copy only saves reading: where a rank's shard ends inside of an inner chunk, two
+ranks read that chunk.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from core.dist_checkpointing.format.arrays import Index
 from core.dist_checkpointing.format.grid import cell_shape, cells, inner_shape
 from core.dist_checkpointing.format.zarr_metadata import Chunking, Json, array_metadata
 from core.dist_checkpointing.planning.cuts import read_amplification
@@ -14,28 +15,29 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.offline import write_offline
 from core.dist_checkpointing.tools.stream import stream
 from core.dist_checkpointing.writing.job import Cells
+from core.parallel_state.flat import Box
 
-WELL = 1.05  # bytes read over bytes needed, up to which a copy is not worth its time
+GOOD_AMPLIFICATION = 1.05  # bytes read over bytes needed, up to which a copy is not worth its time
 
-Done = Callable[[int], None]  # told of bytes
+Done = Callable[[int], None]  # called with the number of bytes that were written
 
 
 def cut_for(stored: StoredCheckpoint, tp: int) -> dict[str, Json]:
     """key -> `zarr.json` of every array in cells that suit a tensor-parallel size."""
-    found = {}
+    metadata = {}
     for key in stored.keys:
         info = stored.info(key)
         parts = 8 if 8 % tp == 0 else tp
         cell = cell_shape(info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, parts=parts)
-        found[key] = array_metadata(info, cell, inner_shape(cell), stored.metadata[key]["attributes"])
-    return found
+        attributes = stored.metadata[key]["attributes"]
+        metadata[key] = array_metadata(info, cell, inner_shape(cell), attributes)
+    return metadata
 
 
 def amplification(stored: StoredCheckpoint, metadata: Mapping[str, Json], tp: int, pp: int) -> float:
     """Bytes read over bytes needed by all ranks of a layout, if the arrays were cut as `metadata` says."""
-    return read_amplification(
-        ((stored.info(key), Chunking.from_metadata(metadata[key]).unit) for key in stored.keys), tp, pp
-    )
+    arrays = [(stored.info(key), Chunking.from_metadata(metadata[key]).unit) for key in stored.keys]
+    return read_amplification(arrays, tp, pp)
 
 
 def copy(stored: StoredCheckpoint, url: str, metadata: Mapping[str, Json], run: Json, done: Done) -> None:
@@ -44,17 +46,18 @@ def copy(stored: StoredCheckpoint, url: str, metadata: Mapping[str, Json], run: 
     Memory stays bounded whatever the size. Raises ValueError: a file of either that is not what it should be.
     """
     attributes = {"paracore": {"format": stored.format, "objects": stored.objects, "derived": stored.derived}}
-    run, nbytes = {**stored.run, "time": time.time(), **run}, sum(map(stored.nbytes, stored.keys))
-    write_offline(url, metadata, attributes, run, nbytes, _cells(stored, metadata, done))
+    new_run = {**stored.run, "time": time.time(), **run}
+    nbytes = sum(map(stored.nbytes, stored.keys))
+    write_offline(url, metadata, attributes, new_run, nbytes, _copied_cells(stored, metadata, done))
 
 
-def _cells(stored: StoredCheckpoint, metadata: Mapping[str, Json], done: Done) -> Cells:
-    def wanted() -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]]:
+def _copied_cells(stored: StoredCheckpoint, metadata: Mapping[str, Json], done: Done) -> Cells:
+    def new_cells() -> Iterator[tuple[str, Index, Box]]:
         for key in stored.keys:
             for index, box in cells(stored.shape(key), Chunking.from_metadata(metadata[key]).cell):
                 yield key, index, box
 
-    arrays = stream(stored, ((key, box) for key, _, box in wanted()))
-    for (key, index, box), array in zip(wanted(), arrays, strict=True):
+    arrays = stream(stored, ((key, box) for key, _, box in new_cells()))
+    for (key, index, box), array in zip(new_cells(), arrays, strict=True):
         yield key, index, box, array
         done(array.nbytes)

@@ -11,7 +11,7 @@ from core.dist_checkpointing.tools.console import size_text, table
 
 
 def facts(stored: StoredCheckpoint) -> dict[str, Any]:
-    """All of it, as JSON values."""
+    """Everything that `inspect --json` prints, as JSON values."""
     arrays = {key: _array(stored, key) for key in stored.keys}
     return {
         "path": stored.directory.url,
@@ -19,7 +19,7 @@ def facts(stored: StoredCheckpoint) -> dict[str, Any]:
         "run": dict(stored.run),
         "arrays": arrays,
         "bytes": sum(array["bytes"] for array in arrays.values()),
-        "derived": {key: dict(how) for key, how in stored.derived.items()},
+        "derived": {key: dict(recipe) for key, recipe in stored.derived.items()},
         "objects": dict(stored.objects),
     }
 
@@ -39,35 +39,38 @@ def _array(stored: StoredCheckpoint, key: str) -> dict[str, Any]:
 
 def text(stored: StoredCheckpoint) -> list[str]:
     """A checkpoint as lines for people."""
-    all_ = facts(stored)
-    arrays = all_["arrays"]
+    contents = facts(stored)
+    arrays, nbytes = contents["arrays"], contents["bytes"]
     rows = [("array", "shape", "dtype", "cells", "of", "tp dim", "bytes")]
-    for key, a in arrays.items():
-        tp_dim = "" if a["tp_dim"] is None else str(a["tp_dim"])
-        rows.append(
-            (key, _times(a["shape"]), a["dtype"], str(a["cells"]), _times(a["cell"]), tp_dim, f"{a['bytes']:,}")
-        )
-    cells = sum(a["cells"] for a in arrays.values())
-    lines = [all_["path"], f"format {stored.format}, {_written(stored)}", "", *table(rows, right=(3, 5, 6))]
-    lines += [f"total: {len(arrays)} arrays, {cells} cells, {all_['bytes']:,} bytes ({size_text(all_['bytes'])})"]
-    if all_["derived"]:
+    cell_count = 0
+    for key, array in arrays.items():
+        cell_count += array["cells"]
+        shape, cell_shape = _shape_text(array["shape"]), _shape_text(array["cell"])
+        tp_dim = "" if array["tp_dim"] is None else str(array["tp_dim"])
+        rows.append((key, shape, array["dtype"], str(array["cells"]), cell_shape, tp_dim, f"{array['bytes']:,}"))
+    lines = [contents["path"], f"format {stored.format}, {_provenance(stored)}", ""]
+    lines += table(rows, right=(3, 5, 6))
+    lines.append(f"total: {len(arrays)} arrays, {cell_count} cells, {nbytes:,} bytes ({size_text(nbytes)})")
+    if contents["derived"]:
         lines += ["", "derived, not stored:"]
-        lines += [f"  {key}: {how['from']} as {how['torch_dtype']}" for key, how in sorted(all_["derived"].items())]
-    if all_["objects"]:
+        for key, recipe in sorted(contents["derived"].items()):
+            lines.append(f"  {key}: {recipe['from']} as {recipe['torch_dtype']}")
+    if contents["objects"]:
         lines += ["", "objects:"]
-        lines += [f"  {key}: {_short(value)}" for key, value in sorted(all_["objects"].items())]
+        lines += [f"  {key}: {_short(value)}" for key, value in sorted(contents["objects"].items())]
     return lines
 
 
-def _written(stored: StoredCheckpoint) -> str:
+def _provenance(stored: StoredCheckpoint) -> str:
+    """When it was written, by which layout, and what else the manifest says of the run."""
     run = dict(stored.run)
-    when, layout = run.pop("time", None), run.pop("layout", None)
-    said = ["written"]
-    if isinstance(when, (int, float)):
-        said.append(_date(when))
+    seconds, layout = run.pop("time", None), run.pop("layout", None)
+    words = ["written"]
+    if isinstance(seconds, (int, float)):
+        words.append(_date(seconds))
     if isinstance(layout, dict):
-        said.append("by " + " ".join(f"{axis}={size}" for axis, size in layout.items()))
-    return " ".join(said) + "".join(f", {key} {_short(value)}" for key, value in sorted(run.items()))
+        words.append("by " + " ".join(f"{axis}={size}" for axis, size in layout.items()))
+    return " ".join(words) + "".join(f", {key} {_short(value)}" for key, value in sorted(run.items()))
 
 
 def _date(seconds: float) -> str:
@@ -77,10 +80,10 @@ def _date(seconds: float) -> str:
         return f"at {seconds} s"
 
 
-def _times(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
 def _short(value: Any) -> str:
-    said = value if isinstance(value, str) else json.dumps(value)
-    return said if len(said) <= 100 else said[:100] + "…"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else text[:100] + "…"

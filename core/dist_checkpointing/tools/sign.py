@@ -17,83 +17,85 @@ from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, SIGNED
 from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 from core.dist_checkpointing.tools.console import printable
 
-_AT_ONCE = 8 << 20  # bytes
+_BLOCK_BYTES = 8 << 20  # read and hashed at a time
 
 
-def sign(place: CheckpointDir, key_file: str | os.PathLike[str]) -> int:
-    """Signs a whole checkpoint and returns the number of its files. `key_file`: a private key as PEM.
+def sign(directory: CheckpointDir, key_file: str | os.PathLike[str]) -> int:
+    """Signs a complete checkpoint and returns the number of its files. `key_file`: a private key as PEM.
 
     Raises ValueError: damage, no such key, a file in the way that is no signature.
     """
-    key = _key(key_file, "private")
-    if problems := check(place, full=True):
+    key = _read_key(key_file, "private")
+    if problems := check(directory, full=True):
         raise ValueError(f"{len(problems)} problems, only a whole checkpoint is signed; {'; '.join(problems[:3])}")
-    if place.size(SIGNATURE) is not None:
-        _signed(place)
-    files = _digests(place)
-    place.write(SIGNATURE, seal({"kind": SIGNED, "files": files, "signature": key.sign(_text(files)).hex()}))
+    if directory.size(SIGNATURE) is not None:
+        _read_signature(directory)  # raises: only a signature of ours is replaced
+    files = _digests(directory)
+    signature = key.sign(_signed_text(files)).hex()
+    directory.write(SIGNATURE, seal({"kind": SIGNED, "files": files, "signature": signature}))
     return len(files)
 
 
-def unsigned(place: CheckpointDir, key_file: str | os.PathLike[str]) -> list[str]:
+def unsigned(directory: CheckpointDir, key_file: str | os.PathLike[str]) -> list[str]:
     """What of a checkpoint is not signed by the owner of a public key, each line naming its file; empty: nothing.
 
     Raises ValueError: no such key.
     """
-    key = _key(key_file, "public")
-    if place.size(SIGNATURE) is None:
-        return [f"{place.url}{SIGNATURE}: is missing, nothing is signed"]
+    key = _read_key(key_file, "public")
+    if directory.size(SIGNATURE) is None:
+        return [f"{directory.url}{SIGNATURE}: is missing, nothing is signed"]
     from cryptography.exceptions import InvalidSignature
 
     try:
-        files, signature = _signed(place)
-        key.verify(signature, _text(files))
-        found = _digests(place)
+        signed_digests, signature = _read_signature(directory)
+        key.verify(signature, _signed_text(signed_digests))
+        digests = _digests(directory)
     except InvalidSignature:
-        return [f"{place.url}{SIGNATURE}: not signed by the owner of {os.fspath(key_file)}"]
+        return [f"{directory.url}{SIGNATURE}: not signed by the owner of {os.fspath(key_file)}"]
     except (OSError, ValueError) as error:
         return [printable(str(error))]
-    wrong = sorted(path for path in files.keys() | found.keys() if files.get(path) != found.get(path))
-    return [printable(f"{place.url}{path}: is not the file that was signed") for path in wrong]
+    all_paths = sorted(signed_digests.keys() | digests.keys())
+    unequal = [path for path in all_paths if signed_digests.get(path) != digests.get(path)]
+    return [printable(f"{directory.url}{path}: is not the file that was signed") for path in unequal]
 
 
-def _text(files: dict[str, str]) -> bytes:
-    return canonical_json({"kind": SIGNED, "files": files})
+def _signed_text(digests: dict[str, str]) -> bytes:
+    return canonical_json({"kind": SIGNED, "files": digests})
 
 
-def _signed(place: CheckpointDir) -> tuple[dict[str, str], bytes]:
-    """Path -> SHA-256, and the signature of that. ValueError naming the file: it is no signature."""
-    name = place.url + SIGNATURE
-    value = unseal(place.read(SIGNATURE), name)
-    files, signature = value.get("files"), value.get("signature")
+def _read_signature(directory: CheckpointDir) -> tuple[dict[str, str], bytes]:
+    """(path -> SHA-256, the signature of that). ValueError naming the file: it is no signature."""
+    file = directory.url + SIGNATURE
+    value = unseal(directory.read(SIGNATURE), file)
+    digests, signature = value.get("files"), value.get("signature")
     try:
-        if (
-            value.get("kind") == SIGNED
-            and isinstance(files, dict)
-            and all(isinstance(d, str) for d in files.values())
-        ):
-            return files, bytes.fromhex(signature or "")
+        if value.get("kind") == SIGNED and isinstance(digests, dict) and _are_texts(digests):
+            return digests, bytes.fromhex(signature or "")
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"{name}: no signature that this version makes; remove it and sign again")
+    raise ValueError(f"{file}: no signature that this version makes; remove it and sign again")
 
 
-def _digests(place: CheckpointDir) -> dict[str, str]:
-    """Of every file, the manifest's too."""
-    sizes = {path: size for path, (size, _) in read_manifest(place).files.items()}
+def _are_texts(digests: dict[Any, Any]) -> bool:
+    return all(isinstance(digest, str) for digest in digests.values())
+
+
+def _digests(directory: CheckpointDir) -> dict[str, str]:
+    """Path -> SHA-256 of every file, the manifest included."""
+    sizes = {path: size for path, (size, _) in read_manifest(directory).files.items()}
 
     def digest(path: str) -> str:
-        found, size = sha256(), sizes[path]
-        for offset in range(0, size, _AT_ONCE):
-            found.update(place.read(path, offset, min(_AT_ONCE, size - offset)))
-        return found.hexdigest()
+        hasher, size = sha256(), sizes[path]
+        for offset in range(0, size, _BLOCK_BYTES):
+            hasher.update(directory.read(path, offset, min(_BLOCK_BYTES, size - offset)))
+        return hasher.hexdigest()
 
     with ThreadPoolExecutor(8, thread_name_prefix="checkpoint-sign") as pool:
-        files = dict(zip(sizes, pool.map(digest, sizes), strict=True))
-    return files | {MANIFEST: sha256(place.read(MANIFEST)).hexdigest()}
+        digests = dict(zip(sizes, pool.map(digest, sizes), strict=True))
+    return digests | {MANIFEST: sha256(directory.read(MANIFEST)).hexdigest()}
 
 
-def _key(file: str | os.PathLike[str], kind: str) -> Any:
+def _read_key(file: str | os.PathLike[str], kind: str) -> Any:
     """An Ed25519 key, private or public, of a PEM file."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -101,22 +103,22 @@ def _key(file: str | os.PathLike[str], kind: str) -> Any:
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
     except ImportError:
         raise ValueError('signatures need the package cryptography: pip install "paracore[sign]"') from None
-    read: dict[str, Callable[[bytes], Any]] = {
+    loaders: dict[str, Callable[[bytes], Any]] = {
         "private": partial(load_pem_private_key, password=None),
         "public": load_pem_public_key,
     }
     types = {"private": ed25519.Ed25519PrivateKey, "public": ed25519.Ed25519PublicKey}
-    with open(file, "rb") as opened:
-        text = opened.read(1 << 16)
+    with open(file, "rb") as key_file:
+        pem = key_file.read(1 << 16)
     try:
-        key = read[kind](text)
+        key = loaders[kind](pem)
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        key, why = None, f" ({error})"
+        key, details = None, f" ({error})"
     else:
-        why = f", a {type(key).__name__}"
+        details = f", a {type(key).__name__}"
     if not isinstance(key, types[kind]):
         raise ValueError(
-            f"{os.fspath(file)} is no {kind} Ed25519 key as PEM without a password{why}; make a pair by "
+            f"{os.fspath(file)} is no {kind} Ed25519 key as PEM without a password{details}; make a pair by "
             "`openssl genpkey -algorithm ed25519 -out key.pem; openssl pkey -in key.pem -pubout -out public.pem`"
         )
     return key

@@ -12,22 +12,23 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, volume
 
-BATCH = 8 << 20  # bytes read at a time, while as many are used
+BATCH_BYTES = 8 << 20  # read at a time, while as many are used
 
-Wanted = Iterable[tuple[str, Box]]  # key of an array, box of it
+BoxRequests = Iterable[tuple[str, Box]]  # key of an array, box of it
 
 
-def stream(stored: StoredCheckpoint, wanted: Wanted) -> Iterator[np.ndarray]:
+def stream(stored: StoredCheckpoint, requests: BoxRequests) -> Iterator[np.ndarray]:
     """The stored values of each box, in order.
 
-    Every file touched must be the one that the manifest names: it is known at the end, so take all.
+    Every file touched must be the one that the manifest names: that is known at the end, so exhaust the iterator.
     Raises ValueError: what is missing or damaged, by file.
     """
+    # two readers take turns: one prefetches the next batch while the arrays of the other are used
     readers = cycle([Reader(stored.directory, stored.metadata), Reader(stored.directory, stored.metadata)])
-    reading: tuple[Reader, deque[np.ndarray]] | None = None
+    previous: tuple[Reader, deque[np.ndarray]] | None = None
     checked: set[tuple[str, Index]] = set()
     with stored.checker() as checker:
-        for reader, batch in zip(readers, _batches(stored, wanted), strict=False):
+        for reader, batch in zip(readers, _batches(stored, requests), strict=False):
             arrays: deque[np.ndarray] = deque()
             for key, box in batch:
                 for index, _ in cells(stored.shape(key), stored.cell(key), box):
@@ -36,25 +37,26 @@ def stream(stored: StoredCheckpoint, wanted: Wanted) -> Iterator[np.ndarray]:
                         checker.add(key, index)
                 arrays.append(np.empty(extent(box), stored.metadata[key]["data_type"]))
                 reader.read(key, box, arrays[-1])
-            if reading is not None:
-                yield from _taken(*reading)
-            reading = reader, arrays
-        if reading is not None:
-            yield from _taken(*reading)
+            if previous is not None:
+                yield from _finished(*previous)
+            previous = reader, arrays
+        if previous is not None:
+            yield from _finished(*previous)
 
 
-def _taken(reader: Reader, arrays: deque[np.ndarray]) -> Iterator[np.ndarray]:
+def _finished(reader: Reader, arrays: deque[np.ndarray]) -> Iterator[np.ndarray]:
+    """The arrays of a batch once they are read; each is freed as soon as the caller has used it."""
     reader.finish()
     while arrays:
         yield arrays.popleft()
 
 
-def _batches(stored: StoredCheckpoint, wanted: Wanted) -> Iterator[list[tuple[str, Box]]]:
+def _batches(stored: StoredCheckpoint, requests: BoxRequests) -> Iterator[list[tuple[str, Box]]]:
     batch, size = [], 0
-    for key, box in wanted:
+    for key, box in requests:
         batch.append((key, box))
         size += volume(box) * ITEMSIZE[stored.metadata[key]["data_type"]]
-        if size >= BATCH:
+        if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:

@@ -1,5 +1,7 @@
-"""Files of the safetensors format, written while the checkpoint is read: the library would want whole files in
-memory. 8 bytes with the length of a JSON header, the header, then the values of each tensor, little endian."""
+"""Files of the safetensors format, written while the checkpoint is read: the library would want full files in memory.
+
+A file is 8 bytes with the length of a JSON header, the header, then the values of each tensor, little endian.
+"""
 
 import json
 import os
@@ -21,8 +23,8 @@ from core.dist_checkpointing.storage.address import root_and_name
 from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import Box
 
-SHARD = 2 << 30  # bytes of a file, unless one tensor is larger
-NAMES = {
+FILE_BYTES = 2 << 30  # of a file, unless one tensor is larger
+DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -43,8 +45,8 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """name, shape, dtype: in the file. key, box: of which stored array which part it is."""
+class ExportedTensor:
+    """name, shape, dtype: in the file. key, box: the stored array, and the box of it, that it is read from."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,77 +55,89 @@ class Tensor:
     box: Box
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element in the file."""
+        return ArrayInfo((), self.dtype).itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensor in the file."""
-        return prod(self.shape) * ArrayInfo((), self.dtype).itemsize
+        return prod(self.shape) * self.itemsize
 
 
 def write(
     stored: StoredCheckpoint,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[ExportedTensor],
     folder: Path,
     done: Callable[[int], None],
-    shard_bytes: int = SHARD,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """`model-00001-of-0000N.safetensors` and Hugging Face's `model.safetensors.index.json` in a folder."""
-    if unnamed := [t for t in tensors if t.dtype not in NAMES]:
-        first = unnamed[0]
-        raise ValueError(f"{first.name} is {first.dtype}, which safetensors has no name for; read it with zarr")
-    groups = _groups(tensors, shard_bytes)
-    values = stream(stored, ((t.key, block) for group in groups for t in group for block in blocks(t.box)))
-    where: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        where |= {t.name: name for t in group}
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{tensor.name} is {tensor.dtype}, which safetensors has no name for; read it with zarr")
+    files = _tensors_by_file(tensors, file_bytes)
+    requests = ((tensor.key, block) for file in files for tensor in file for block in blocks(tensor.box))
+    values = stream(stored, requests)
+    file_of_tensor: dict[str, str] = {}
+    for number, file_tensors in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with open(folder / name, "wb") as file:
-            file.write(_header(group))
-            for t in group:
-                for _ in blocks(t.box):
-                    array = _converted(next(values), stored.dtype(t.key), t.dtype)
+            file.write(_header(file_tensors))
+            for tensor in file_tensors:
+                file_of_tensor[tensor.name] = name
+                for _ in blocks(tensor.box):
+                    array = _converted(next(values), stored.dtype(tensor.key), tensor.dtype)
                     file.write(array.data)
                     done(array.nbytes)
             file.flush()
             os.fsync(file.fileno())
-    for _ in values:  # its end: every file read was the right one
+    # the stream's end is where it raises if a file that was read is not the one that was saved
+    for _ in values:
         raise AssertionError("more was read than written")
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": where}
+    total_size = sum(tensor.nbytes for tensor in tensors)
+    index = {"metadata": {"total_size": total_size}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _groups(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
-    """The tensors of each file; wide types first, for the start of each value is a multiple of its size then."""
-    groups: list[list[Tensor]] = [[]]
+def _tensors_by_file(tensors: Sequence[ExportedTensor], file_bytes: int) -> list[list[ExportedTensor]]:
+    """The tensors of each file; wide types first, so that the start of each tensor is a multiple of its item size."""
+    files: list[list[ExportedTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > shard_bytes:
-            groups.append([])
+        if files[-1] and size + tensor.nbytes > file_bytes:
+            files.append([])
             size = 0
-        groups[-1].append(tensor)
+        files[-1].append(tensor)
         size += tensor.nbytes
-    return [sorted(group, key=lambda t: -ArrayInfo((), t.dtype).itemsize) for group in groups]
+    return [sorted(file, key=lambda tensor: -tensor.itemsize) for file in files]
 
 
-def _header(group: Sequence[Tensor]) -> bytes:
+def _header(tensors: Sequence[ExportedTensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for t in group:
-        entries[t.name] = {"dtype": NAMES[t.dtype], "shape": t.shape, "data_offsets": (offset, offset + t.nbytes)}
-        offset += t.nbytes
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        dtype = DTYPE_NAMES[tensor.dtype]
+        entries[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
-def _converted(array: np.ndarray, stored: str, wanted: str) -> np.ndarray:
+def _converted(array: np.ndarray, stored_dtype: str, dtype: str) -> np.ndarray:
     """Values of another dtype, rounded to the nearest, as bits."""
-    if stored == wanted:
+    if stored_dtype == dtype:
         return array
     with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, what is too large becomes infinite
-        return array.view(_numpy(stored)).astype(_numpy(wanted)).view(STORED_DTYPES[wanted][0])
+        converted = array.view(_numpy_dtype(stored_dtype)).astype(_numpy_dtype(dtype))
+    return converted.view(STORED_DTYPES[dtype][0])
 
 
-def _numpy(dtype: str) -> np.dtype:
-    return np.dtype(STORED_DTYPES[dtype][0] if STORED_DTYPES[dtype][0] == dtype else getattr(ml_dtypes, dtype))
+def _numpy_dtype(dtype: str) -> np.dtype:
+    stored_dtype, _ = STORED_DTYPES[dtype]
+    return np.dtype(stored_dtype if stored_dtype == dtype else getattr(ml_dtypes, dtype))
 
 
 @contextmanager
