@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import ByHand, Heard
-from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives import all_gather, all_gather_objects
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
 
