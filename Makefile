@@ -64,3 +64,4 @@ benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.checkpoint
 	$(RUN) -m benchmarks.data_parallel
 	$(RUN) -m benchmarks.data
+	$(RUN) -m benchmarks.huggingface

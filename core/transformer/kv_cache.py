@@ -57,11 +57,6 @@ class KVCache:
         self.positions, self.padding = positions, padding
         self._layers: dict[int, LayerCache] = {}
 
-    @property
-    def length(self) -> int:
-        """Tokens so far."""
-        return max((layer.length for layer in self._layers.values()), default=0)
-
     def layer(self, number: int) -> LayerCache:
         """The cache of a layer, by its global number."""
         return self._layers.setdefault(number, LayerCache(self.positions, self.padding))

@@ -70,6 +70,11 @@ class SingleStage:
         self.stage = model_context if isinstance(model_context, StageContext) else StageContext()
         self._forward_arguments = forward_arguments(model)
 
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """stage -> module of this rank: all of it is stage 0."""
+        return {0: self.model}
+
     def step(self, batch: Batch, loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
         """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
 

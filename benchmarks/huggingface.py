@@ -1,0 +1,118 @@
+"""Hugging Face folders in and out beside copies of as many bytes; generation beside transformers'.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.huggingface
+
+import_vs_copy, export_vs_copy: time over reading and writing as many bytes (fsynced); goal <= 1.5.
+decode_vs_hf_*: tokens per second over those of `transformers.generate`, both with their caches; goal >= 1.
+decode_vs_uncached: tokens per second over those of the full prefix for each token, 256 new tokens; goal >= 8.
+"""
+
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.harness import Ratio, arguments, report, take_turns
+from core.models.gpt import GPTModel
+from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface.exporting import export_huggingface
+from core.models.huggingface.importing import import_huggingface
+from core.parallel_state import ParallelState
+from core.training.generate import generate_batch
+
+
+def config(quick):
+    shape = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "vocab_size": 1000}
+    if not quick:
+        shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 16000}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    return transformers.LlamaConfig(**shape, **heads, eos_token_id=None, bos_token_id=None)
+
+
+class Writes:
+    """A side that makes a directory anew each time; the last one is removed outside of its time."""
+
+    def __init__(self, target, write):
+        self.target, self.write = target, write
+
+    def prepare(self):
+        shutil.rmtree(self.target, ignore_errors=True)
+
+    def __call__(self):
+        self.write(self.target)
+
+
+def copy(source, target):
+    """Reads and writes every file, and makes it durable, as a checkpoint is."""
+    target.mkdir()
+    for path in source.iterdir():
+        with open(path, "rb") as read, open(target / path.name, "wb") as write:
+            shutil.copyfileobj(read, write, 8 << 20)
+            write.flush()
+            os.fsync(write.fileno())
+
+
+def folders(result, path, quick, pairs):
+    folder, checkpoint = path / "hf", path / "ckpt"
+    transformers.LlamaForCausalLM(config(quick)).save_pretrained(folder)
+    import_huggingface(folder, str(checkpoint))
+    sides = {
+        "import_vs_copy": Writes(path / "in", lambda target: import_huggingface(folder, str(target))),
+        "export_vs_copy": Writes(path / "out", lambda target: export_huggingface(checkpoint, target, folder)),
+    }
+    for key, ours in sides.items():
+        peer = Writes(path / "copy", lambda target: copy(folder, target))
+        turns = take_turns(ours, peer, pairs=pairs, warmup=1)
+        slower = Ratio(turns.peer, turns.ours)  # ours over the copy
+        print(slower.row(key).replace("ours", "copy").replace("peer", "ours"), flush=True)
+        result[key] = statistics.median(slower.each)
+
+
+def decoding(result, quick, pairs):
+    prompt, new_tokens = [[1 + i % 900 for i in range(32)]], 32 if quick else 256
+    for dtype, short in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        torch.manual_seed(0)
+        theirs = transformers.LlamaForCausalLM(config(quick)).to(dtype).eval()
+        arguments = from_huggingface(theirs.config, params_dtype=dtype).arguments()
+        ours = GPTModel(**arguments, parallel=ParallelState.single("cpu")).eval()
+        load_huggingface(ours, theirs.state_dict())
+        options = transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0
+        )
+        tokens = torch.tensor(prompt)
+
+        def cached(ours=ours):
+            generate_batch(ours, prompt, new_tokens=new_tokens)
+
+        def uncached(ours=ours):
+            generate_batch(ours, prompt, new_tokens=new_tokens, cache=False)
+
+        def huggingface(theirs=theirs, options=options, tokens=tokens):
+            theirs.generate(tokens, generation_config=options, use_cache=True)
+
+        turns = take_turns(cached, huggingface, pairs=pairs, warmup=1)
+        print(turns.row(f"decode_vs_hf_{short}"), flush=True)
+        result[f"decode_vs_hf_{short}"] = turns.median
+        if dtype == torch.float32:
+            turns = take_turns(cached, uncached, pairs=pairs, warmup=0)
+            print(turns.row("decode_vs_uncached"), flush=True)
+            result["decode_vs_uncached"] = turns.median
+
+
+def main():
+    options = arguments(__doc__).parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    result, pairs = {}, 2 if options.quick else 5
+    with tempfile.TemporaryDirectory() as path:
+        folders(result, Path(path), options.quick, pairs)
+    decoding(result, options.quick, pairs)
+    report(result, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The command behind `python -m core.training.generate`: text from a Hugging Face folder, or from a checkpoint of it.
+
+python -m core.training.generate HF_DIR --prompt "Once upon a time"
+torchrun --nproc-per-node 2 -m core.training.generate CKPT --source HF_DIR --prompt "..." --parallel.tensor 2
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.dist_checkpointing.publish.manifest import MANIFEST
+from core.dist_checkpointing.reading.loading import load
+from core.models.gpt import GPTModel
+from core.models.huggingface import from_huggingface, load_huggingface
+from core.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel, launch
+from core.parallel_state.environment import started_processes
+from core.training.generate import generate_batch
+from core.training.log.console import errors_as_one_line
+from core.training.sampling import Sampling
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m core.training.generate", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("model", metavar="HF_DIR|CKPT", help="a Hugging Face folder, or a step's own directory with --source")
+    add("--source", metavar="HF_DIR", help="of a checkpoint: the folder with its configuration and tokenizer")
+    add("--prompt", action="append", required=True, help="given several times: a batch")
+    add("--new-tokens", type=int, default=100)
+    add("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token each time")
+    add("--top-k", type=int, help="draw from the k likeliest tokens")
+    add("--top-p", type=float, help="draw from the likeliest tokens that together have this probability")
+    add("--seed", type=int, default=0)
+    add("--parallel.tensor", dest="tensor", type=int, default=1, help="ranks that share the model")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    is_checkpoint = (Path(options.model) / MANIFEST).exists()
+    source = Path(options.source or options.model)
+    if is_checkpoint and options.source is None:
+        raise ValueError(f"{options.model} is a checkpoint; give --source, the Hugging Face folder that it began as")
+    if (started := started_processes()) != options.tensor:
+        raise ValueError(
+            f"{started} processes for --parallel.tensor {options.tensor}; start as many: torchrun --nproc-per-node"
+        )
+    how = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    model_form = from_huggingface(source)
+    tokenizer = load_tokenizer(source / "tokenizer.json")
+    if tokenizer.vocab_size > model_form.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {model_form.vocab_size} "
+            "rows; they are not of one model"
+        )
+    with launch():
+        ps = initialize_model_parallel(options.tensor)
+        model = GPTModel(**model_form.arguments(), parallel=ps)
+        if is_checkpoint:
+            load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
+        else:
+            load_huggingface(model, source)
+        _write(model, tokenizer, options.prompt, options.new_tokens, how, ps)
+        destroy_model_parallel()
+    return 0
+
+
+def _write(
+    model: GPTModel, tokenizer: AnyTokenizer, prompts: list[str], new_tokens: int, how: Sampling, ps: ParallelState
+) -> None:
+    """Prints each text; of a single prompt each token as soon as it is known."""
+    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    shown = prompts[0]
+    new: list[int] = []
+
+    def stream(row: int, token: int) -> None:
+        nonlocal shown
+        new.append(token)
+        text = tokenizer.decode([*tokens[0], *new])
+        # the bytes of one character may be several tokens: it is shown when it is complete
+        if ps.rank == 0 and text.startswith(shown) and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    alone = len(prompts) == 1
+    if alone and ps.rank == 0:
+        print(shown, end="", flush=True)
+    texts = generate_batch(
+        model,
+        tokens,
+        new_tokens=new_tokens,
+        sampling=how,
+        stop=[tokenizer.end_of_text],
+        on_token=stream if alone else None,
+    )
+    if ps.rank == 0:
+        print("" if alone else "\n\n".join(map(tokenizer.decode, texts)))
+
+
+def run() -> int:
+    """`main`, with mistakes as one line."""
+    with errors_as_one_line():
+        return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,56 @@
+"""How the next token is chosen from logits: the likeliest, or drawn from the likely ones."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.parallel_state.config import raise_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """temperature: 0 takes the likeliest token, else logits are divided by it. top_k: only the k likeliest are drawn.
+    top_p: only the likeliest that together have at least this probability are (nucleus sampling, arXiv 1904.09751).
+
+    Raises ValueError with every rule that does not hold.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = [
+            (
+                self.temperature >= 0,
+                f"temperature={self.temperature} must be at least 0 (0 takes the likeliest token)",
+            ),
+            (self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1"),
+            (self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]"),
+        ]
+        raise_all("generate", rules)
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """A token by its logits [v]."""
+        if self.temperature == 0:
+            return int(logits.argmax().item())
+        # drawn on the CPU: one generator gives the same tokens on every kind of device
+        scaled = logits.double().cpu() / self.temperature
+        if self.top_k is not None and self.top_k < len(scaled):
+            smallest = scaled.topk(self.top_k).values[-1]
+            scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
+        probabilities = torch.softmax(scaled, -1)
+        if self.top_p is not None:
+            probabilities = self._nucleus(probabilities, self.top_p)
+        return int(torch.multinomial(probabilities, 1, generator=generator).item())
+
+    @staticmethod
+    def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+        """Zero outside of the smallest set of tokens that together have `top_p`; the likeliest is in it."""
+        ordered, tokens = probabilities.sort(descending=True)
+        before = ordered.cumsum(0) - ordered
+        kept = torch.zeros_like(probabilities)
+        kept[tokens] = torch.where(before < top_p, ordered, 0.0)
+        return kept
