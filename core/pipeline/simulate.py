@@ -48,28 +48,31 @@ def simulate(
     schedule: Schedule, costs: Costs | None = None, *, recompute: bool = False, fused_backward: bool = False
 ) -> Simulation:
     """Play a schedule; `costs` are those of a rank's whole slice for one microbatch."""
-    whole = add_recompute(schedule) if recompute else schedule
-    each = (costs or Costs()).divided(max(1, schedule.stages // schedule.ranks))
-    return Simulation(whole, play(whole, each, fused_backward=fused_backward))
+    if recompute:
+        schedule = add_recompute(schedule)
+    chunks = max(1, schedule.stages // schedule.ranks)
+    stage_costs = (costs or Costs()).divided(chunks)
+    return Simulation(schedule, play(schedule, stage_costs, fused_backward=fused_backward))
 
 
 def parse_costs(text: str) -> Costs:
     """`F=1,comm=.05`: what is not named is as in `DEFAULT_COSTS`. Raises ValueError."""
-    known, given = [field.name for field in fields(Costs)], {}
+    known_names = [field.name for field in fields(Costs)]
+    costs = {}
     for word in f"{DEFAULT_COSTS},{text}".split(","):
         name, _, value = word.strip().partition("=")
         if not word.strip():
             continue
         try:
-            given[name] = float(value)
+            costs[name] = float(value)
         except ValueError:
-            given[name] = -1.0
-        if name not in known or not 0 <= given[name] < float("inf"):
-            raise ValueError(f"cost {word.strip()!r}: write name=number, 0 or more, names: {', '.join(known)}")
-    return Costs(**given)
+            costs[name] = -1.0  # refused below, with the names
+        if name not in known_names or not 0 <= costs[name] < float("inf"):
+            raise ValueError(f"cost {word.strip()!r}: write name=number, 0 or more, names: {', '.join(known_names)}")
+    return Costs(**costs)
 
 
-class _Parser(argparse.ArgumentParser):
+class _SimulateParser(argparse.ArgumentParser):
     """Every mistake in the arguments ends with exit code 1 and one line, as a schedule's own errors do."""
 
     def error(self, message: str) -> NoReturn:
@@ -77,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m core.pipeline.simulate", description=__doc__.split("\n")[0])
+    parser = _SimulateParser(prog="python -m core.pipeline.simulate", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("schedule", nargs="?", default="zb-v", help=f"one of {', '.join(NAMED)} (default: zb-v); or auto")
     add(
@@ -116,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--list", action="store_true", help="a table of all named schedules at this size")
     add("--width", type=int, default=118, help="columns of the drawing (default: 118)")
-    for name, what in (("svg", "a picture"), ("trace", "a trace for ui.perfetto.dev"), ("csv", "torch's CSV")):
-        add(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
+    for name, description in (("svg", "a picture"), ("trace", "a trace for ui.perfetto.dev"), ("csv", "torch's CSV")):
+        add(f"--{name}", type=Path, metavar="FILE", help=f"write {description}")
     return parser
 
 
@@ -125,20 +128,24 @@ def table(outcomes: Sequence[Simulation], memory_limit: float | None = None) -> 
     """One line per outcome: step over ideal, bubble, memory of the rank that holds most."""
     lines = [f"{'schedule':18}{'step/ideal':>11}{'bubble':>9}{'peak memory':>13}"]
     for outcome in outcomes:
-        played, over = outcome.played, "" if outcome.fits(memory_limit) else "   over the limit"
+        played = outcome.played
         bubble = f"{100 * played.bubble:.1f} %"
-        lines.append(f"{outcome.schedule.name:18}{outcome.over_ideal:11.3f}{bubble:>9}{played.peak:13.2f}{over}")
+        mark = "" if outcome.fits(memory_limit) else "   over the limit"
+        lines.append(f"{outcome.schedule.name:18}{outcome.over_ideal:11.3f}{bubble:>9}{played.peak:13.2f}{mark}")
     return "\n".join(lines) + "\n"
 
 
-def _over_the_limit(outcome: Simulation, limit: float, named: Sequence[Simulation]) -> str:
-    least = min(named, key=lambda other: other.played.peak)
-    fitting = [other.schedule.name for other in sorted(named, key=lambda o: o.over_ideal) if other.fits(limit)]
-    remedy = f"within it, the fastest first: {', '.join(fitting)}" if fitting else "no named schedule is within it"
+def _describe_excess(outcome: Simulation, limit: float, named: Sequence[Simulation]) -> str:
+    smallest = min(named, key=lambda other: other.played.peak)
+    by_speed = sorted(named, key=lambda other: other.over_ideal)
+    fitting = [other.schedule.name for other in by_speed if other.fits(limit)]
+    remedy = "no named schedule is within it"
+    if fitting:
+        remedy = f"within it, the fastest first: {', '.join(fitting)}"
     rank = outcome.played.peaks.index(outcome.played.peak)
     return (
         f"{outcome.schedule.name} needs {outcome.played.peak:.4g} microbatch activations on rank {rank}, the memory "
-        f"limit is {limit:g}; {remedy}; the least is {least.played.peak:.4g}, of {least.schedule.name}"
+        f"limit is {limit:g}; {remedy}; the least is {smallest.played.peak:.4g}, of {smallest.schedule.name}"
     )
 
 
@@ -152,9 +159,9 @@ def _write(options: argparse.Namespace, plain: Schedule, outcome: Simulation, ti
         path: Path | None = getattr(options, name)
         if path is not None:
             path.write_text(text())
-            note = (
-                " without its R, which torch does not have" if name == "csv" and outcome.schedule.recomputed else ""
-            )
+            note = ""
+            if name == "csv" and outcome.schedule.recomputed:
+                note = " without its R, which torch does not have"
             print(f"wrote {path}{note}")
 
 
@@ -162,7 +169,7 @@ def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
     """What `schedule="auto"` finds for these costs, and how it compares."""
     chunks = 2 if options.chunks is None else options.chunks
     stages = auto_placement(options.stages, chunks)
-    found = search(
+    result = search(
         stages,
         options.microbatches,
         costs.divided(chunks),
@@ -170,8 +177,8 @@ def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
         memory_limit=options.memory_limit,
         candidates=candidates(stages, options.microbatches),
     )
-    print(found.summary())
-    return found.schedule
+    print(result.summary())
+    return result.schedule
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -182,11 +189,17 @@ def _run(options: argparse.Namespace) -> None:
         return simulate(schedule, costs, recompute=options.recompute, fused_backward=options.fused_backward)
 
     def all_named() -> list[Simulation]:
-        chunks = {name: options.chunks if its.any_chunks else None for name, its in NAMED.items()}
-        return [outcome_of(make(name, ranks, microbatches, chunks[name])) for name in NAMED]
+        outcomes = []
+        for name, named in NAMED.items():
+            chunks = options.chunks if named.any_chunks else None
+            outcomes.append(outcome_of(make(name, ranks, microbatches, chunks)))
+        return outcomes
 
-    sizes = f"{ranks} rank{'s'[: ranks != 1]}, {microbatches} microbatch{'es'[: 2 * (microbatches != 1)]}"
-    title = sizes + ", recompute" * options.recompute
+    rank_noun = "rank" if ranks == 1 else "ranks"
+    microbatch_noun = "microbatch" if microbatches == 1 else "microbatches"
+    title = f"{ranks} {rank_noun}, {microbatches} {microbatch_noun}"
+    if options.recompute:
+        title += ", recompute"
     if options.list:
         print(f"{title}\n{table(all_named(), limit)}", end="")
         return
@@ -202,7 +215,7 @@ def _run(options: argparse.Namespace) -> None:
     print(f"peak memory {' '.join(f'{peak:.3g}' for peak in played.peaks)} (rank 0, 1 ..., in full microbatches)")
     _write(options, plain, outcome, f"{plain.name}, {title}")
     if not outcome.fits(limit):
-        raise ValueError(_over_the_limit(outcome, limit, all_named()))
+        raise ValueError(_describe_excess(outcome, limit, all_named()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A text sample: the whole prefix again for every token, which is enough to see what a model has learnt."""
+"""A text sample: the full prefix runs again for every token (no key-value cache), to see what a model learnt."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from core.models.gpt import GPTModel
 from core.pipeline.run.step import evaluating
 
 
-class Forward(Protocol):
+class ForwardExecutor(Protocol):
     """What generation needs of an executor whose model is spread over pipeline stages."""
 
     def forward(self, batch: Mapping[str, Tensor]) -> Any:
@@ -29,7 +29,7 @@ def generate(
     new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-    executor: Forward | None = None,
+    executor: ForwardExecutor | None = None,
 ) -> list[int]:
     """`prompt` and `new_tokens` more, the likeliest each (temperature 0) or drawn; stops at the last position.
 
@@ -38,41 +38,47 @@ def generate(
     sequence parallelism the positions that can be used are a multiple of the tensor ranks.
     Raises ValueError: an empty prompt, or one longer than the model's positions.
     """
-    device, multiple = model.parallel.device, model.place.tp if model.place.splits_sequence else 1
-    longest = model.max_sequence_length // multiple * multiple
-    if not 0 < len(prompt) <= longest:
-        raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes 1 to {longest}; shorten it")
+    device = model.parallel.device
+    # sequence parallelism splits the positions over the tensor ranks: their number must divide
+    multiple = model.place.tp if model.place.splits_sequence else 1
+    max_length = model.max_sequence_length // multiple * multiple
+    if not 0 < len(prompt) <= max_length:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes 1 to {max_length}; shorten it")
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0 takes the likeliest token)")
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    for n in range(len(prompt), min(len(prompt) + new_tokens, longest)):
-        padded = torch.tensor([tokens + [0] * (-n % multiple)], device=device)  # padding is not attended to
-        logits = _logits(model, executor, padded)
-        found = torch.zeros(1, dtype=torch.int64, device=device)
+    for length in range(len(prompt), min(len(prompt) + new_tokens, max_length)):
+        padding = [0] * (-length % multiple)  # on the right: causal attention does not see it
+        logits = _forward_logits(model, executor, torch.tensor([tokens + padding], device=device))
+        next_token = torch.zeros(1, dtype=torch.int64, device=device)
         if logits is not None:
-            whole = model.gather_logits(logits) if model.parallel_output else logits
-            found.fill_(_pick(whole[0, n - 1], temperature, generator))
-        tokens.append(int((found if executor is None else executor.from_last_stage(found)).item()))
+            full_logits = model.gather_logits(logits) if model.parallel_output else logits
+            next_token.fill_(_choose_token(full_logits[0, length - 1], temperature, generator))
+        if executor is not None:
+            next_token = executor.from_last_stage(next_token)
+        tokens.append(int(next_token.item()))
     return tokens
 
 
-def _logits(model: GPTModel, executor: Forward | None, tokens: Tensor) -> Tensor | None:
-    """[b, s, v_padded/tp], where the last stage is; they are gathered by the caller, so there is nothing to tell."""
-    tells, model.tells_of_columns = model.tells_of_columns, False
+def _forward_logits(model: GPTModel, executor: ForwardExecutor | None, tokens: Tensor) -> Tensor | None:
+    """[b, s, v_padded/tp], None on ranks without the last stage."""
+    # the model warns of logits that are split over tensor ranks; the caller gathers these
+    warns_of_columns, model.tells_of_columns = model.tells_of_columns, False
     try:
         if executor is not None:
-            found: Tensor | None = executor.forward({"tokens": tokens})
+            logits: Tensor | None = executor.forward({"tokens": tokens})
         else:
             with evaluating(model):
-                found = model(tokens)
+                logits = model(tokens)
     finally:
-        model.tells_of_columns = tells
-    return found
+        model.tells_of_columns = warns_of_columns
+    return logits
 
 
-def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+def _choose_token(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax().item())
-    chances = torch.softmax(logits.double().cpu() / temperature, -1)  # on the CPU: one generator for all devices
-    return int(torch.multinomial(chances, 1, generator=generator).item())
+    probabilities = torch.softmax(logits.double().cpu() / temperature, -1)
+    # drawn on the CPU: one generator gives the same tokens on every kind of device
+    return int(torch.multinomial(probabilities, 1, generator=generator).item())

@@ -3,6 +3,7 @@
 Letters: s sequence, b microbatch, h hidden, a heads, g query groups, q heads per group, d head size.
 """
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
@@ -10,30 +11,62 @@ from torch import Tensor, nn
 from core.parallel_state import Init, seeded
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, sum_gradients_of_foreign
 from core.transformer.dropout import Dropout
+from core.transformer.kv_cache import LayerCache
 from core.transformer.qkv import Tables, rotate, split_qkv
 from core.transformer.spec import Build, TransformerLayerSpec
 
+STRIP = 1024  # most queries of one strip under a window: the mask of a strip is at most [STRIP, STRIP + window]
+
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters, no collectives."""
+    """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters, no collectives.
+
+    In a layer with a window a token sees that many tokens, itself included (Mistral 7B, arXiv 2310.06825).
+    """
 
     def __init__(self, build: Build) -> None:
         super().__init__()
         config = build.config
         self.grouped = config.groups != config.num_attention_heads
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
+        self.window = config.windows[build.layer] if config.windows is not None else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """q [b, a/tp, s, d], k and v [b, g/tp, s, d] -> [b, a/tp, s, d].
+        """q [b, a/tp, n, d], k and v [b, g/tp, t, d] -> [b, a/tp, n, d]; the n queries are the last of t tokens.
 
-        attention_mask: None is causal, else bool [b, 1, s, s], True = masked out.
+        attention_mask: None is causal, else bool [b, 1, n, t], True = masked out.
         """
-        mask, causal = (None, True) if attention_mask is None else (~attention_mask, False)
         p = self.dropout.p if self.training else 0.0
+        attend = self._attend if self.window is None or k.shape[2] <= self.window else self._attend_in_strips
         if p == 0:
-            return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=self.grouped)
+            return attend(q, k, v, attention_mask, 0.0)
         with seeded(q.device, self.dropout.seed()):
-            return F.scaled_dot_product_attention(q, k, v, mask, p, causal, enable_gqa=self.grouped)
+            return attend(q, k, v, attention_mask, p)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float) -> Tensor:
+        queries, keys = q.shape[2], k.shape[2]
+        visible = None if attention_mask is None else ~attention_mask
+        causal = visible is None and queries == keys
+        if visible is None and 1 < queries < keys:
+            visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        return F.scaled_dot_product_attention(q, k, v, visible, p, causal, enable_gqa=self.grouped)
+
+    def _attend_in_strips(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float) -> Tensor:
+        """Strip by strip of queries, each with the keys that its windows reach: nothing of size [n, t]."""
+        assert self.window is not None
+        queries, earlier = q.shape[2], k.shape[2] - q.shape[2]
+        outputs = []
+        for start in range(0, queries, STRIP):
+            stop = min(start + STRIP, queries)
+            first, last = max(0, earlier + start - self.window + 1), earlier + stop
+            query = torch.arange(earlier + start, last, device=q.device)[:, None]
+            distance = query - torch.arange(first, last, device=q.device)
+            visible = (distance >= 0) & (distance < self.window)
+            if attention_mask is not None:
+                visible = visible & ~attention_mask[..., start:stop, first:last]
+            strip = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
+            outputs.append(F.scaled_dot_product_attention(*strip, visible, p, enable_gqa=self.grouped))
+        return torch.cat(outputs, 2)
 
 
 class SelfAttention(nn.Module):
@@ -42,6 +75,8 @@ class SelfAttention(nn.Module):
     linear_qkv.weight [g/tp, q+2, d, h]: of each group its query heads, then key, then value, so that tensor
     parallelism is a plain slice of groups. linear_proj.weight [h, a d/tp].
     """
+
+    cache_of_layer: LayerCache | None  # while tokens are generated: see `KVCache.used_by`
 
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
         super().__init__()
@@ -63,6 +98,7 @@ class SelfAttention(nn.Module):
             init=Init(std=config.output_std),
         )
         self.core_attention = spec.core_attention(build)
+        self.layer_number, self.cache_of_layer = build.layer, None
         heads = config.qk_layernorm
         self.q_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
         self.k_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
@@ -80,5 +116,8 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.cache_of_layer is not None:
+            k, v, padding = self.cache_of_layer.extend(k, v)
+            attention_mask = attention_mask if padding is None else padding
         heads = self.core_attention(q, k, v, attention_mask)
         return self.linear_proj(rearrange(heads, "b a s d -> s b (a d)"))

@@ -1,6 +1,7 @@
 """Where a token stands: learned embeddings to add, or rotary tables for the attention."""
 
 from collections.abc import Callable
+from math import pi
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
 from core.tensor_parallel.placement import sequence_shard
 from core.transformer.spec import Build
+from core.transformer.transformer_config import RotaryScaling
 
 
 class LearnedPositions(SpreadModule):
@@ -33,6 +35,20 @@ class LearnedPositions(SpreadModule):
         return F.embedding(sequence_shard(ids, self.group), sum_gradient(weight, self.group))
 
 
+def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Tensor:
+    """Radians per token of each pair of dims, as the model was trained to see them; see `RotaryScaling`."""
+    if scaling is None:
+        return frequencies
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    # 1 where a wave fits often into the original length (kept), 0 where it hardly does (slowed down)
+    waves = scaling.original_max_position_embeddings * frequencies / (2 * pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((waves - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * slow
+
+
 class Rotary(nn.Module):
     """Tables of rotary position embedding (RoFormer, arXiv 2104.09864), halves convention (GPT-NeoX, Llama)."""
 
@@ -49,6 +65,7 @@ class Rotary(nn.Module):
                 "change kv_channels, num_attention_heads or rotary_percent"
             )
         self.width, self.base, self.positions = width, config.rotary_base, max_sequence_length
+        self.scaling = config.rotary_scaling
         self.device = build.parallel.device
         for name, table in self._tables(build.place.device, config.params_dtype).items():
             self.register_buffer(name, table, persistent=False)
@@ -57,7 +74,7 @@ class Rotary(nn.Module):
         """cos and sin [positions, d/2], computed in float64."""
         power = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         position = torch.arange(self.positions, dtype=torch.float64, device="cpu")
-        angle = torch.outer(position, self.base**-power)
+        angle = torch.outer(position, scaled_frequencies(self.base**-power, self.scaling))
         return {"cos": angle.cos().to(device, dtype), "sin": angle.sin().to(device, dtype)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":

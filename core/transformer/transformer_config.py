@@ -10,6 +10,35 @@ from core.parallel_state.config import divisors, raise_all
 from core.transformer.activations import ACTIVATIONS, Activation
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+ROTARY_SCALINGS = ("linear", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How a model's rotary frequencies were changed to reach longer sequences than it was first trained on.
+
+    linear: every frequency is divided by `factor` (position interpolation, arXiv 2306.15595). llama3: only the slow
+    ones are, whose wavelength exceeds `original_max_position_embeddings / low_freq_factor` tokens; those shorter than
+    `original_max_position_embeddings / high_freq_factor` stay, between them it is interpolated (Llama 3.1).
+
+    Raises ValueError with every rule that does not hold.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        rules = [
+            (self.kind in ROTARY_SCALINGS, f"unknown kind {self.kind!r}; known: {', '.join(ROTARY_SCALINGS)}"),
+            (self.factor >= 1, f"factor={self.factor} must be at least 1"),
+            (0 < low < high, f"low_freq_factor={low} must lie between 0 and high_freq_factor={high}"),
+            (original >= 1, f"original_max_position_embeddings={original} must be at least 1"),
+        ]
+        raise_all("RotaryScaling", rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +65,8 @@ class TransformerConfig:
     attention_dropout: float = 0.1
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
+    rotary_scaling: RotaryScaling | None = None  # the frequencies as `rotary_base` gives them
+    windows: tuple[int | None, ...] | None = None  # per layer: tokens that a token sees, itself included
     init_method_std: float = 0.02
     params_dtype: torch.dtype = torch.float32
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
@@ -76,6 +107,13 @@ class TransformerConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
         yield 0 < self.rotary_percent <= 1, f"rotary_percent={self.rotary_percent} must lie in (0, 1]"
+        if self.windows is not None:
+            yield (
+                len(self.windows) == self.num_layers,
+                f"windows names {len(self.windows)} layers, num_layers={self.num_layers}; give one for each",
+            )
+            narrow = [window for window in self.windows if window is not None and window < 1]
+            yield not narrow, f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed"
         yield self.layernorm_epsilon > 0, f"layernorm_epsilon={self.layernorm_epsilon} must be positive"
         yield self.init_method_std >= 0, f"init_method_std={self.init_method_std} must not be negative"
         yield self.params_dtype.is_floating_point, f"params_dtype={self.params_dtype} must be a floating type"

@@ -11,7 +11,7 @@ from torch import nn
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Costs, Pipeline, Schedule, play
-from core.pipeline.schedule.integer_schedule import Flat
+from core.pipeline.schedule.integer_schedule import SchedulingProblem
 from core.pipeline.schedule.memory import StageMemory, live_peaks
 from core.pipeline.schedule.schedules import auto_placement, candidates
 from core.pipeline.schedule.timeline import Event, Timeline
@@ -104,7 +104,7 @@ def limited(factor):
     with contextlib.redirect_stdout(io.StringIO()):
         for _ in range(2):
             pipe.step(tiny.rows(6), tiny.squares)
-    found = pipe._tuner.found is not None
+    found = pipe._tuner.result is not None
     return max(live_peaks(pipe.schedule, memory, pipe.receive_ahead)), least * factor, pipe.schedule.text(), found
 
 
@@ -128,8 +128,8 @@ def bytes_of_one(ps):
         assert memory.waiting == (4 - first) * row, "the linear layers' inputs and output gradients"
         assert memory.message == row * (not last), "the output"
         assert memory.beyond >= row, "the output before the last layer, while F runs"
-    flat = Flat((0, 1, 1, 0), 6, Costs())
-    return max(live_peaks(flat.schedule(flat.one_by_one()), seen, pipe.receive_ahead)), seen
+    integers = SchedulingProblem((0, 1, 1, 0), 6, Costs())
+    return max(live_peaks(integers.schedule(integers.one_by_one()), seen, pipe.receive_ahead)), seen
 
 
 @pytest.mark.parametrize("factor", [1.1, pytest.param(4, marks=pytest.mark.full)])

@@ -56,7 +56,7 @@ def exchange(ps, schedule, depth):
             if str(got) != str(want):
                 wrong.append(f"{action}: {got} and not {want}")
     pipe.finish()
-    assert not pipe._sent
+    assert not pipe._pending_sends
     return wrong
 
 

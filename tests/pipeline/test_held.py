@@ -187,7 +187,7 @@ def sends_held(schedule, microbatches):
 
     def send(self, action, value):
         plain(self, action, value)
-        most[0] = max(most[0], len(self._sent))
+        most[0] = max(most[0], len(self._pending_sends))
 
     Channel.send = send
     try:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from core.pipeline.schedule import schedules
 from core.pipeline.schedule.actions import Action, Schedule, looped, v_shape
-from core.pipeline.schedule.integer_schedule import Flat
+from core.pipeline.schedule.integer_schedule import SchedulingProblem
 from core.pipeline.schedule.list_scheduling import Policies, list_schedule
 from core.pipeline.schedule.passes import add_recompute
 from core.pipeline.schedule.player import Costs, check, play
@@ -115,8 +115,8 @@ def problems(draw, most_ranks=4, most_microbatches=5):
 
 def least_memory(placement, microbatches, costs, recompute):
     """Of each rank, for one microbatch at a time: no schedule needs less."""
-    flat = Flat(placement, microbatches, costs, recompute)
-    return flat.score(flat.one_by_one())[1]
+    integers = SchedulingProblem(placement, microbatches, costs, recompute)
+    return integers.score(integers.one_by_one())[1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -163,31 +163,31 @@ def test_the_search_ends_after_the_seconds_it_has_and_says_so():
     begin = time.perf_counter()
     found = search(**facts, candidates=[schedules.make("v-half", 8, 64)], seconds=0.3)
     assert time.perf_counter() - begin < 3, "beyond it only what is under way: one pass, and playing the result"
-    assert found.cut == 0.3 and "the search was ended after 0.3 s" in found.summary()
+    assert found.time_limit == 0.3 and "the search was ended after 0.3 s" in found.summary()
     assert found.played.makespan <= found.named[0][1]
 
 
 def test_the_search_ends_where_little_is_possible():
     facts = dict(placement=v_shape(4), microbatches=32, costs=Costs().divided(2))
     found = search(**facts, candidates=schedules.candidates(v_shape(4), 32), enough=0.01)
-    assert found.spent == 0 and found.cut == 0 and found.played.makespan <= found.bound * 1.01
+    assert found.spent == 0 and found.time_limit == 0 and found.played.makespan <= found.bound * 1.01
 
 
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.randoms(use_true_random=False), st.sampled_from([1.0, 1.3, 2.0]))
 def test_the_fast_score_equals_the_player(problem, rng, room):
     _, microbatches, costs, _ = problem
-    flat = Flat(*problem)
+    integers = SchedulingProblem(*problem)
     limits = [room * peak + 1e-9 for peak in least_memory(*problem)]
-    policies = Policies(flat, random.Random(rng.random()))
+    policies = Policies(integers, random.Random(rng.random()))
     orders = None
     for _ in range(1 + int(rng.random() * 10)):
-        orders = list_schedule(flat, limits, policies.draw()) or orders
+        orders = list_schedule(integers, limits, policies.draw()) or orders
     for order in orders:  # and some disorder, which may well deadlock
         k = int(rng.random() * (len(order) - 1))
         if order[k] // 4 != order[k + 1] // 4:
             order[k : k + 2] = reversed(order[k : k + 2])
-    schedule, score = flat.schedule(orders), flat.score(orders)
+    schedule, score = integers.schedule(orders), integers.score(orders)
     if score is None:
         with pytest.raises(ValueError, match="never ends"):
             play(schedule, costs)
@@ -195,20 +195,20 @@ def test_the_fast_score_equals_the_player(problem, rng, room):
     check(schedule, microbatches)
     played = play(schedule, costs)
     assert score == (played.makespan, list(played.peaks))
-    assert flat.schedule(flat.orders(schedule)) == schedule
+    assert integers.schedule(integers.orders(schedule)) == schedule
 
 
 @settings(max_examples=30, deadline=None)
 @given(problems(), st.randoms(use_true_random=False))
 def test_a_careful_pass_never_gets_stuck(problem, rng):
-    flat = Flat(*problem)
+    integers = SchedulingProblem(*problem)
     limits = [peak * (1 + 1e-9) for peak in least_memory(*problem)]
-    policies = Policies(flat, random.Random(rng.random()))
+    policies = Policies(integers, random.Random(rng.random()))
     policies.choices["careful"] = (True,)
     for _ in range(12):
-        orders = list_schedule(flat, limits, policies.draw())
+        orders = list_schedule(integers, limits, policies.draw())
         assert orders
-        assert all(peak <= most for peak, most in zip(flat.score(orders)[1], limits, strict=True))
+        assert all(peak <= most for peak, most in zip(integers.score(orders)[1], limits, strict=True))
 
 
 TINY = [

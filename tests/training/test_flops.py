@@ -9,7 +9,7 @@ from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState
 from core.training.config import ModelConfig
 from core.training.log import metrics
-from core.training.log.metrics import PEAKS, flops_per_token, peak_flops, total_peak_flops
+from core.training.log.metrics import PEAK_FLOPS, flops_per_token, peak_flops, total_peak_flops
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 80}
@@ -74,7 +74,7 @@ def test_a_given_peak_goes_first():
 )
 def test_a_known_device_is_looked_up_at_16_bits(device, tflops, monkeypatch):
     monkeypatch.setattr(metrics, "device_name", lambda _: device)
-    monkeypatch.setattr(metrics, "_measured", lambda *_: 1.0)
+    monkeypatch.setattr(metrics, "_measure_matmul", lambda *_: 1.0)
     gpu = torch.device("cuda", 0)
     assert peak_flops(gpu, torch.bfloat16) == peak_flops(gpu, torch.float16) == tflops * 1e12
     assert peak_flops(gpu, torch.float32) == 1.0, "TF32 or not: measured"
@@ -83,7 +83,7 @@ def test_a_known_device_is_looked_up_at_16_bits(device, tflops, monkeypatch):
 
 
 def test_no_name_hides_a_longer_one():
-    names = list(PEAKS)
+    names = list(PEAK_FLOPS)
     assert not [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a in b]
 
 

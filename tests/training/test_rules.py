@@ -269,10 +269,10 @@ def test_where_auto_has_its_stages():
 
 def test_what_the_data_ranks_are_told():
     assert ModelConfig(fp16=True).transformer().params_dtype == torch.float16
-    assert DataParallelConfig().placement() is None
+    assert DataParallelConfig().offload_policy() is None
     told = DataParallelConfig(zero_stage=3, grad_dtype="bfloat16", offload="optimizer", offload_fraction=0.5)
-    assert told.placement() == Offload(kind="cpu", fraction=0.5)
-    assert replace(told, offload_directory="d").placement() == Offload(kind="disk", fraction=0.5, directory="d")
+    assert told.offload_policy() == Offload(kind="cpu", fraction=0.5)
+    assert replace(told, offload_directory="d").offload_policy() == Offload(kind="disk", fraction=0.5, directory="d")
     arguments = told.arguments()
     assert arguments["grad_dtype"] is torch.bfloat16 and arguments["zero_stage"] == 3
     parameters = inspect.signature(DataParallel).parameters

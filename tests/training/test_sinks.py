@@ -9,7 +9,7 @@ import types
 import pytest
 
 from core.training.log.metrics import MetricsLog, StepRecord
-from core.training.log.sinks import NAMES, TensorBoardSink, WandbSink, open_sinks, scalars
+from core.training.log.sinks import SCALAR_NAMES, TensorBoardSink, WandbSink, open_sinks, scalars
 
 
 def record(step, **more):
@@ -19,7 +19,8 @@ def record(step, **more):
 
 def test_every_number_of_a_record_has_a_name_and_what_is_not_known_is_left_out():
     full = scalars(record(1, mfu=0.4, memory_mib=7.0, skipped=2))
-    assert set(full) == set(NAMES.values()) and set(NAMES) | {"step", "tokens"} == set(StepRecord.__annotations__)
+    assert set(full) == set(SCALAR_NAMES.values())
+    assert set(SCALAR_NAMES) | {"step", "tokens"} == set(StepRecord.__annotations__)
     assert full["train/loss"] == 2.5 and full["memory/peak_mib"] == 7 and full["train/skipped"] == 2
     assert set(full) - set(scalars(record(1))) == {"speed/mfu", "memory/peak_mib"}
 
@@ -49,7 +50,7 @@ def test_a_missing_extra_is_told_before_training_on_every_rank(blocked, tmp_path
 
 
 def test_other_ranks_open_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("core.training.log.sinks._installed", lambda name: True)
+    monkeypatch.setattr("core.training.log.sinks._is_installed", lambda name: True)
     assert open_sinks(tmp_path, tensorboard=True, wandb_project="p", rank=1) == ()
     assert list(tmp_path.iterdir()) == []
 
@@ -70,7 +71,7 @@ class FakeWandb(types.ModuleType):
 def test_wandb_is_offline_unless_the_environment_says_otherwise(monkeypatch, tmp_path):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("core.training.log.sinks._installed", lambda name: True)
+    monkeypatch.setattr("core.training.log.sinks._is_installed", lambda name: True)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with MetricsLog(tmp_path, sinks=open_sinks(tmp_path, wandb_project="gpt", config={"optimizer.lr": 0.1})) as log:
         log.add(record(1))

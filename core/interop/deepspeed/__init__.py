@@ -1,4 +1,4 @@
-"""From a ds_config.json to our configuration; every key is told: mapped to what, ignored or unsupported, and why.
+"""From a ds_config.json to our configuration, with a verdict on every key: mapped, ignored or unsupported, and why.
 
     python -m core.interop.deepspeed ds_config.json --data-ranks 8
 
@@ -33,13 +33,16 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class FromDeepSpeed:
-    """fields: part of a run ("training", "data_parallel", ...) -> field -> value. told: every key, none left out."""
+    """What a ds_config means here.
+
+    fields: part of a run ("training", "data_parallel", ...) -> field -> value. told: the verdict on every key.
+    """
 
     fields: dict[str, dict[str, Any]]
     told: tuple[Told, ...]
 
     def onto(self, config: Config) -> Config:
-        """`config` (a TrainingConfig, say) with what the file says about it. Raises ValueError: as `config` does."""
+        """`config` (a TrainingConfig, say) with the fields that the file sets. Raises ValueError as `config` does."""
         for name, kind in PARTS.items():
             if isinstance(config, kind):
                 return replace(config, **self.fields.get(name, {}))  # type: ignore[type-var]
@@ -48,27 +51,33 @@ class FromDeepSpeed:
     @property
     def unsupported(self) -> list[Told]:
         """The keys whose effect is missing here."""
-        return [told for told in self.told if told.verdict == "unsupported"]
+        return [verdict for verdict in self.told if verdict.verdict == "unsupported"]
 
     def table(self) -> str:
         """One aligned line per key."""
         rows = [(told.verdict, told.key, json.dumps(told.value, default=str), told.words) for told in self.told]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-        return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+        lines = []
+        for *cells, words in rows:
+            padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+            lines.append("  ".join([*padded, words]))
+        return "\n".join(lines)
 
     def flags(self) -> list[str]:
         """The same on the command line of examples/pretrain_gpt.py."""
-        made = []
+        arguments: list[str] = []
         for part, fields in self.fields.items():
             for name, value in fields.items():
                 flag = f"--{part}.{name}".replace("_", "-")
-                if isinstance(value, bool) and isinstance(getattr(PARTS[part], name), bool):  # the default's kind
-                    made.append(flag if value else f"--{part}.no-{name}".replace("_", "-"))
+                is_switch = isinstance(value, bool) and isinstance(getattr(PARTS[part], name), bool)  # its default
+                if is_switch:
+                    arguments.append(flag if value else f"--{part}.no-{name}".replace("_", "-"))
                 elif isinstance(value, dict):
-                    made += [flag, *(str(x) for pair in value.items() for x in pair)] if value else []
+                    pairs = [str(word) for pair in value.items() for word in pair]
+                    arguments += [flag, *pairs] if pairs else []
                 else:
-                    made += [flag, str(value)]
-        return made
+                    arguments += [flag, str(value)]
+        return arguments
 
 
 def _read(path: str) -> Any:
@@ -78,26 +87,28 @@ def _read(path: str) -> Any:
     """
     text = Path(path).read_text(encoding="utf-8-sig")
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_refuse_repeated_keys)
     except json.JSONDecodeError as error:
-        told = f"{path} is no JSON: {error}"
+        problem = f"{path} is no JSON: {error}"
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     try:
         import hjson
     except ImportError:
-        raise ValueError(f"{told}; with comments or commas at the end it is Hjson: pip install hjson") from None
+        raise ValueError(f"{problem}; with comments or commas at the end it is Hjson: pip install hjson") from None
     try:
-        return hjson.loads(text, object_pairs_hook=_once)
+        return hjson.loads(text, object_pairs_hook=_refuse_repeated_keys)
     except ValueError as error:
-        raise ValueError(f"{told}; and no Hjson: {error}") from None
+        raise ValueError(f"{problem}; and no Hjson: {error}") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for i, (key, _) in enumerate(pairs):
-        if key in dict(pairs[:i]):
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in config:
             raise ValueError(f"the key {key!r} is there 2 times; leave one out")
-    return dict(pairs)
+        config[key] = value
+    return config
 
 
 def from_deepspeed(
@@ -108,33 +119,33 @@ def from_deepspeed(
     data_ranks: data parallel ranks of the run, for sizes that depend on it. auto: key ("scheduler.params.
     total_num_steps") -> value, where the file says "auto" and Hugging Face's Trainer would fill it in.
     DeepSpeed's defaults that differ from ours (stage 0, no weight decay) are among the fields.
-    `initialize(model, from_deepspeed(...).fields)` is the migration. What is unsupported is told in one warning.
+    `initialize(model, from_deepspeed(...).fields)` is the migration. One warning lists what is unsupported.
     Raises ValueError: no JSON object, a key twice, values of the wrong kind or out of range, batch sizes that
     contradict each other.
     """
-    where = "ds_config"
+    source = "ds_config"
     if not isinstance(config, Mapping):
-        where = str(config)
-        config = _read(where)
+        source = str(config)
+        config = _read(source)
         if not isinstance(config, dict):
-            raise ValueError(f"{where} holds a {type(config).__name__}, not an object; give a ds_config")
+            raise ValueError(f"{source} holds a {type(config).__name__}, not an object; give a ds_config")
     try:
         reader = ConfigReader(config, auto or {}, data_ranks)
-        for part in (batch, zero, dtypes, optimizer, scheduler, others):
-            part(reader)
-        reader.rest()
-        found = FromDeepSpeed(reader.fields, tuple(sorted(reader.told.values(), key=_place(reader.order))))
+        for read_section in (batch, zero, dtypes, optimizer, scheduler, others):
+            read_section(reader)
+        reader.report_unread()
+        # in the order of the file; what the file does not say comes last
+        position = {key: index for index, key in enumerate(reader.order)}
+        verdicts = sorted(reader.verdicts.values(), key=lambda verdict: position.get(verdict.key, len(position)))
+        result = FromDeepSpeed(reader.fields, tuple(verdicts))
         for name, kind in PARTS.items():
-            if name in found.fields:
-                found.onto(kind())  # our own rules
+            if name in result.fields:
+                result.onto(kind())  # raises where our own rules are broken
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if missing := found.unsupported:
-        each = "\n".join(f"  {told.key}: {told.words}" for told in missing)
-        warnings.warn(f"{where}: {len(missing)} of {len(found.told)} keys are unsupported:\n{each}", stacklevel=2)
-    return found
-
-
-def _place(order: list[str]) -> Any:
-    at = {key: i for i, key in enumerate(order)}
-    return lambda told: at.get(told.key, len(at))
+        raise ValueError(f"{source}: {error}") from None
+    unsupported = result.unsupported
+    if unsupported:
+        reasons = "\n".join(f"  {verdict.key}: {verdict.words}" for verdict in unsupported)
+        count = len(result.told)
+        warnings.warn(f"{source}: {len(unsupported)} of {count} keys are unsupported:\n{reasons}", stacklevel=2)
+    return result

@@ -14,7 +14,7 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return text  # a name
+        return text  # a name without quotes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,18 +23,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file")
     parser.add_argument("--data-ranks", type=int, help="data parallel ranks of the run")
     parser.add_argument("--auto", action="append", default=[], metavar="KEY=VALUE", help='what "auto" stands for')
-    given = parser.parse_args(arguments)
-    auto = {key: _value(text) for key, _, text in (each.partition("=") for each in given.auto)}
+    options = parser.parse_args(arguments)
+    auto = {}
+    for assignment in options.auto:
+        key, _, text = assignment.partition("=")
+        auto[key] = _value(text)
     try:
         with warnings.catch_warnings(action="ignore"):  # the table says the same
-            found = deepspeed.from_deepspeed(given.file, data_ranks=given.data_ranks, auto=auto)
+            result = deepspeed.from_deepspeed(options.file, data_ranks=options.data_ranks, auto=auto)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(found.table())
-    print(f"\nflags: {' '.join(found.flags())}")
-    print(f"{len(found.told)} keys, {len(found.unsupported)} unsupported")
-    return 1 if found.unsupported else 0
+    print(result.table())
+    print(f"\nflags: {' '.join(result.flags())}")
+    print(f"{len(result.told)} keys, {len(result.unsupported)} unsupported")
+    return 1 if result.unsupported else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's configuration: those that are ours too, and why the others have no effect here."""
+"""The keys of DeepSpeed's configuration: those that have a field here, and why the others have no effect."""
 
 ALWAYS = "always so here"
 UNITS = "a unit is gathered before its use, the next one with it, and freed right after"

@@ -1,4 +1,4 @@
-"""The keys of a ds_config.json, taken one by one, so that what nobody took can be told."""
+"""Reads a ds_config.json key by key, and remembers what became of each: no key is silently dropped."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ COMMENT = re.compile(r"_|//|#|comments?$")
 
 @dataclass(frozen=True)
 class Told:
-    """What became of one key. verdict: "mapped", "ignored" or "unsupported"; words: to what, or why."""
+    """The verdict on one key: "mapped", "ignored" or "unsupported"; words: to which field, or why."""
 
     key: str
     value: Any
@@ -22,20 +22,25 @@ class Told:
 
 
 class ConfigReader:
-    """Takes keys one by one, so that what nobody took can be told."""
+    """The keys of a file, those that no section has read yet, and the verdicts so far.
 
-    def __init__(self, config: Mapping[str, Any], auto: Mapping[str, Any], ranks: int | None) -> None:
-        self.left = dict(leaves(config))
-        self.order = list(self.left)
-        self.auto, self.ranks = auto, ranks
-        self.told: dict[str, Told] = {}
+    auto: what keys stand for that the file leaves to Hugging Face's Trainer as "auto". fields: part of a run -> field
+    -> value. verdicts: by key.
+    """
+
+    def __init__(self, config: Mapping[str, Any], auto: Mapping[str, Any], data_ranks: int | None) -> None:
+        self.unread = dict(leaves(config))
+        self.order = list(self.unread)
+        self.auto, self.data_ranks = auto, data_ranks
+        self.verdicts: dict[str, Told] = {}
         self.fields: dict[str, dict[str, Any]] = {}
-        if unknown := [key for key in auto if self.left.get(key) != "auto"]:
+        unknown = [key for key in auto if self.unread.get(key) != "auto"]
+        if unknown:
             raise ValueError(f'auto={{{unknown[0]!r}: ...}}: the file does not say "auto" there; leave it out')
 
     def value(self, key: str, kind: type | None = None) -> Any:
-        """What the file says, `auto` filled in; None: nothing, or "auto". Raises ValueError: not of this kind."""
-        value = self.left.get(key)
+        """The value in the file, or what "auto" stands for; None if unknown. Raises ValueError: another kind."""
+        value = self.unread.get(key)
         if value == "auto":
             value = self.auto.get(key)
         if value is None or kind is None:
@@ -45,86 +50,100 @@ class ConfigReader:
         if kind in (int, float):
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or (kind is int and not float(value).is_integer()):
-                raise ValueError(f"{key}={value!r} is not a{'n integer' if kind is int else ' number'}; give one")
+                noun = "an integer" if kind is int else "a number"
+                raise ValueError(f"{key}={value!r} is not {noun}; give one")
         return kind(value)
 
-    def tell(self, key: str, verdict: str, words: str, *, value: Any = "not given") -> None:
-        """What became of `key`; value: of a key that was told of before."""
-        value = self.left.pop(key, value)
+    def report(self, key: str, verdict: str, words: str, *, value: Any = "not given") -> None:
+        """Give the verdict on a key. value: of a key that had a verdict before."""
+        value = self.unread.pop(key, value)
         if value == "auto" and key in self.auto:
             words = f"{words} (auto)"
-        self.told[key] = Told(key, value, verdict, words)
+        self.verdicts[key] = Told(key, value, verdict, words)
 
-    def put(self, key: str, part: str, *, note: str = "", **fields: Any) -> None:
-        """These fields come from `key`."""
+    def map_to(self, key: str, part: str, *, note: str = "", **fields: Any) -> None:
+        """A key that sets these fields of a part of the run."""
         self.fields.setdefault(part, {}).update(fields)
-        self.tell(key, "mapped", ", ".join(f"{part}.{name}={value}" for name, value in fields.items()) + note)
+        settings = [f"{part}.{name}={value}" for name, value in fields.items()]
+        self.report(key, "mapped", ", ".join(settings) + note)
 
-    def unfilled(self, key: str) -> bool:
-        """Whether the file leaves `key` to Hugging Face's Trainer and nobody said what it is."""
-        return self.left.get(key) == "auto" and key not in self.auto
+    def is_unresolved_auto(self, key: str) -> bool:
+        """Whether the file leaves `key` to Hugging Face's Trainer, and `auto` does not say what it stands for."""
+        return self.unread.get(key) == "auto" and key not in self.auto
 
-    def simple(self, key: str, part: str, field: str, kind: type) -> None:
-        """A key that is one of our fields."""
+    def map_field(self, key: str, part: str, field: str, kind: type) -> None:
+        """A key that is one of our fields under another name."""
         value = self.value(key, kind)
         if value is not None:
-            self.put(key, part, **{field: value})
+            self.map_to(key, part, **{field: value})
 
-    def rest(self) -> None:
-        """Whatever no mapping took."""
-        for key in list(self.left):
-            value = self.left[key]
-            if any(COMMENT.match(part) for part in key.split(".")):
-                self.tell(key, "ignored", "a comment")
-            elif value is None or (value == {} and key in _known()):
-                self.tell(key, "ignored", "empty: as if it were not there")
+    def report_unread(self) -> None:
+        """Give a verdict on every key that no section has read."""
+        for key in list(self.unread):
+            value = self.unread[key]
+            if any(COMMENT.match(name) for name in key.split(".")):
+                self.report(key, "ignored", "a comment")
+            elif value is None or (value == {} and key in _known_keys()):
+                self.report(key, "ignored", "empty: as if it were not there")
             elif value == "auto":
-                self.tell(key, "ignored", "left to Hugging Face's Trainer: our default or your flag holds")
-            elif key in IGNORED or (why := _section(key, IGNORED_SECTIONS)) is not None:
-                self.tell(key, "ignored", IGNORED.get(key) or why or "")
-            elif key in UNSUPPORTED or _section(key, UNSUPPORTED_SECTIONS) is not None:
-                self._unsupported(key, value)
+                self.report(key, "ignored", "left to Hugging Face's Trainer: our default or your flag holds")
+            elif key in IGNORED or _section_reason(key, IGNORED_SECTIONS) is not None:
+                self.report(key, "ignored", IGNORED.get(key) or _section_reason(key, IGNORED_SECTIONS) or "")
+            elif key in UNSUPPORTED or _section_reason(key, UNSUPPORTED_SECTIONS) is not None:
+                self._report_unsupported(key, value)
             else:
-                near = _nearest(key)
-                self.tell(key, "unsupported", "unknown key" + (f"; did you mean {near}?" if near else ""))
+                nearest = _nearest_key(key)
+                hint = f"; did you mean {nearest}?" if nearest else ""
+                self.report(key, "unsupported", f"unknown key{hint}")
 
-    def _unsupported(self, key: str, value: Any) -> None:
-        why = UNSUPPORTED.get(key) or _section(key, UNSUPPORTED_SECTIONS) or ""
-        parts = key.split(".")
-        sections = [".".join(parts[:n]) for n in range(1, len(parts))]
+    def _report_unsupported(self, key: str, value: Any) -> None:
+        """A key that would change what is computed; without an effect if it, or a section around it, is off."""
+        reason = UNSUPPORTED.get(key) or _section_reason(key, UNSUPPORTED_SECTIONS) or ""
+        names = key.split(".")
+        sections = [".".join(names[:depth]) for depth in range(1, len(names))]
         switches = [f"{section}.{name}" for section in sections for name in ("enabled", "device")]
-        all_values = {told.key: told.value for told in self.told.values()} | self.left
-        off = value in (False, None, 0, "none", "None") or (key.endswith("hpz_partition_size") and value == 1)
-        if off or any(all_values.get(switch, True) in (False, "none", None) for switch in switches):
-            self.tell(key, "ignored", "it is off")
+        all_values = {verdict.key: verdict.value for verdict in self.verdicts.values()} | self.unread
+        section_is_off = any(all_values.get(switch, True) in (False, "none", None) for switch in switches)
+        is_off = value in (False, None, 0, "none", "None") or (key.endswith("hpz_partition_size") and value == 1)
+        if is_off or section_is_off:
+            self.report(key, "ignored", "it is off")
         else:
-            self.tell(key, "unsupported", why)
+            self.report(key, "unsupported", reason)
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Every value with its path; an empty section is one."""
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in config.items():
-        inside = isinstance(value, Mapping) and value
-        found += leaves(value, f"{prefix}{key}.") if inside else [(f"{prefix}{key}", value)]
-    return found
+        if isinstance(value, Mapping) and value:
+            pairs += leaves(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
 
 
-def _section(key: str, sections: Mapping[str, str]) -> str | None:
-    return next((why for name, why in sections.items() if key == name or key.startswith(f"{name}.")), None)
+def _section_reason(key: str, sections: Mapping[str, str]) -> str | None:
+    for section, reason in sections.items():
+        if key == section or key.startswith(f"{section}."):
+            return reason
+    return None
 
 
-def _nearest(key: str) -> str | None:
+def _nearest_key(key: str) -> str | None:
     """The same key in another section, or one that is written alike."""
-    known = _known()
-    inside = [k for k in known if key.endswith(f".{k}")]
-    alike = get_close_matches(key, known, n=1, cutoff=0.75)
-    elsewhere = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    beside = [k for k in elsewhere if k.partition(".")[0] == key.partition(".")[0]]
-    return next(iter([*inside, *beside, *alike, *elsewhere]), None)
+    known = _known_keys()
+    section, last_name = key.partition(".")[0], key.rpartition(".")[2]
+    nested_too_deep = [other for other in known if key.endswith(f".{other}")]
+    same_name = [other for other in known if other.rpartition(".")[2] == last_name]
+    same_section = [other for other in same_name if other.partition(".")[0] == section]
+    similar = get_close_matches(key, known, n=1, cutoff=0.75)
+    return next(iter([*nested_too_deep, *same_section, *similar, *same_name]), None)
 
 
-def _known() -> list[str]:
+def _known_keys() -> list[str]:
     tables = (IGNORED, IGNORED_SECTIONS, UNSUPPORTED, UNSUPPORTED_SECTIONS)
-    keys = [*MAPPED, *(key for table in tables for key in table)]
-    return list(dict.fromkeys([*keys, *(key.rpartition(".")[0] for key in keys if "." in key)]))
+    keys = list(MAPPED)
+    for table in tables:
+        keys += table
+    sections = [key.rpartition(".")[0] for key in keys if "." in key]
+    return list(dict.fromkeys([*keys, *sections]))

@@ -25,29 +25,41 @@ _FILL = {
     "W": ("#3fae87", "#b5e2d1"),
     "R": ("#b07cc6", "#e3cdec"),
 }
+_OTHER_FILL = ("#9aa0a6", "#9aa0a6")
 _IDLE = "#f1f2f4"
 
+# of the SVG, in its units
+_LEFT, _TOP, _LANE_HEIGHT, _LANE_GAP = 64.0, 58.0, 26.0, 5.0
+_MIN_WIDTH, _MAX_WIDTH = 1080.0, 2400.0
+_DIGIT_WIDTH = 0.62  # of the font size
+_MAX_FONT, _MIN_FONT = 11.0, 7
+_LETTER_WIDTH = 6.6  # of the key
 
-def _chunks(row: Sequence[Event]) -> dict[int, int]:
+
+def _chunk_of_stage(row: Sequence[Event]) -> dict[int, int]:
     """Which of its rank's stages each stage is, 0, 1 ..."""
-    return {stage: chunk for chunk, stage in enumerate(sorted({event.action.stage for event in row}))}
+    stages = sorted({event.action.stage for event in row})
+    return {stage: chunk for chunk, stage in enumerate(stages)}
 
 
-def _labelled(row: Sequence[Event]) -> list[tuple[Event, str]]:
+def _label_events(row: Sequence[Event]) -> list[tuple[Event, str]]:
     """Each event with `F3`; of the rank's second stage `f3`, of the third `F3'`."""
-    chunks, cells = _chunks(row), []
+    chunk_of_stage, labelled = _chunk_of_stage(row), []
     for event in row:
         kind, stage, microbatch = event.action
-        letter = kind.lower() if chunks[stage] % 2 else kind
+        chunk = chunk_of_stage[stage]
+        letter = kind.lower() if chunk % 2 else kind
         number = "" if microbatch is None else str(microbatch)
-        cells.append((event, letter + number + "'" * (chunks[stage] // 2)))
-    return cells
+        labelled.append((event, letter + number + "'" * (chunk // 2)))
+    return labelled
 
 
-def _unit(timeline: Timeline) -> float:
-    """The time that gets room for a label: the least, but very short actions may not stretch all the others."""
-    lengths = sorted(event.end - event.start for row in timeline.rows for event in row) or [0.0]
-    return max(lengths[len(lengths) // 10], sum(lengths) / len(lengths) / 2) or 1.0
+def _label_time(timeline: Timeline) -> float:
+    """The time that gets room for a label: the shortest action, unless that would stretch all others too much."""
+    durations = sorted(event.end - event.start for row in timeline.rows for event in row) or [0.0]
+    short = durations[len(durations) // 10]
+    half_of_mean = sum(durations) / len(durations) / 2
+    return max(short, half_of_mean) or 1.0
 
 
 def draw_text(timeline: Timeline, width: int = 118) -> str:
@@ -55,24 +67,28 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
 
     An action is as wide as it takes long. What is wider than `width` columns goes on below.
     """
-    rows = [_labelled(row) for row in timeline.rows]
+    rows = [_label_events(row) for row in timeline.rows]
     cells = [cell for row in rows for cell in row]
     if not cells:
         return "nothing ran\n"
-    unit = _unit(timeline)
-    scale = (max(len(label) for _, label in cells) + 1) / unit
-    lines = [_line(row, scale, _column(timeline.makespan, scale)) for row in rows]
+    label_time = _label_time(timeline)
+    scale = (max(len(label) for _, label in cells) + 1) / label_time  # columns per unit of time
+    lines = [_text_line(row, scale, _column(timeline.makespan, scale)) for row in rows]
     names = [f"rank {rank} |" for rank in range(len(lines))]
     names = [name.rjust(max(map(len, names))) for name in names]
-    room = max(width - len(names[0]) - 1, 1)
+
     # equal panels that begin with a cell's first column where all actions are equally long
-    cell = _column(unit, scale)
-    room -= room % cell if room > cell else 0
-    last = max(len(line.rstrip(". ")) for line in lines)  # no panel for the end of the last cell alone
-    panels = [
-        "".join(f"{name} {line[begin : begin + room].rstrip()}\n" for name, line in zip(names, lines, strict=True))
-        for begin in range(0, last, room)
-    ]
+    panel_width = max(width - len(names[0]) - 1, 1)
+    cell_width = _column(label_time, scale)
+    if panel_width > cell_width:
+        panel_width -= panel_width % cell_width
+    last_column = max(len(line.rstrip(". ")) for line in lines)  # no panel for the end of the last cell alone
+    panels = []
+    for begin in range(0, last_column, panel_width):
+        panel = ""
+        for name, line in zip(names, lines, strict=True):
+            panel += f"{name} {line[begin : begin + panel_width].rstrip()}\n"
+        panels.append(panel)
     return "\n".join([*panels, _legend(cells)])
 
 
@@ -81,24 +97,23 @@ def _column(time: float, scale: float) -> int:
     return int(time * scale + 0.5 + 1e-6)
 
 
-def _line(row: Sequence[tuple[Event, str]], scale: float, columns: int) -> str:
+def _text_line(row: Sequence[tuple[Event, str]], scale: float, columns: int) -> str:
     line = ["."] * columns
     for event, label in row:
         begin = _column(event.start, scale)
-        wide = max(_column(event.end, scale) - begin, 1)
-        text = label[:wide].ljust(wide)
-        line[begin : begin + wide] = text
+        width = max(_column(event.end, scale) - begin, 1)
+        line[begin : begin + width] = label[:width].ljust(width)
     return "".join(line)[:columns]
 
 
 def _legend(cells: Sequence[tuple[Event, str]]) -> str:
     kinds = {event.action.kind for event, _ in cells}
-    words = [f"{kind} {meaning}" for kind, meaning in MEANING.items() if kind in kinds]
+    entries = [f"{kind} {meaning}" for kind, meaning in MEANING.items() if kind in kinds]
     if any(label[0].islower() for _, label in cells):
-        words.append("small letters: a rank's second stage")
+        entries.append("small letters: a rank's second stage")
     if any(label.endswith("'") for _, label in cells):
-        words.append("F' third, f' fourth ...")
-    return ", ".join([*words, "`.` idle"]) + "\n"
+        entries.append("F' third, f' fourth ...")
+    return ", ".join([*entries, "`.` idle"]) + "\n"
 
 
 def draw_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
@@ -106,84 +121,90 @@ def draw_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
 
     The heading holds the title, the time of the step (in `unit`) and the bubble.
     """
-    left, top, lane, gap = 64.0, 58.0, 26.0, 5.0
     total = timeline.makespan or 1.0
-    wide = min(max(1080.0, 16 * total / _unit(timeline)), 2400.0)  # room for two digits where there are many boxes
-    bottom = top + len(timeline.rows) * (lane + gap)
-    body = list[str]()
+    room_for_digits = 16 * total / _label_time(timeline)
+    width = min(max(_MIN_WIDTH, room_for_digits), _MAX_WIDTH)
+    bottom = _TOP + len(timeline.rows) * (_LANE_HEIGHT + _LANE_GAP)
+    lanes = list[str]()
     for rank, row in enumerate(timeline.rows):
-        y = top + rank * (lane + gap)
-        body.append(f'<text x="{left - 10}" y="{y + lane / 2 + 4}" class="a e">rank {rank}</text>')
-        body.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{lane}" fill="{_IDLE}"/>')
-        body += _boxes(row, left, y, lane, wide / total)
-    heading = f"step {timeline.makespan:.4g}{unit and ' ' + unit}, bubble {100 * timeline.bubble:.1f} %"
+        y = _TOP + rank * (_LANE_HEIGHT + _LANE_GAP)
+        lanes.append(f'<text x="{_LEFT - 10}" y="{y + _LANE_HEIGHT / 2 + 4}" class="a e">rank {rank}</text>')
+        lanes.append(f'<rect x="{_LEFT}" y="{y}" width="{width}" height="{_LANE_HEIGHT}" fill="{_IDLE}"/>')
+        lanes += _boxes(row, y, width / total)
+    unit_text = f" {unit}" if unit else ""
+    heading = f"step {timeline.makespan:.4g}{unit_text}, bubble {100 * timeline.bubble:.1f} %"
     height = bottom + 58
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 24:.0f} {height:.0f}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + width + 24:.0f} {height:.0f}" '
             'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
             "<style>.a{font-size:12px;fill:#3c4043}.m{fill:#17212b;text-anchor:middle}"
             ".t{font-size:17px;font-weight:600;fill:#17212b}.e{text-anchor:end}.c{text-anchor:middle}</style>",
             '<rect width="100%" height="100%" fill="#ffffff"/>',
-            f'<text x="{left}" y="28" class="t">{escape(title)}</text>',
-            f'<text x="{left + wide}" y="28" class="a e">{heading}</text>',
-            *body,
-            *_axis(left, bottom, wide, total),
-            *_key(timeline, left, bottom + 36),
+            f'<text x="{_LEFT}" y="28" class="t">{escape(title)}</text>',
+            f'<text x="{_LEFT + width}" y="28" class="a e">{heading}</text>',
+            *lanes,
+            *_axis(bottom, width, total),
+            *_key(timeline, bottom + 36),
             "</svg>\n",
         ]
     )
 
 
-def _boxes(row: Sequence[Event], left: float, y: float, lane: float, scale: float) -> Iterator[str]:
-    chunks = _chunks(row)
+def _boxes(row: Sequence[Event], y: float, scale: float) -> Iterator[str]:
+    chunk_of_stage = _chunk_of_stage(row)
     for event in row:
-        kind, _, microbatch = event.action
-        x, width = left + event.start * scale, (event.end - event.start) * scale
-        fill = shade(kind, chunks[event.action.stage], len(chunks))
-        line = 0.6 if width > 3 else 0
+        kind, stage, microbatch = event.action
+        x, width = _LEFT + event.start * scale, (event.end - event.start) * scale
+        fill = shade(kind, chunk_of_stage[stage], len(chunk_of_stage))
+        border = 0.6 if width > 3 else 0
         yield (
-            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{lane}" fill="{fill}" stroke="#ffffff" '
-            f'stroke-width="{line}"><title>{event.action}: {event.start:.6g} to {event.end:.6g}</title></rect>'
+            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE_HEIGHT}" fill="{fill}" stroke="#ffffff" '
+            f'stroke-width="{border}"><title>{event.action}: {event.start:.6g} to {event.end:.6g}</title></rect>'
         )
-        number = "" if microbatch is None else str(microbatch)
-        size = min(11.0, (width - 3) / (0.62 * len(number))) if number else 0.0  # a digit is 0.62 of it wide
-        if size >= 7:
-            middle, base = x + width / 2, y + lane / 2 + 0.36 * size
-            yield f'<text x="{middle:.2f}" y="{base:.2f}" class="m" font-size="{size:.1f}">{number}</text>'
+        if microbatch is None:
+            continue
+        number = str(microbatch)
+        font_size = min(_MAX_FONT, (width - 3) / (_DIGIT_WIDTH * len(number)))
+        if font_size >= _MIN_FONT:
+            middle, base = x + width / 2, y + _LANE_HEIGHT / 2 + 0.36 * font_size
+            yield f'<text x="{middle:.2f}" y="{base:.2f}" class="m" font-size="{font_size:.1f}">{number}</text>'
 
 
 def shade(kind: str, chunk: int, chunks: int) -> str:
     """The colour of a kind of action on a rank's stage number `chunk`: paler for later ones."""
-    first, last = (
-        tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in _FILL.get(kind, ("#9aa0a6",) * 2)
-    )
-    part = chunk / (chunks - 1) if chunks > 1 else 0.0
-    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(first, last, strict=True))
+    first, last = _FILL.get(kind, _OTHER_FILL)
+    progress = chunk / (chunks - 1) if chunks > 1 else 0.0
+    colour = "#"
+    for index in (1, 3, 5):  # red, green, blue
+        dark, pale = int(first[index : index + 2], 16), int(last[index : index + 2], 16)
+        colour += f"{round(dark + (pale - dark) * progress):02x}"
+    return colour
 
 
-def _axis(left: float, y: float, wide: float, total: float) -> Iterator[str]:
+def _axis(y: float, width: float, total: float) -> Iterator[str]:
     step = 10.0 ** floor(log10(total))
-    while total / step < 5:
+    while total / step < 5:  # at least five ticks
         step /= 2
-    ticks = [k * step for k in range(int(total / step + 1e-9) + 1)]
-    for tick in ticks:
-        x = left + wide * tick / total
+    for index in range(int(total / step + 1e-9) + 1):
+        tick = index * step
+        x = _LEFT + width * tick / total
         yield f'<path d="M{x:.2f} {y}v4" stroke="#9aa0a6"/>'
         yield f'<text x="{x:.2f}" y="{y + 17}" class="a c">{tick:.4g}</text>'
 
 
-def _key(timeline: Timeline, x: float, y: float) -> Iterator[str]:
+def _key(timeline: Timeline, y: float) -> Iterator[str]:
     kinds = {event.action.kind for row in timeline.rows for event in row}
-    chunks = max((len(_chunks(row)) for row in timeline.rows), default=1)
+    chunks = max((len(_chunk_of_stage(row)) for row in timeline.rows), default=1)
     entries = [(kind, f"{kind} {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
+    x = _LEFT
     for kind, text in [*entries, ("", "idle")]:
-        shades = [shade(kind, c, chunks) for c in range(chunks)] if kind else [_IDLE]
-        for fill in shades:
+        fills = [shade(kind, chunk, chunks) for chunk in range(chunks)] if kind else [_IDLE]
+        for fill in fills:
             yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill}"/>'
             x += 15
         yield f'<text x="{x + 5}" y="{y + 11}" class="a">{text}</text>'
-        x += 5 + 6.6 * len(text) + 18
+        x += 5 + _LETTER_WIDTH * len(text) + 18
     if chunks > 1:
         yield f'<text x="{x}" y="{y + 11}" class="a">paler: later stages of a rank</text>'
 
@@ -201,6 +222,6 @@ def draw_trace(timeline: Timeline, microseconds: float = 1e6) -> str:
         for (kind, stage, microbatch), start, end in row:
             name = kind if microbatch is None else f"{kind}{microbatch}"
             times = {"ts": start * microseconds, "dur": (end - start) * microseconds}
-            about = {"stage": stage, "microbatch": microbatch}
-            events.append({"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": rank, **times, "args": about})
+            arguments = {"stage": stage, "microbatch": microbatch}
+            events.append({"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": rank, **times, "args": arguments})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -5,7 +5,7 @@ Standard library only.
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from core.pipeline.schedule.actions import Action, Schedule, check_placement
 
@@ -25,12 +25,12 @@ def write_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def _parts(cell: str) -> list[str]:
+def _split_overlap(cell: str) -> list[str]:
     """`(0F4;7B1)OVERLAP_F_B` is 0F4 beside 7B1: one after the other for us. An empty cell is no action."""
     inside, bracket, kind = cell.strip().removeprefix("(").partition(")")
     if bracket and kind != "OVERLAP_F_B":
         raise ValueError(f"{cell!r} is no action of torch's; one in brackets ends with OVERLAP_F_B")
-    return [part for part in inside.split(";") if part.strip()]
+    return [text for text in inside.split(";") if text.strip()]
 
 
 def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv") -> Schedule:
@@ -41,47 +41,62 @@ def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv
     cell: no text, something that is not an action; a stage with F on two ranks or on none; a rank without stages.
     """
     if not isinstance(text, str) or not text.strip("\ufeff \r\n\t,"):
-        what = f"a {type(text).__name__}" if not isinstance(text, str) else "no action"
+        content = "no action" if isinstance(text, str) else f"a {type(text).__name__}"
         raise ValueError(
-            f"a schedule's CSV has one line per rank, of cells such as 0F0, and this is {what}; read the file"
+            f"a schedule's CSV has one line per rank, of cells such as 0F0, and this is {content}; read the file"
         )
-    lines = csv.reader(text.removeprefix("\ufeff").rstrip("\r\n\t ").splitlines())
+    # spreadsheets put a byte order mark before the first cell
+    rows = csv.reader(text.removeprefix("\ufeff").rstrip("\r\n\t ").splitlines())
     try:
-        orders = [_new_letters(list(_actions(line, row))) for line, row in enumerate(lines, start=1)]
+        orders = [_fused_or_split(_parse_row(line, row)) for line, row in enumerate(rows, start=1)]
     except csv.Error as error:
-        raise ValueError(f"line {lines.line_num}: {error}; it is no CSV, write it again") from None
-    place = tuple(_placement(orders) if placement is None else placement)
+        raise ValueError(f"line {rows.line_num}: {error}; it is no CSV, write it again") from None
+    stages = tuple(_placement_of(orders) if placement is None else placement)
     if text.endswith(("\n\n", "\n\r\n")):  # the last ranks of a given placement may have nothing to do
-        orders += [[]] * (1 + max(place, default=-1) - len(orders))
-    check_placement(place, len(orders))
-    return Schedule.make(place, orders, name)
+        missing_ranks = 1 + max(stages, default=-1) - len(orders)
+        orders += [[]] * missing_ranks
+    check_placement(stages, len(orders))
+    return Schedule.make(stages, orders, name)
 
 
-def _actions(line: int, row: Iterable[str]) -> Iterator[Action]:
+def _parse_row(line: int, row: Iterable[str]) -> list[Action]:
+    actions: list[Action] = []
     for number, cell in enumerate(row, start=1):
         try:
-            yield from map(Action.parse, _parts(cell))
+            actions += map(Action.parse, _split_overlap(cell))
         except ValueError as error:
             raise ValueError(f"line {line}, cell {number}: {error}") from None
+    return actions
 
 
-def _new_letters(order: list[Action]) -> list[Action]:
+def _fused_or_split(order: list[Action]) -> list[Action]:
     """B is both halves, unless the weights' half stands in the same line: then it is what we call I."""
-    halves = {a[1:] for a in order if a.kind == "W"} - {a[1:] for a in order if a.kind == "I"}
-    return [a._replace(kind="I") if a.kind == "B" and a[1:] in halves else a for a in order]
+    with_weight_half = {action[1:] for action in order if action.kind == "W"}
+    with_input_half = {action[1:] for action in order if action.kind == "I"}
+    input_halves = with_weight_half - with_input_half
+    renamed = []
+    for action in order:
+        if action.kind == "B" and action[1:] in input_halves:
+            action = action._replace(kind="I")
+        renamed.append(action)
+    return renamed
 
 
-def _placement(orders: Iterable[Iterable[Action]]) -> Iterator[int]:
+def _placement_of(orders: Iterable[Iterable[Action]]) -> list[int]:
     """The rank of each stage, by its F."""
-    home: dict[int, int] = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
-            if action.kind == "F" and home.setdefault(action.stage, rank) != rank:
+            if action.kind != "F":
+                continue
+            owner = rank_of_stage.setdefault(action.stage, rank)
+            if owner != rank:
                 raise ValueError(
-                    f"line {rank + 1}: {action} on rank {rank}, but rank {home[action.stage]} has other F of stage "
+                    f"line {rank + 1}: {action} on rank {rank}, but rank {owner} has other F of stage "
                     f"{action.stage}: a stage lives on 1 rank"
                 )
-    for stage in range(1 + max(home, default=-1)):
-        if stage not in home:
-            raise ValueError(f"no rank does F of stage {stage} of {1 + max(home)}: number the stages without gaps")
-        yield home[stage]
+    count = 1 + max(rank_of_stage, default=-1)
+    for stage in range(count):
+        if stage not in rank_of_stage:
+            raise ValueError(f"no rank does F of stage {stage} of {count}: number the stages without gaps")
+    return [rank_of_stage[stage] for stage in range(count)]

@@ -1,7 +1,7 @@
 """Messages between stages: received in the sender's order, posted ahead, sends kept until they have arrived.
 
-gloo loses a send whose handle is dropped, cannot be polled, and takes any number of bytes for any other: so
-handles are kept, nothing is polled, and shapes are told once per step before the first message of a boundary.
+gloo loses a send whose handle is dropped, cannot be polled, and accepts any number of bytes for any other. So
+handles are kept, nothing is polled, and shapes are sent once per step, before the first message of a boundary.
 """
 
 import pickle
@@ -21,156 +21,170 @@ from core.pipeline.run.boundary import flatten
 from core.pipeline.schedule.actions import Action
 from core.pipeline.schedule.lower import RankPlan
 
-HEADER = 4 + MAX_DIMS  # int64: form, bytes of a description, dtype, dims, sizes ... and the batch's rows after it
-OTHER, CONSTANT, WANTS = 0, 1, 2  # form: any nesting; a tensor that wants no gradient; one that does
+# A header is int64: kind of form, bytes of a description, dtype, number of dims, sizes ...; after it the batch's rows
+HEADER_LENGTH = 4 + MAX_DIMS
+# Kinds of form: any nesting (a pickled description follows); one tensor without, and with, a gradient
+ANY_NESTING, ONE_CONSTANT, ONE_WITH_GRAD = 0, 1, 2
+
+_TENSOR_NESTING = pytree.tree_flatten(0)[1]
 
 
 @dataclass(frozen=True)
 class Form:
-    """What crosses a boundary: the nesting, the constants in it, each tensor's shape and dtype, and if it wants a
-    gradient.
+    """What crosses a boundary, without its numbers; the same for all microbatches of a step.
 
-    The same for all microbatches of a step.
+    tensors: (shape, dtype, whether it wants a gradient) of each.
     """
 
-    spec: Any
-    constants: tuple[Any, ...]  # None where a tensor stands
+    nesting: Any
+    constants: tuple[Any, ...]  # per leaf: None for a tensor, (value,) for a constant
     tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
     @classmethod
     def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
         """The form of any nesting of tensors and constants, and its tensors."""
-        if isinstance(value, Tensor):
-            return cls(_LEAF, (None,), ((tuple(value.shape), value.dtype, value.requires_grad),)), [value]
-        leaves, spec = flatten(value)
+        if isinstance(value, Tensor):  # the common case, without pytree
+            return cls(_TENSOR_NESTING, (None,), ((tuple(value.shape), value.dtype, value.requires_grad),)), [value]
+        leaves, nesting = flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
-        return cls(spec, constants, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)), tensors
+        shapes = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+        return cls(nesting, constants, shapes), tensors
 
     def fill(self, tensors: Iterable[Tensor]) -> Any:
-        """The value again: its nesting and constants, with `tensors` in their places."""
-        rest = iter(tensors)
-        if self.spec is _LEAF:
-            return next(rest)
-        return pytree.tree_unflatten([next(rest) if c is None else c[0] for c in self.constants], self.spec)
+        """The value again: its nesting and constants, with `tensors` where the sender had its own."""
+        remaining = iter(tensors)
+        if self.nesting is _TENSOR_NESTING:
+            return next(remaining)
+        leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
+        return pytree.tree_unflatten(leaves, self.nesting)
 
     def messages(self, direction: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what is sent: the tensors (F), or the gradients that are wanted (B); never nothing."""
-        found = [(shape, dtype) for shape, dtype, wants in self.tensors if direction == "F" or wants]
-        return found or [((1,), torch.uint8)]
+        messages = []
+        for shape, dtype, wants_grad in self.tensors:
+            if direction == "F" or wants_grad:
+                messages.append((shape, dtype))
+        return messages or [((1,), torch.uint8)]
 
     def __reduce__(self) -> tuple:
-        """With the nesting itself in place of its description, which torch does not want to be pickled."""
-        skeleton = pytree.tree_unflatten([_HERE if c is None else c[0] for c in self.constants], self.spec)
-        return _from_skeleton, (skeleton, self.tensors)
+        # torch does not want its description of a nesting to be pickled: send the nesting itself, with placeholders
+        leaves = [_PLACEHOLDER if constant is None else constant[0] for constant in self.constants]
+        return _form_from_skeleton, (pytree.tree_unflatten(leaves, self.nesting), self.tensors)
 
     def header(self) -> tuple[list[int], bytes]:
-        """Numbers that say all of a single tensor; for anything else, their second is the size of the bytes."""
-        shape, dtype, wants = self.tensors[0] if self.tensors else ((), torch.bool, False)
-        if self.spec == _LEAF and self.tensors and len(shape) <= MAX_DIMS and dtype in DTYPES:
-            form = WANTS if wants else CONSTANT
-            return [form, 0, DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))], b""
-        text = pickle.dumps(self)
-        return [OTHER, len(text), *[0] * (HEADER - 2)], text
+        """HEADER_LENGTH numbers that describe a single tensor; for anything else the second one is the length of
+        the pickled description that is returned beside them."""
+        if self.nesting == _TENSOR_NESTING and self.tensors:
+            shape, dtype, wants_grad = self.tensors[0]
+            if len(shape) <= MAX_DIMS and dtype in DTYPES:
+                kind = ONE_WITH_GRAD if wants_grad else ONE_CONSTANT
+                padding = [0] * (MAX_DIMS - len(shape))
+                return [kind, 0, DTYPES.index(dtype), len(shape), *shape, *padding], b""
+        description = pickle.dumps(self)
+        return [ANY_NESTING, len(description), *[0] * (HEADER_LENGTH - 2)], description
 
     @classmethod
-    def read(cls, numbers: list[int]) -> "Form":
-        """The inverse for a single tensor."""
-        shape = tuple(numbers[4 : 4 + numbers[3]])
-        return cls(_LEAF, (None,), ((shape, DTYPES[numbers[2]], numbers[0] == WANTS),))
+    def from_header(cls, numbers: list[int]) -> "Form":
+        """The inverse of `header` for a single tensor."""
+        kind, _, dtype_index, dims, *sizes = numbers
+        shape = tuple(sizes[:dims])
+        return cls(_TENSOR_NESTING, (None,), ((shape, DTYPES[dtype_index], kind == ONE_WITH_GRAD),))
 
     @property
     def values(self) -> list[Any]:
-        """What is no tensor."""
-        return [c[0] for c in self.constants if c is not None]
+        """The constants."""
+        return [constant[0] for constant in self.constants if constant is not None]
 
     def __str__(self) -> str:
         return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in self.tensors)
 
 
-class _Here:
-    """Stands where a tensor was."""
+class _Placeholder:
+    """Stands for a tensor in a pickled nesting."""
 
 
-_HERE = _Here()
+_PLACEHOLDER = _Placeholder()
 
 
-def _from_skeleton(skeleton: Any, tensors: tuple) -> Form:
-    leaves, spec = flatten(skeleton)
-    return Form(spec, tuple(None if isinstance(leaf, _Here) else (leaf,) for leaf in leaves), tensors)
+def _form_from_skeleton(skeleton: Any, tensors: tuple) -> Form:
+    leaves, nesting = flatten(skeleton)
+    constants = tuple(None if isinstance(leaf, _Placeholder) else (leaf,) for leaf in leaves)
+    return Form(nesting, constants, tensors)
 
 
-def _equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+def _are_equal(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     try:
-        return bool(a == b)
-    except (RuntimeError, TypeError, ValueError):  # arrays do not say yes or no
-        return pickle.dumps(a) == pickle.dumps(b)
+        return bool(first == second)
+    except (RuntimeError, TypeError, ValueError):  # arrays compare to arrays, not to a bool
+        return pickle.dumps(first) == pickle.dumps(second)
 
 
-def _check_form(action: Action, form: Form, known: Form) -> None:
+def _check_form(action: Action, form: Form, earlier: Form) -> None:
     """Raise ValueError unless an output is like the first one of this step."""
-    if known.tensors != form.tensors or (known.spec is not form.spec and known.spec != form.spec):
-        if str(known) == str(form) and known.spec == form.spec:
+    same_nesting = earlier.nesting is form.nesting or earlier.nesting == form.nesting
+    if earlier.tensors != form.tensors or not same_nesting:
+        if str(earlier) == str(form) and same_nesting:
             raise ValueError(
                 f"stage {action.stage} returns a tensor that wants a gradient for microbatch {action.microbatch}, "
                 "and wanted none before in this step; let it depend on trained parameters in every microbatch, or "
                 "in none"
             )
         raise ValueError(
-            f"stage {action.stage} returns {form} for microbatch {action.microbatch}, and returned {known} "
+            f"stage {action.stage} returns {form} for microbatch {action.microbatch}, and returned {earlier} "
             "before in this step: within a step every microbatch must have the same shape (pad them); "
             "between steps shapes may change"
         )
-    if form.spec is not _LEAF and not _equal(known.constants, form.constants):
+    if form.nesting is not _TENSOR_NESTING and not _are_equal(earlier.constants, form.constants):
         raise ValueError(
             f"stage {action.stage} returns other values beside its tensors for microbatch "
-            f"{action.microbatch} than before in this step ({form.values} and {known.values}): what changes "
+            f"{action.microbatch} than before in this step ({form.values} and {earlier.values}): what changes "
             "between microbatches must be a tensor"
         )
 
 
-_LEAF = pytree.tree_flatten(0)[1]
-
-
 @dataclass(eq=False)
 class _Inbox:
-    """Everything that one peer will send in this step."""
+    """Everything that one peer will send in this step, in its order."""
 
     peer: int
     group: Group
-    todo: deque[Action]
+    expected: deque[Action]
     posted: dict[Action, list[Received]]
-    header: Received | None = None  # under way, for the first of `todo`
+    header: Received | None = None  # under way, for the first of `expected`
+
+    @property
+    def source(self) -> int:
+        """The peer's rank in the group of two."""
+        return 1 - self.group.rank
 
 
 class Channel:
     """The messages of one rank in one step.
 
-    groups: (sender, receiver) -> group, where this rank is -1. depth: how many receives are posted beyond
-    the one that is needed. names: peer -> global rank, for messages to people. rows: of this rank's batch; without
-    one it takes those that it is told for its own.
+    groups: (sender, receiver) -> group of two, where this rank is -1. prefetch_depth: how many receives are posted
+    beyond the one that is needed. global_rank: of a pipeline rank, for error messages. rows: of this rank's batch;
+    without one it takes the number that arrives for its own.
     """
 
     def __init__(
         self,
         plan: RankPlan,
         groups: Mapping[tuple[int, int], Group],
-        names: Callable[[int], int],
+        global_rank: Callable[[int], int],
         device: torch.device,
-        depth: int,
+        prefetch_depth: int,
         rows: int | None = None,
     ) -> None:
         self._rows = rows
-        self._plan, self._groups, self._names, self._device, self._depth = plan, groups, names, device, depth
+        self._plan, self._groups, self._device = plan, groups, device
+        self._global_rank, self._prefetch_depth = global_rank, prefetch_depth
         self.forms: dict[tuple[str, int], Form] = {}  # (F or B, receiving stage)
-        self._inboxes = {
-            action: inbox
-            for peer, order in plan.inbox.items()
-            for inbox in [_Inbox(peer, groups[peer, -1], deque(order), {})]
-            for action in order
-        }
-        self._sent: dict[Action, list[Sent]] = {}
-        for inbox in {id(i): i for i in self._inboxes.values()}.values():
+        self._inboxes: dict[Action, _Inbox] = {}  # by every action that it will receive
+        self._pending_sends: dict[Action, list[Sent]] = {}
+        for peer, actions in plan.inbox.items():
+            inbox = _Inbox(peer, groups[peer, -1], deque(actions), {})
+            self._inboxes.update(dict.fromkeys(actions, inbox))
             self._post_ahead(inbox)
 
     def send(self, action: Action, value: Any) -> None:
@@ -178,33 +192,36 @@ class Channel:
 
         Raises ValueError: another form than this step's first microbatch had.
         """
-        peer = self._plan.outbox[action]
-        group, works = self._groups[-1, peer], []
-        other = 1 - group.rank
+        group = self._groups[-1, self._plan.outbox[action]]
+        destination = 1 - group.rank
+        works: list[Sent] = []
         tensors = value
         if action.kind == "SEND_F":
             form, tensors = Form.of(value)
-            known = self.forms.setdefault(("B", action.stage), form)
-            if known is form:
-                works += self._send_header(form, group, other)
+            first_form = self.forms.setdefault(("B", action.stage), form)
+            if first_form is form:
+                works += self._send_header(form, group, destination)
             else:
-                _check_form(action, form, known)
-        if not tensors:  # a receive proves that what its sender had read has arrived: it must be one
+                _check_form(action, form, first_form)
+        if not tensors:  # never send nothing: a later receive from there proves that earlier sends have arrived
             tensors = [torch.zeros(1, dtype=torch.uint8, device=self._device)]
-        self._sent[action] = works + [isend(t, other, group, header=False) for t in tensors]
+        for tensor in tensors:
+            works.append(isend(tensor, destination, group, header=False))
+        self._pending_sends[action] = works
 
-    def _send_header(self, form: Form, group: Group, other: int) -> list[Sent]:
-        numbers, text = form.header()
+    def _send_header(self, form: Form, group: Group, destination: int) -> list[Sent]:
+        numbers, description = form.header()
         rows = -1 if self._rows is None else self._rows
         messages = [torch.tensor([*numbers, rows], device=self._device)]
-        if text:
-            messages.append(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
-        return [isend(message, other, group, header=False) for message in messages]
+        if description:
+            messages.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self._device))
+        return [isend(message, destination, group, header=False) for message in messages]
 
     def take(self, action: Action) -> Any:
-        """Wait for a message: an output of the stage before (RECV_F), or the gradients that it wants (RECV_B).
+        """Wait for a message: an output of the previous stage (RECV_F), or the gradients that it wants (RECV_B).
 
-        Posts every receive up to it, in the sender's order, then `depth` more.
+        Posts every receive up to it, in the sender's order, then prefetches `prefetch_depth` more.
+        Raises Unanswered: the message did not come within the timeout of the group.
         """
         inbox = self._inboxes[action]
         try:
@@ -212,79 +229,91 @@ class Channel:
                 self._post(inbox)
             tensors = [received.wait() for received in inbox.posted.pop(action)]
         except RuntimeError as error:
-            peer = self._names(inbox.peer)
+            peer = self._global_rank(inbox.peer)
             raise Unanswered(
                 f"waiting for {action} from rank {peer}, which did not send it within "
                 f"{inbox.group.timeout.total_seconds():g} s or is gone: {str(error).splitlines()[0]}",
                 (peer,),
             ) from error
         self._post_ahead(inbox)
+        # the peer computed this message from earlier ones of ours: those have arrived, and can be freed
         for send in self._plan.receipts.get(action, ()):
-            self._settle(send, arrived=True)
+            self._wait_sent(send, arrived=True)
+
         form = self.forms[action.kind[-1], action.stage]
         if action.kind == "RECV_B":
-            return tensors if any(wants for _, _, wants in form.tensors) else []
-        for tensor, (_, _, wants) in zip(tensors, form.tensors, strict=False):
-            tensor.requires_grad_(wants)
+            any_wanted = any(wants_grad for _, _, wants_grad in form.tensors)
+            return tensors if any_wanted else []
+        for tensor, (_, _, wants_grad) in zip(tensors, form.tensors, strict=False):
+            tensor.requires_grad_(wants_grad)
         return form.fill(tensors)
 
     def _post(self, inbox: _Inbox) -> None:
         """Post the next receive of a peer; waits for the header of a boundary where that is not known yet."""
-        action = inbox.todo[0]
-        key = (action.kind[-1], action.stage)
-        other = 1 - inbox.group.rank
-        if key not in self.forms:
-            assert key[0] == "F", "a gradient comes after the output that it belongs to was sent"
-            self._expect_header(inbox)
-            assert inbox.header is not None
-            *numbers, rows = inbox.header.wait().tolist()
-            inbox.header = None
-            self._compare_rows(rows, inbox.peer)
-            if numbers[0]:
-                self.forms[key] = Form.read(numbers)
-            else:
-                text = irecv((numbers[1],), torch.uint8, other, inbox.group, device=self._device, header=False).wait()
-                self.forms[key] = pickle.loads(text.cpu().numpy().tobytes())
-        inbox.posted[inbox.todo.popleft()] = [
-            irecv(shape, dtype, other, inbox.group, device=self._device, header=False)
-            for shape, dtype in self.forms[key].messages(key[0])
+        action = inbox.expected[0]
+        direction = action.kind[-1]
+        boundary = (direction, action.stage)
+        if boundary not in self.forms:
+            assert direction == "F", "a gradient comes after the output that it belongs to was sent"
+            self._receive_form(inbox, boundary)
+        messages = self.forms[boundary].messages(direction)
+        inbox.posted[inbox.expected.popleft()] = [
+            irecv(shape, dtype, inbox.source, inbox.group, device=self._device, header=False)
+            for shape, dtype in messages
         ]
 
-    def _compare_rows(self, theirs: int, peer: int) -> None:
+    def _receive_form(self, inbox: _Inbox, boundary: tuple[str, int]) -> None:
+        self._expect_header(inbox)
+        assert inbox.header is not None
+        *numbers, rows = inbox.header.wait().tolist()
+        inbox.header = None
+        self._compare_rows(rows, inbox.peer)
+        kind, length = numbers[:2]
+        if kind != ANY_NESTING:
+            self.forms[boundary] = Form.from_header(numbers)
+            return
+        message = irecv((length,), torch.uint8, inbox.source, inbox.group, device=self._device, header=False)
+        self.forms[boundary] = pickle.loads(message.wait().cpu().numpy().tobytes())
+
+    def _compare_rows(self, sender_rows: int, peer: int) -> None:
         """Raise ValueError unless the batches have as many rows: microbatches would not belong together."""
-        if theirs >= 0 and self._rows not in (None, theirs):
+        if sender_rows < 0:  # the sender was given no batch
+            return
+        if self._rows not in (None, sender_rows):
             raise ValueError(
-                f"the batch of this rank has {self._rows} rows, that of rank {self._names(peer)} (or one before) has "
-                f"{theirs}: give every pipeline rank the same batch, or None where its stages take nothing from it"
+                f"the batch of this rank has {self._rows} rows, that of rank {self._global_rank(peer)} (or one "
+                f"before) has {sender_rows}: give every pipeline rank the same batch, or None where its stages take "
+                "nothing from it"
             )
-        self._rows = theirs if theirs >= 0 else self._rows
+        self._rows = sender_rows
 
     def _expect_header(self, inbox: _Inbox) -> None:
         if inbox.header is None:
-            other = 1 - inbox.group.rank
-            inbox.header = irecv((HEADER + 1,), torch.int64, other, inbox.group, device=self._device, header=False)
+            shape = (HEADER_LENGTH + 1,)
+            inbox.header = irecv(shape, torch.int64, inbox.source, inbox.group, device=self._device, header=False)
 
     def _post_ahead(self, inbox: _Inbox) -> None:
-        while inbox.todo and len(inbox.posted) < self._depth:
-            action = inbox.todo[0]
+        """Prefetch: post receives until `prefetch_depth` are under way, as far as their shapes are known."""
+        while inbox.expected and len(inbox.posted) < self._prefetch_depth:
+            action = inbox.expected[0]
             if (action.kind[-1], action.stage) not in self.forms:
                 if action.kind == "RECV_F":
                     self._expect_header(inbox)
                 return
             self._post(inbox)
 
-    def _settle(self, action: Action, *, arrived: bool = False) -> None:
-        for sent in self._sent.pop(action, ()):
+    def _wait_sent(self, action: Action, *, arrived: bool = False) -> None:
+        for sent in self._pending_sends.pop(action, ()):
             sent.wait(arrived=arrived)
 
     def drop(self) -> None:
-        """After a failure: hold no message any more, so that the connections can be closed."""
-        self._sent.clear()
+        """After a failure: forget all messages, so that gloo can close the connections."""
+        self._pending_sends.clear()
         for inbox in self._inboxes.values():
             inbox.posted.clear()
             inbox.header = None
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
-        for action in list(self._sent):
-            self._settle(action)
+        for action in list(self._pending_sends):
+            self._wait_sent(action)

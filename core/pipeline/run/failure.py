@@ -18,53 +18,61 @@ class PipelineValueError(PipelineError, ValueError):
 
 
 @dataclass
-class ToldToAll:
+class FailureBroadcast:
     """Around a block: turns an exception in it into a PipelineError of the first failure of the job, on every rank.
 
-    Others wait for this rank in messages and collectives: after publishing what happened it leaves its groups,
-    which makes their calls fail at once. Who only waited in vain names the rank that does not answer; it takes a
-    tenth of the timeout and a second to find out. A single process sees its own exception, an interrupted one its
-    interrupt. key: of the pipeline, the same on all ranks. call: the user's, compared between ranks. where: what was
-    under way.
+    Without it the other ranks would deadlock in messages and collectives that this rank never joins. The failed rank
+    publishes what happened, then leaves its process groups, which makes the others' calls fail at once. A rank that
+    only waited in vain names the rank that does not answer; it takes a tenth of the timeout and a second to find
+    out. A single process raises its own exception, an interrupted one its interrupt.
 
-    A class: of a generator, contextlib takes our error for the generator's own where a StopIteration is the cause,
-    and a `for` loop of the user's would end without a word.
+    key: of the pipeline, the same on all ranks. call: the user's call, compared between ranks. position: returns
+    what was under way.
+
+    A class and no generator: contextlib takes our error for the generator's own where a StopIteration is the cause,
+    and a `for` loop of the user's would end silently.
     """
 
     ps: ParallelState
     key: str
     call: str
-    where: Callable[[], str]
+    position: Callable[[], str]
 
-    def __enter__(self) -> None:
-        """Nothing is to be done before."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """After an exception: a PipelineError."""
         ps = self.ps
         if error is None or ps.world is None:
             return
-        ranks, late = waited(error, ps.world.ranks, ps.rank)
-        mine = f"rank {ps.rank}, {self.where()}: {type(error).__name__}: {said(error)}"
-        if not ranks:
-            mine = "".join(line[:LONGEST] for line in traceback.format_exception(error)) + mine
+        # whom this rank waited for in vain, if that is all that failed here
+        missing_ranks, timed_out = waited(error, ps.world.ranks, ps.rank)
+        description = f"rank {ps.rank}, {self.position()}: {type(error).__name__}: {said(error)}"
+        if not missing_ranks:  # the failure is this rank's own: its traceback helps
+            lines = traceback.format_exception(error)
+            description = "".join(line[:LONGEST] for line in lines) + description
+
         timeout = ps.world.timeout.total_seconds()
         board = Board(self.key, ps.rank, ps.world.size, min(timeout, 1 + timeout / 10))
-        _let_go(error)
-        report = FailureReport(ps.rank, self.call, mine, late, ranks, isinstance(error, ValueError))
+        _clear_frames(error)
+        is_value_error = isinstance(error, ValueError)
+        report = FailureReport(ps.rank, self.call, description, timed_out, missing_ranks, is_value_error)
+        # publish before leaving the groups: who fails because of us must find our report
         board.tell(report)
         ps.abandon()
         first = board.first_failure(report)
         board.linger(first)
         if isinstance(error, Exception):
-            made = PipelineValueError if first.wrong else PipelineError
-            raise made(f"the step failed. The first failure, its traceback before it:\n{first.text}") from error
+            error_type = PipelineValueError if first.wrong else PipelineError
+            raise error_type(f"the step failed. The first failure, its traceback before it:\n{first.text}") from error
 
 
-def _let_go(error: BaseException) -> None:
-    """Forget the local variables of the frames that failed: gloo keeps a connection open, and the peer waiting, as
-    long as somebody holds one message or collective under way."""
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
-        found = found.__cause__ or found.__context__
+def _clear_frames(error: BaseException) -> None:
+    """Forget the local variables of the frames that failed.
+
+    gloo keeps a connection open, and the peer waiting, as long as anything refers to a message or collective that
+    is under way.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

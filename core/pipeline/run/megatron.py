@@ -15,8 +15,11 @@ from core.pipeline.run.pipeline import Pipeline
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[[Tensor], tuple]]]
 
 
-class _Fed:
-    """What `forward_step_func` sees as the model: a stage whose first argument is the previous stage's output."""
+class _StageWithInput:
+    """What `forward_step_func` sees as the model: a stage whose first argument is the previous stage's output.
+
+    Megatron's scripts pass the tokens on every rank; on later stages the received activation takes their place.
+    """
 
     def __init__(self, model: nn.Module, received: Any) -> None:
         self._model, self._received = model, received
@@ -34,39 +37,42 @@ class _Fed:
         return getattr(self._model, name)
 
 
-class _Chunk(nn.Module):
-    """One stage as the executor calls it. `loss_func` is what the last forward step returned."""
+class _ForwardStepModule(nn.Module):
+    """A stage as the executor calls it: its forward runs the script's `forward_step_func`.
+
+    loss_func: what the last forward step returned.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.stage = getattr(model, "stage", None)
-        self.step: ForwardStep | None = None
-        self.data: Any = None
+        self.forward_step: ForwardStep | None = None
+        self.data_iterator: Any = None
         self.loss_func: Callable[[Tensor], tuple] | None = None
 
     def forward(self, received: Any = None) -> Any:
-        assert self.step is not None
-        output, self.loss_func = self.step(self.data, _Fed(self.model, received))
+        assert self.forward_step is not None
+        output, self.loss_func = self.forward_step(self.data_iterator, _StageWithInput(self.model, received))
         return output
 
 
-class _Kept:
-    """The pipeline of a model between steps, hung on its first chunk; a copy of the model starts without."""
+class _PipelineCache:
+    """The pipeline of a model between calls, an attribute of its first chunk; a copy of the model starts without."""
 
     def __init__(self) -> None:
         self.pipeline: Pipeline | None = None
-        self.chunks: list[_Chunk] = []
-        self.facts: tuple = ()
+        self.chunks: list[_ForwardStepModule] = []
+        self.key: tuple = ()  # the arguments that it was built for
 
-    def __deepcopy__(self, memo: dict) -> "_Kept":
-        return _Kept()
+    def __deepcopy__(self, memo: dict) -> "_PipelineCache":
+        return _PipelineCache()
 
     def __reduce__(self) -> tuple:
-        return _Kept, ()
+        return _PipelineCache, ()
 
 
-def _pipeline(
+def _cached_pipeline(
     models: Sequence[nn.Module],
     num_microbatches: int,
     ps: ParallelState,
@@ -74,32 +80,37 @@ def _pipeline(
     seed: int,
     *,
     forward_only: bool,
-) -> _Kept:
-    kept = models[0].__dict__.setdefault("_forward_backward", _Kept())
-    facts = (tuple(map(id, models)), num_microbatches, id(ps), seed, id(grad_sync))
-    if forward_only and kept.facts[:4] == facts[:4]:  # no gradients, whoever collects them
-        return kept
+) -> _PipelineCache:
+    """The pipeline of these models, built at the first call and when an argument changes; its step count goes on."""
+    cache: _PipelineCache = models[0].__dict__.setdefault("_forward_backward", _PipelineCache())
+    key = (tuple(map(id, models)), num_microbatches, id(ps), seed, id(grad_sync))
+    if forward_only and cache.key[:-1] == key[:-1]:  # without gradients grad_sync does not matter
+        return cache
     if forward_only and grad_sync is None:
         grad_sync = NullGradSync()
-    if kept.facts != facts:
-        step = kept.pipeline.step_index if kept.pipeline is not None else 0
-        if kept.pipeline is not None:
-            kept.pipeline.close()
-        kept.chunks, kept.facts = [_Chunk(model) for model in models], facts
-        kept.pipeline = Pipeline(
-            kept.chunks,
+    if cache.key != key:
+        step_index = 0
+        if cache.pipeline is not None:
+            step_index = cache.pipeline.step_index
+            cache.pipeline.close()
+        cache.chunks, cache.key = [_ForwardStepModule(model) for model in models], key
+        cache.pipeline = Pipeline(
+            cache.chunks,
             ps=ps,
             schedule="1f1b" if len(models) == 1 else "interleaved-1f1b",
             num_microbatches=num_microbatches,
             grad_sync=grad_sync,
             seed=seed,
         )
-        kept.pipeline.step_index = step
-    return kept
+        cache.pipeline.step_index = step_index
+    return cache
 
 
-def _scaled(outputs: tuple, num_microbatches: int) -> tuple[Tensor, Any]:
-    """Megatron's rule: the mean over microbatches of the losses, each divided by its tokens if it told them."""
+def _average_like_megatron(outputs: tuple, num_microbatches: int) -> tuple[Tensor, Any]:
+    """Megatron's rule: the mean over microbatches of the losses, each divided by its tokens if they were returned.
+
+    Raises ValueError: `loss_func` returned neither 2 nor 3 values.
+    """
     if len(outputs) not in (2, 3):
         raise ValueError(
             f"loss_func returned {len(outputs)} values; return (loss, report) or (loss, num_tokens, report)"
@@ -110,12 +121,12 @@ def _scaled(outputs: tuple, num_microbatches: int) -> tuple[Tensor, Any]:
     return loss / num_microbatches, report
 
 
-def _tell_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
+def _warn_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
     """Warn, once, where gradients stay those of one replica and nothing is there that would sum them."""
     first = models[0]
-    summed = isinstance(first, DistributedDataParallel) or hasattr(first, "finish_grad_sync")
-    if not summed and not first.__dict__.get("_told_of_replicas"):
-        first.__dict__["_told_of_replicas"] = True
+    sums_gradients = isinstance(first, DistributedDataParallel) or hasattr(first, "finish_grad_sync")
+    if not sums_gradients and not first.__dict__.get("_warned_of_replicas"):
+        first.__dict__["_warned_of_replicas"] = True
         warnings.warn(
             f"forward_backward without grad_sync on {replicas} data ranks: gradients stay each rank's own, and "
             f"{replicas} models are trained; pass grad_sync=DataParallel(...), or wrap the model in "
@@ -141,34 +152,37 @@ def forward_backward(
     forward_step_func(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss, report) or
     (loss, num_tokens, report). Losses are averaged as Megatron does it. model: a module, or this rank's chunks in
     the order of their stages (interleaved 1F1B), with one iterator each. seq_length and micro_batch_size are not
-    needed: every message tells its shape. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
+    needed: messages carry their shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
     Raises ValueError: another number of iterators than chunks; PipelineError: a failure on any rank.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    data = data_iterator if isinstance(data_iterator, (list, tuple)) else [data_iterator] * len(models)
-    if len(data) != len(models):
-        raise ValueError(f"{len(data)} data iterators for {len(models)} model chunks; give one for each chunk")
-    ps = getattr(models[0], "parallel", None)
-    ps = ps if isinstance(ps, ParallelState) else current_state()
+    if isinstance(data_iterator, (list, tuple)):
+        iterators = list(data_iterator)
+    else:
+        iterators = [data_iterator] * len(models)
+    if len(iterators) != len(models):
+        raise ValueError(f"{len(iterators)} data iterators for {len(models)} model chunks; give one for each chunk")
+    model_state = getattr(models[0], "parallel", None)
+    ps = model_state if isinstance(model_state, ParallelState) else current_state()
     if grad_sync is None and not forward_only and ps.size("dp-cp") > 1:
-        _tell_of_replicas(models, ps.size("dp-cp"))
-    kept = _pipeline(models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only)
-    assert kept.pipeline is not None
-    for chunk, iterator in zip(kept.chunks, data, strict=True):
-        chunk.step, chunk.data = forward_step_func, iterator
+        _warn_of_replicas(models, ps.size("dp-cp"))
+    cache = _cached_pipeline(models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only)
+    assert cache.pipeline is not None
+    for chunk, iterator in zip(cache.chunks, iterators, strict=True):
+        chunk.forward_step, chunk.data_iterator = forward_step_func, iterator
     reports: list[Any] = []
 
     def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, float]:
-        loss_func = kept.chunks[-1].loss_func
+        loss_func = cache.chunks[-1].loss_func
         assert loss_func is not None
-        loss, report = _scaled(loss_func(output), num_microbatches)
+        loss, report = _average_like_megatron(loss_func(output), num_microbatches)
         reports.append(report)
-        return loss, 1.0
+        return loss, 1.0  # already averaged: Megatron's losses are means, ours are sums over counted tokens
 
     if forward_only:
-        kept.pipeline.evaluate(None, loss_fn)
+        cache.pipeline.evaluate(None, loss_fn)
     else:
-        kept.pipeline.step(None, loss_fn)
+        cache.pipeline.step(None, loss_fn)
     return reports
 
 

@@ -1,4 +1,4 @@
-"""The executor of a model that is whole on every rank: microbatches one after the other."""
+"""The executor of a model that is whole on every rank: microbatches one after the other, gradients accumulated."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,10 +19,10 @@ from core.pipeline.run.step import (
     call_stage,
     check_loss,
     evaluating,
+    evaluation_microbatches,
     forward_arguments,
     join_outputs,
     loss_and_tokens,
-    parts_of,
     scale_like,
     split_microbatches,
     stage_seed,
@@ -33,12 +33,12 @@ from core.pipeline.run.step import (
 class SingleStage:
     """One step = `num_microbatches` times forward and backward, then the gradients' sum over the replicas.
 
-    The batch given to a rank is its own part of the global one; microbatch m of data rank r has the global
-    index r * num_microbatches + m, of which every random number is a function.
+    A rank is given its own rows of the global batch; microbatch m of data rank r has the global index
+    r * num_microbatches + m, of which every random number is a function.
 
     grad_sync: collects and sums the gradients; by default nobody does, and they stay in `.grad`.
     stage: the context that the model's operations hold; by default `model.stage`. Foreign modules draw from
-        torch's generator, which is seeded for each microbatch, alike on all tensor ranks, and put back.
+        torch's generator, which is seeded for each microbatch, alike on all tensor ranks, and restored.
     step_index: of the next `step`; set it to resume.
     Raises ValueError: more than one pipeline rank, fewer than one microbatch, a `main_grad` without its owner.
     """
@@ -57,17 +57,18 @@ class SingleStage:
             raise ValueError(f"SingleStage runs 1 pipeline stage, this grid has {ps.size('pp')}; use pipeline=1")
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
-        if grad_sync is None and any(getattr(p, "main_grad", None) is not None for p in model.parameters()):
+        has_main_grad = any(getattr(parameter, "main_grad", None) is not None for parameter in model.parameters())
+        if grad_sync is None and has_main_grad:
             raise ValueError(
                 "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
                 "over the replicas; pass the grad_sync that made them"
             )
-        own = stage if stage is not None else getattr(model, "stage", None)
         self.model, self.ps, self.num_microbatches, self.seed = model, ps, num_microbatches, seed
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.step_index = 0
-        self.stage = own if isinstance(own, StageContext) else StageContext()
-        self._arguments = forward_arguments(model)
+        model_context = stage if stage is not None else getattr(model, "stage", None)
+        self.stage = model_context if isinstance(model_context, StageContext) else StageContext()
+        self._forward_arguments = forward_arguments(model)
 
     def step(self, batch: Batch, loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
         """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
@@ -78,15 +79,17 @@ class SingleStage:
         Raises ValueError: a batch that does not divide, a loss that is not one number or has no gradient.
         """
         sync, model = self.grad_sync, self.model
-        parts = split_microbatches(batch, self.num_microbatches)
-        found = []
-        sync.begin_step({p: len(parts) for p in model.parameters() if p.requires_grad})
+        microbatches = split_microbatches(batch, self.num_microbatches)
+        sums = []
+        # a gradient is final, and its bucket may be reduced, after one backward per microbatch
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        sync.begin_step(dict.fromkeys(trained, len(microbatches)))
         try:
-            for m, part in enumerate(parts):
+            for index, microbatch in enumerate(microbatches):
                 sync.before_forward(model)
-                with self._begin(m):
-                    output = call_stage(model, part, self._arguments)
-                    loss_sum, num_tokens = call_loss_fn(loss_fn, output, part)
+                with self._begin_microbatch(index):
+                    output = call_stage(model, microbatch, self._forward_arguments)
+                    loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
                 del output  # before backward: the graph holds what it needs
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
@@ -94,21 +97,22 @@ class SingleStage:
                         loss_sum.backward(scale_like(loss_sum, loss_scale))
                 sync.after_input_grad(model)
                 sync.after_weight_grad(model)
-                found.append(loss_and_tokens(loss_sum, num_tokens, self.ps.device))
+                sums.append(loss_and_tokens(loss_sum, num_tokens, self.ps.device))
         finally:
             self.stage.release()
         sync.stage_done(model)
         sync.finish()
         self.step_index += 1
-        return self._result(found)
+        return self._global_result(sums)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows. One all-reduce over dp-cp."""
-        return self._result(
-            self._each(
-                batch, lambda output, part: loss_and_tokens(*call_loss_fn(loss_fn, output, part), self.ps.device)
-            )
-        )
+
+        def evaluate_loss(output: Any, microbatch: Any) -> Tensor:
+            loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
+            return loss_and_tokens(loss_sum, num_tokens, self.ps.device)
+
+        return self._global_result(self._forward_each(batch, evaluate_loss))
 
     def forward(self, batch: Batch) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0.
@@ -116,31 +120,34 @@ class SingleStage:
         Any nesting of tensors; what is not a tensor is taken from the first microbatch. No collective but
         the model's own.
         """
-        return join_outputs(self._each(batch, lambda output, part: output))
+        return join_outputs(self._forward_each(batch, lambda output, microbatch: output))
 
-    def _each(self, batch: Batch, use: Callable[[Any, Any], Any]) -> list[Any]:
+    def _forward_each(self, batch: Batch, use: Callable[[Any, Any], Any]) -> list[Any]:
         """`use(output, microbatch)` of every microbatch, forward only."""
-        used = []
+        results = []
+        count = evaluation_microbatches(batch, self.num_microbatches)
         with evaluating(self.model):
             try:
-                for m, part in enumerate(split_microbatches(batch, parts_of(batch, self.num_microbatches))):
+                for index, microbatch in enumerate(split_microbatches(batch, count)):
                     self.grad_sync.before_forward(self.model)
-                    with self._begin(m):
-                        used.append(use(call_stage(self.model, part, self._arguments), part))
+                    with self._begin_microbatch(index):
+                        output = call_stage(self.model, microbatch, self._forward_arguments)
+                        results.append(use(output, microbatch))
+                        del output  # not alive beside the next microbatch's
             finally:
                 self.stage.release()
-        return used
+        return results
 
-    def _begin(self, m: int) -> AbstractContextManager[None]:
-        """Tell the model's operations where they are; torch's generator is seeded meanwhile, for foreign parts."""
-        microbatch = self.ps.index("dp") * self.num_microbatches + m
-        self.stage.begin(seed=self.seed, step=self.step_index, microbatch=microbatch)
-        return seeded(self.ps.device, stage_seed(self.seed, self.step_index, microbatch))
+    def _begin_microbatch(self, index: int) -> AbstractContextManager[None]:
+        """Tell our operations which microbatch runs; torch's generator is seeded meanwhile, for foreign modules."""
+        global_index = self.ps.index("dp") * self.num_microbatches + index
+        self.stage.begin(seed=self.seed, step=self.step_index, microbatch=global_index)
+        return seeded(self.ps.device, stage_seed(self.seed, self.step_index, global_index))
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value`: the last stage is here."""
         return value
 
-    def _result(self, found: list[Tensor]) -> StepResult:
-        total = all_reduce(torch.stack(found).sum(0), self.ps.group("dp-cp"))
+    def _global_result(self, sums: list[Tensor]) -> StepResult:
+        total = all_reduce(torch.stack(sums).sum(0), self.ps.group("dp-cp"))
         return StepResult(total[0], total[1])

@@ -41,13 +41,16 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0) -> int:
 
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
-    if isinstance(module, torch.jit.ScriptModule):  # which knows no Python signature
-        return tuple(a.name for a in module.forward.schema.arguments[1:])  # type: ignore[attr-defined]
+    if isinstance(module, torch.jit.ScriptModule):  # has no Python signature; its argument 0 is self
+        arguments = module.forward.schema.arguments[1:]  # type: ignore[attr-defined]
+        return tuple(argument.name for argument in arguments)
+    named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(module.forward).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = tuple(p.name for p in parameters if p.kind in named)
-    inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
-    return forward_arguments(inner) if not names and isinstance(inner, nn.Module) else names
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in named_kinds)
+    wrapped = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+    if not names and isinstance(wrapped, nn.Module):
+        return forward_arguments(wrapped)
+    return names
 
 
 def call_stage(module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] | None = None) -> Any:
@@ -59,42 +62,51 @@ def call_stage(module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] 
     """
     if isinstance(microbatch, Mapping):
         arguments = forward_arguments(module) if arguments is None else arguments
-        taken = {name: microbatch[name] for name in arguments if name in microbatch}
-        if not taken:
+        keywords = {name: microbatch[name] for name in arguments if name in microbatch}
+        if not keywords:
             raise ValueError(
                 f"{type(module).__name__}.forward takes {len(arguments)} names ({', '.join(arguments)}), none of the "
                 f"batch's {len(microbatch)} ({', '.join(map(str, microbatch))}); rename the batch's entries"
             )
-        return module(**taken)
-    return module(*microbatch) if isinstance(microbatch, tuple) else module(microbatch)
+        return module(**keywords)
+    if isinstance(microbatch, tuple):
+        return module(*microbatch)
+    return module(microbatch)
 
 
 def call_next_stage(module: nn.Module, received: Any, microbatch: Any, arguments: tuple[str, ...]) -> Any:
-    """Call a stage on what the stage before returned: a tensor, a tuple (positionally) or a mapping (by name).
+    """Call a stage on the previous stage's output: a tensor, a tuple (positionally) or a mapping (by name).
 
     Everything else that its forward takes by name comes from the microbatch, where that is a mapping.
     """
-    named = dict(received) if isinstance(received, Mapping) else {}
-    placed = () if named else received if isinstance(received, tuple) else (received,)
+    positional: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    if isinstance(received, Mapping):
+        keywords = dict(received)
+    if not keywords:  # an empty mapping is an argument like any other
+        positional = received if isinstance(received, tuple) else (received,)
     if isinstance(microbatch, Mapping):
-        rest = arguments[len(placed) :]
-        named = {name: microbatch[name] for name in rest if name in microbatch} | named
-    return module(*placed, **named)
+        unfilled = arguments[len(positional) :]
+        keywords = {name: microbatch[name] for name in unfilled if name in microbatch} | keywords
+    return module(*positional, **keywords)
 
 
 def call_loss_fn(loss_fn: LossFn, output: Any, microbatch: Any) -> tuple[Tensor, Tensor | float]:
-    """What `loss_fn` says. Raises ValueError: not a pair of a loss of one number, as a tensor, and a count."""
-    told = loss_fn(output, microbatch)
-    if not isinstance(told, tuple) or len(told) != 2:
+    """`loss_fn(output, microbatch)`, checked: (loss_sum, num_tokens).
+
+    Raises ValueError: it is not a pair of a loss of one number, in a tensor, and a count.
+    """
+    result = loss_fn(output, microbatch)
+    if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
-            f"loss_fn returned {type(told).__name__}, not 2 values; return (sum of the losses, number of tokens), as "
-            "in `return loss.sum(), loss.numel()`"
+            f"loss_fn returned {type(result).__name__}, not 2 values; return (sum of the losses, number of tokens), "
+            "as in `return loss.sum(), loss.numel()`"
         )
-    loss = told[0]
+    loss = result[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"that is a {type(loss).__name__}"
         raise ValueError(f"loss_fn returned a loss {kind}, not 1 number in a tensor; sum it")
-    return told
+    return result
 
 
 def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
@@ -108,7 +120,7 @@ def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Around a backward inside a user's autocast, which is meant for the forward."""
+    """Around a backward inside a user's mixed-precision autocast, which is meant for the forward."""
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -116,7 +128,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:
-    """What backward starts with: `scale` in the shape and dtype of a loss; a tensor is not waited for."""
+    """The gradient that backward starts with: `scale` in the shape and dtype of a loss.
+
+    A tensor is not read here, so that the device is not waited for.
+    """
     if isinstance(scale, Tensor):
         return scale.detach().to(loss.device, loss.dtype).expand(loss.shape).contiguous()
     return torch.full_like(loss, scale, requires_grad=False)
@@ -124,9 +139,10 @@ def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 def loss_and_tokens(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
     """[2] float64: loss and tokens of a microbatch, detached."""
-    if not isinstance(num_tokens, Tensor):  # filled in on the device, not copied there
+    if not isinstance(num_tokens, Tensor):  # filled in on the device, which is no copy from the host
         num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=device)
-    return torch.stack([x.detach().to(device, torch.float64).reshape(()) for x in (loss_sum, num_tokens)])
+    scalars = [value.detach().to(device, torch.float64).reshape(()) for value in (loss_sum, num_tokens)]
+    return torch.stack(scalars)
 
 
 def join_outputs(outputs: list[Any]) -> Any:
@@ -135,18 +151,20 @@ def join_outputs(outputs: list[Any]) -> Any:
     Raises ValueError: a tensor without dims, other values in another microbatch.
     """
 
-    def join(*each: Any) -> Any:
-        first = each[0]
+    def join(*values: Any) -> Any:
+        first = values[0]
         if isinstance(first, Tensor):
-            if not first.dim() and len(each) > 1:
+            if len(values) == 1:
+                return first
+            if not first.dim():
                 raise ValueError(
-                    f"the model returned a tensor without dims for each of {len(each)} microbatches, which cannot be "
-                    "joined; return rows [b, ...], or use num_microbatches=1"
+                    f"the model returned a tensor without dims for each of {len(values)} microbatches, which cannot "
+                    "be joined; return rows [b, ...], or use num_microbatches=1"
                 )
-            return torch.cat(each) if len(each) > 1 else first
-        if any(type(other) is not type(first) or other != first for other in each[1:]):
+            return torch.cat(values)
+        if any(type(other) is not type(first) or other != first for other in values[1:]):
             raise ValueError(
-                f"the model returned {first!r} beside its tensors for the first of {len(each)} microbatches, and "
+                f"the model returned {first!r} beside its tensors for the first of {len(values)} microbatches, and "
                 "other values after it, which cannot be joined; return tensors [b, ...]"
             )
         return first
@@ -170,18 +188,18 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
         raise ValueError(
             f"the batch is a list of {len(batch)}; give a tensor, a tuple (positionally) or a mapping (by name)"
         )
-    sizes = {key: value.shape[0] for key, value in _entries(batch) if _is_cut(value)}
+    sizes = {key: value.shape[0] for key, value in _entries(batch) if _has_rows(value)}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one")
     size = rows_of(batch) or 0
     if num_microbatches < 1 or size % num_microbatches or not size:
-        fits = [n for n in range(1, size + 1) if size % n == 0]
+        divisors = [count for count in range(1, size + 1) if size % count == 0]
         raise ValueError(
-            f"a batch of {size} samples does not divide into num_microbatches={num_microbatches}; use one of {fits}, "
-            f"or a multiple of {max(1, num_microbatches)} samples"
+            f"a batch of {size} samples does not divide into num_microbatches={num_microbatches}; use one of "
+            f"{divisors}, or a multiple of {max(1, num_microbatches)} samples"
         )
     rows = size // num_microbatches
-    return [_cut(batch, m * rows, rows, size) for m in range(num_microbatches)]
+    return [_cut_rows(batch, index * rows, rows, size) for index in range(num_microbatches)]
 
 
 def _entries(batch: Any) -> list[tuple[Any, Any]]:
@@ -190,46 +208,50 @@ def _entries(batch: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(batch if isinstance(batch, tuple) else (batch,)))
 
 
-def _cut(value: Any, first: int, count: int, size: int) -> Any:
-    """Rows first .. first + count of whatever has `size` of them."""
-    if _is_cut(value):
-        return _rows(value, first, count) if value.shape[0] == size else value
+def _cut_rows(value: Any, first: int, count: int, size: int) -> Any:
+    """Rows first .. first + count of whatever has `size` of them; anything else as it is."""
+    if _has_rows(value):
+        return _view_rows(value, first, count) if value.shape[0] == size else value
     if isinstance(value, Mapping):
-        cut = {key: _cut(inner, first, count, size) for key, inner in value.items()}
-        return cut if type(value) is dict else _like(value, cut)
+        entries = {key: _cut_rows(inner, first, count, size) for key, inner in value.items()}
+        return entries if type(value) is dict else _mapping_like(value, entries)
     if isinstance(value, tuple):
-        parts = [_cut(inner, first, count, size) for inner in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    per_row = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
-    return value[first : first + count] if per_row and len(value) == size else value
+        elements = [_cut_rows(inner, first, count, size) for inner in value]
+        is_namedtuple = hasattr(value, "_fields")
+        return type(value)(*elements) if is_namedtuple else tuple(elements)
+    one_entry_per_row = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    if one_entry_per_row and len(value) == size:
+        return value[first : first + count]
+    return value
 
 
-def _like(mapping: Mapping[Any, Any], cut: dict[Any, Any]) -> Any:
+def _mapping_like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     """Hugging Face's BatchEncoding and the like; a plain dict where that cannot be made of one."""
     try:
-        return type(mapping)(cut)  # type: ignore[call-arg]
+        return type(mapping)(entries)  # type: ignore[call-arg]
     except TypeError:
-        return cut
+        return entries
 
 
-def _rows(value: Tensor, first: int, count: int) -> Tensor:
-    """A view; writing into it does not look as if all the others had been written."""
-    cut = value.narrow(0, first, count)
-    return cut if value.requires_grad else cut.data
+def _view_rows(value: Tensor, first: int, count: int) -> Tensor:
+    # `.data` gives each microbatch a version counter of its own: a module that writes into one in place must not
+    # make autograd and R believe that all the others were written as well
+    view = value.narrow(0, first, count)
+    return view if value.requires_grad else view.data
 
 
 def rows_of(batch: Batch | None) -> int | None:
     """Rows of the first tensor that is cut into microbatches; None without one."""
-    tensors = [value for _, value in _entries(batch) if _is_cut(value)] or pytree.tree_leaves(batch)
-    return next((value.shape[0] for value in tensors if _is_cut(value)), None)
+    candidates = [value for _, value in _entries(batch) if _has_rows(value)] or pytree.tree_leaves(batch)
+    return next((value.shape[0] for value in candidates if _has_rows(value)), None)
 
 
-def parts_of(batch: Batch | None, num_microbatches: int) -> int:
-    """How many microbatches a batch of any size is cut into where nothing depends on it: at most so many."""
+def evaluation_microbatches(batch: Batch | None, num_microbatches: int) -> int:
+    """Into how many microbatches a batch of any size is cut for a forward without backward: at most so many."""
     return gcd(rows_of(batch) or num_microbatches, num_microbatches)
 
 
-def _is_cut(value: Any) -> bool:
+def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 

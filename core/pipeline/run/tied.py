@@ -1,123 +1,149 @@
-"""A table that both ends of a model use: one parameter where they share a rank, else two with one gradient."""
+"""Tied weights: a table that both ends of a model use, one parameter on one rank, else two with one gradient."""
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import all_gather_objects, all_reduce
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
-Place = tuple[int, str, tuple[int, ...]]  # stage, name, shape
+
+class _Matrix(NamedTuple):
+    """A trained matrix of one pipeline rank, as other ranks hear of it."""
+
+    checksum: int
+    stage: int
+    name: str
+    shape: tuple[int, ...]
+    is_embedding: bool
 
 
 def _is_marked(parameter: nn.Parameter) -> bool:
     return "embedding" in layout_of(parameter).partial
 
 
-def _matrices(modules: Mapping[int, nn.Module]) -> dict[Place, tuple[nn.Parameter, bool]]:
-    """What may be an end: trained matrices that nobody marked, and whether each is an embedding's."""
-    return {
-        (stage, f"{prefix}.{name}".lstrip("."), tuple(p.shape)): (p, isinstance(part, nn.Embedding))
-        for stage, module in modules.items()
-        for prefix, part in module.named_modules()
-        for name, p in part._parameters.items()
-        if type(p) is nn.Parameter and p.dim() == 2 and p.requires_grad and not p.is_meta and not _is_marked(p)
-    }
+def _may_be_tied(parameter: Any) -> bool:
+    """A trained matrix that nobody marked."""
+    if type(parameter) is not nn.Parameter or parameter.dim() != 2:
+        return False
+    return parameter.requires_grad and not parameter.is_meta and not _is_marked(parameter)
 
 
-def _refuse_other_ends(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
-    """Raise ValueError, on every rank: a marked table whose two ends hold other values. All-gather over pp."""
-    marked = [p for module in modules.values() for p in module.parameters() if _is_marked(p) and not p.is_meta]
-    sums = [float(p.detach().abs().sum(dtype=torch.float64)) for p in marked]
-    found = [
-        (rank, total) for rank, theirs in enumerate(all_gather_objects(sums, ps.group("pp"))) for total in theirs
+def _unmarked_matrices(modules: Mapping[int, nn.Module]) -> list[_Matrix]:
+    """All trained matrices of this rank that nobody marked as tied, but for constant ones."""
+    parameters: dict[tuple[int, str], tuple[nn.Parameter, bool]] = {}
+    for stage, module in modules.items():
+        for prefix, submodule in module.named_modules():
+            for name, parameter in submodule._parameters.items():
+                if _may_be_tied(parameter):
+                    full_name = f"{prefix}.{name}".lstrip(".")
+                    assert parameter is not None
+                    parameters[stage, full_name] = parameter, isinstance(submodule, nn.Embedding)
+    return [
+        _Matrix(int(checksum(parameter)), stage, name, tuple(parameter.shape), is_embedding)
+        for (stage, name), (parameter, is_embedding) in parameters.items()
+        if not _is_constant(parameter)
     ]
-    if found and any(total != found[0][1] for _, total in found):
+
+
+def _refuse_different_ends(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
+    """Raise ValueError, on every rank: a marked table whose two ends hold different values. All-gather over pp."""
+    parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+    tables = [parameter for parameter in parameters if _is_marked(parameter) and not parameter.is_meta]
+    local_sums = [float(table.detach().abs().sum(dtype=torch.float64)) for table in tables]
+    totals = []  # (rank, sum of absolute values)
+    for rank, rank_sums in enumerate(all_gather_objects(local_sums, ps.group("pp"))):
+        totals += [(rank, total) for total in rank_sums]
+    if totals and any(total != totals[0][1] for _, total in totals):
         raise ValueError(
-            f"the tied table differs between pipeline ranks {found[0][0]} and {found[-1][0]}: the sums of its values "
-            f"are {found[0][1]:.6g} and {found[-1][1]:.6g}; call torch.manual_seed with one seed on all ranks before "
-            "the model is made, or load one checkpoint"
+            f"the tied table differs between pipeline ranks {totals[0][0]} and {totals[-1][0]}: the sums of its "
+            f"values are {totals[0][1]:.6g} and {totals[-1][1]:.6g}; call torch.manual_seed with one seed on all "
+            "ranks before the model is made, or load one checkpoint"
         )
 
 
 def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
-    """Refuse tied ends that differ; tell of a matrix whose values another rank's stage has as well: two copies of a
-    tied table, or of a block that stands in two stages, would drift.
+    """Refuse tied ends with different values; warn of an unmarked matrix that another rank has as well.
 
-    Two all-gathers over pp.
+    Two copies of a tied table, or of a block that stands in two stages, would each get a part of the gradient and
+    drift apart. Two all-gathers over pp.
     """
     if ps.size("pp") == 1:
         return
-    _refuse_other_ends(modules, ps)
-    matrices = _matrices(modules).items()
-    mine = [(int(checksum(p)), place, is_table) for place, (p, is_table) in matrices if not _is_constant(p)]
-    first: dict[tuple, tuple[int, Place, bool]] = {}  # by values and shape
+    _refuse_different_ends(modules, ps)
+    first_by_content: dict[tuple, tuple[int, _Matrix]] = {}  # (checksum, shape) -> (rank, matrix)
     twins = []
-    for rank, theirs in enumerate(all_gather_objects(mine, ps.group("pp"))):
-        for values, place, is_table in theirs:
-            other = first.setdefault((values, place[2]), (rank, place, is_table))
-            if other[0] != rank:
-                twins.append((other, (rank, place, is_table)))
-    if twins:  # a table first: it is the one that can be tied
-        one, two = next((pair for pair in twins if pair[0][2] or pair[1][2]), twins[0])
-        warnings.warn(_told(one, two), stacklevel=4)
+    for rank, matrices in enumerate(all_gather_objects(_unmarked_matrices(modules), ps.group("pp"))):
+        for matrix in matrices:
+            first = first_by_content.setdefault((matrix.checksum, matrix.shape), (rank, matrix))
+            if first[0] != rank:
+                twins.append((first, (rank, matrix)))
+    if twins:
+        # an embedding is the likelier one to be meant as tied: warn of that first
+        with_embedding = [pair for pair in twins if pair[0][1].is_embedding or pair[1][1].is_embedding]
+        first, second = (with_embedding or twins)[0]
+        warnings.warn(_twins_warning(first, second), stacklevel=4)
 
 
 def _is_constant(matrix: Tensor) -> bool:
-    """At most two values, as zeros, ones and identities have: everybody starts with those."""
+    """At most two values, as zeros, ones and identities have: every model starts with some of those."""
     if not matrix.numel():
         return True
     low, high = matrix.detach().aminmax()
     return bool(((matrix == low) | (matrix == high)).all())
 
 
-def _told(one: tuple[int, Place, bool], two: tuple[int, Place, bool]) -> str:
-    (rank, here, is_table), (other, there, also) = one, two
-    if is_table or also:
-        meant = (
+def _twins_warning(first: tuple[int, _Matrix], second: tuple[int, _Matrix]) -> str:
+    (first_rank, a), (second_rank, b) = first, second
+    if a.is_embedding or b.is_embedding:
+        meaning = (
             "one tied table, each gets a part of its gradient; mark both by "
             'set_layout(weight, Layout(tuple(weight.shape), partial={"embedding"}))'
         )
     else:
-        meant = (
+        meaning = (
             "one matrix of a block that stands in two stages, each trains a copy by a part of its gradient: put both "
             "uses into one stage. If stages were seeded alike, seed by stage"
         )
     return (
-        f"{here[1]} of stage {here[0]} and {there[1]} of stage {there[0]} have the same values, on pipeline ranks "
-        f"{rank} and {other}: if they are {meant}"
+        f"{a.name} of stage {a.stage} and {b.name} of stage {b.stage} have the same values, on pipeline ranks "
+        f"{first_rank} and {second_rank}: if they are {meaning}"
     )
 
 
-def set_apart(parameters: Sequence[nn.Parameter], placement: Sequence[int]) -> dict[Any, Tensor | None]:
-    """Before a step: the parameters that live on both ends, and the gradients that they bring from earlier steps.
+def detach_tied_gradients(
+    parameters: Sequence[nn.Parameter], placement: Sequence[int]
+) -> dict[nn.Parameter, Tensor | None]:
+    """Before a step: takes the gradients that tied parameters bring from earlier steps, and returns them.
 
-    Raises ValueError: ends on one rank with a parameter each.
+    Only this step's gradients are summed over the two ends: the earlier ones are sums already.
+    Empty where both ends of the model are on one rank and share one parameter, whose gradient is complete.
+    Raises ValueError: both ends on one rank with a parameter each.
     """
-    marked = list(dict.fromkeys(p for p in parameters if _is_marked(p)))
-    if placement[0] == placement[-1]:  # one parameter, whose gradient is whole
-        if len(marked) > 1:
+    tied = list(dict.fromkeys(parameter for parameter in parameters if _is_marked(parameter)))
+    if placement[0] == placement[-1]:
+        if len(tied) > 1:
             raise ValueError(
-                f"both ends of the model are on this rank with {len(marked)} parameters for their tied table; give "
+                f"both ends of the model are on this rank with {len(tied)} parameters for their tied table; give "
                 "both modules 1 parameter (head.weight = embedding.weight)"
             )
         return {}
-    found: dict[Any, Tensor | None] = {}
-    for parameter in marked:
-        found[parameter], parameter.grad = parameter.grad, None
-    return found
+    earlier_grads: dict[nn.Parameter, Tensor | None] = {}
+    for parameter in tied:
+        earlier_grads[parameter], parameter.grad = parameter.grad, None
+    return earlier_grads
 
 
-def sum_apart(tied: Mapping[Any, Tensor | None], ps: ParallelState) -> None:
-    """After it: the two halves of its gradient. All-reduce over the ends."""
-    for parameter, before in tied.items():
-        if parameter.grad is None:  # one end had nothing to learn; the other waits for it
+def sum_tied_gradients(earlier_grads: Mapping[nn.Parameter, Tensor | None], ps: ParallelState) -> None:
+    """After the step: sums the gradients of both ends. All-reduce over the ranks of the first and the last stage."""
+    for parameter, earlier in earlier_grads.items():
+        if parameter.grad is None:  # this end got no gradient; the other one waits in the all-reduce all the same
             parameter.grad = torch.zeros_like(parameter)
         all_reduce(parameter.grad, ps.group("embedding"))
-        if before is not None:
-            parameter.grad += before
+        if earlier is not None:
+            parameter.grad += earlier

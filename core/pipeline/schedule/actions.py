@@ -9,16 +9,18 @@ from typing import NamedTuple
 COMPUTE = ("F", "B", "I", "W", "R")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
 KINDS = (*COMPUTE, *COMMUNICATION)
-LONGEST = 12  # characters of a kind or a number
-_ACTION = re.compile(rf"([0-9]+)({'|'.join(sorted(KINDS, key=len, reverse=True))})([0-9]*)")
+MAX_LENGTH = 12  # characters of a kind or a number
+# longest kinds first: a regular expression takes the first alternative that fits
+_KIND_PATTERN = "|".join(sorted(KINDS, key=len, reverse=True))
+_ACTION_PATTERN = re.compile(rf"([0-9]+)({_KIND_PATTERN})([0-9]*)")
 
 
 class Action(NamedTuple):
     """What a rank does next; as text `2I5` is kind I of stage 2 on microbatch 5.
 
-    F forward; I input gradients, W weight gradients, B both; R recompute the forward; SEND_F, RECV_F outputs
-    to and inputs from the neighbouring stage, SEND_B, RECV_B their gradients; UNSHARD, RESHARD, REDUCE_GRAD
-    parameters and gradients of a whole stage (no microbatch).
+    F forward; I input gradients, W weight gradients, B both; R recompute the forward (activation checkpointing);
+    SEND_F, RECV_F outputs to and inputs from the neighbouring stage, SEND_B, RECV_B their gradients; UNSHARD,
+    RESHARD, REDUCE_GRAD parameters and gradients of a whole stage (no microbatch).
     """
 
     kind: str
@@ -26,17 +28,18 @@ class Action(NamedTuple):
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.kind}{microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
         """The inverse of `str`. Raises ValueError."""
-        found = _ACTION.fullmatch(text.strip())
-        if found is None or max(map(len, found.groups())) > LONGEST:
+        match = _ACTION_PATTERN.fullmatch(text.strip())
+        if match is None or max(map(len, match.groups())) > MAX_LENGTH:
             raise ValueError(
                 f"{text[:40]!r} is not an action; write stage, kind, microbatch as in 2I5, kinds: {', '.join(KINDS)}"
             )
-        stage, kind, microbatch = found.groups()
+        stage, kind, microbatch = match.groups()
         return cls(kind, int(stage), int(microbatch) if microbatch else None)
 
 
@@ -48,7 +51,7 @@ class Schedule:
     """placement[s] is the rank of stage s; orders[r] is what rank r does, in order.
 
     A schedule of compute actions (F, I, W, B, R) is complete: sends, receives and the rest are inferred from it
-    by `passes`. Pure, hashable, the same on every rank.
+    by `lower`. Pure, hashable, the same on every rank.
     """
 
     placement: tuple[int, ...]
@@ -73,56 +76,64 @@ class Schedule:
     @cached_property
     def microbatches(self) -> int:
         """How many microbatches it processes."""
-        return 1 + max((a.microbatch for order in self.orders for a in order if a.microbatch is not None), default=-1)
+        actions = (action for order in self.orders for action in order)
+        return 1 + max((action.microbatch for action in actions if action.microbatch is not None), default=-1)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int | None]]:
         """(stage, microbatch) of every R."""
-        return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind == "R")
+        actions = (action for order in self.orders for action in order)
+        return frozenset((action.stage, action.microbatch) for action in actions if action.kind == "R")
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, ascending."""
-        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def text(self) -> str:
         """One line for the placement, one per rank; `parse` is the inverse."""
         lines = [f"{self.name}: {' '.join(map(str, self.placement))}"]
-        return "\n".join([*lines, *(" ".join(map(str, order)) for order in self.orders)]) + "\n"
+        lines += [" ".join(map(str, order)) for order in self.orders]
+        return "\n".join(lines) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
         """From `text()`. Raises ValueError: something that is not an action, or no placement."""
         head, *rows = text.removesuffix("\n").split("\n")
-        name, colon, placement = head.rpartition(":")
-        words = placement.split()
-        if not colon or not words or not all(w.isascii() and w.isdecimal() and len(w) < LONGEST for w in words):
+        name, colon, placement_text = head.rpartition(":")
+        words = placement_text.split()
+        are_numbers = all(word.isascii() and word.isdecimal() and len(word) < MAX_LENGTH for word in words)
+        if not colon or not words or not are_numbers:
             raise ValueError(
                 f"a schedule's text starts with `name: rank of stage 0, of stage 1 ..`, got {head[:60]!r}"
             )
         orders = [[Action.parse(word) for word in row.split()] for row in rows]
-        return cls.make(map(int, placement.split()), orders, name)
+        return cls.make(map(int, words), orders, name)
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
     """Placement 0 1 .. P-1, 0 1 .. P-1, ...: Megatron's virtual pipeline stages."""
-    return tuple(s % ranks for s in range(ranks * chunks))
+    return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
 def v_shape(ranks: int, chunks: int = 2) -> tuple[int, ...]:
     """Placement 0 1 .. P-1, P-1 .. 1 0: the first and the last stage share rank 0 (a W for more chunks)."""
-    there = list(range(ranks))
-    return tuple(rank for c in range(chunks) for rank in (there if c % 2 == 0 else there[::-1]))
+    placement: list[int] = []
+    for chunk in range(chunks):
+        placement += range(ranks) if chunk % 2 == 0 else reversed(range(ranks))
+    return tuple(placement)
 
 
 def check_placement(placement: Sequence[int], ranks: int) -> None:
     """Raise ValueError unless every rank 0 .. ranks-1 has a stage and no other rank has."""
-    if missing := sorted(set(range(ranks)) - set(placement)):
+    without_stage = sorted(set(range(ranks)) - set(placement))
+    if without_stage:
         raise ValueError(
-            f"the placement {tuple(placement)} gives no stage to rank {missing[0]} of {ranks} ranks; each needs "
-            "at least 1 stage"
+            f"the placement {tuple(placement)} gives no stage to rank {without_stage[0]} of {ranks} ranks; each "
+            "needs at least 1 stage"
         )
-    if strange := sorted(set(placement) - set(range(ranks))):
+    unknown_ranks = sorted(set(placement) - set(range(ranks)))
+    if unknown_ranks:
         raise ValueError(
-            f"the placement {tuple(placement)} puts a stage on rank {strange[0]}, but there are {ranks} ranks, 0 to "
-            f"{ranks - 1}"
+            f"the placement {tuple(placement)} puts a stage on rank {unknown_ranks[0]}, but there are {ranks} ranks, "
+            f"0 to {ranks - 1}"
         )

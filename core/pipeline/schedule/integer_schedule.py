@@ -1,9 +1,10 @@
 """A schedule as lists of integers: what the search scores thousands of times. Standard library only.
 
-Action `kind` of stage s on microbatch m is the integer 4 (s M + m) + "FRIW".index(kind), so that what an action
-needs on its own stage is its number minus one. Orders are in full form: every microbatch of a recomputed stage
-has its R, also one whose F, R and I stand together. There R costs nothing and F keeps its graph; `schedule`
-leaves it out.
+The action of some kind of stage s on microbatch m, of M, is packed into the integer 4 (s M + m) + kind, where kind is
+0 F, 1 R, 2 I, 3 W. So the lowest two bits are the kind, and what an action needs on its own stage (F before R
+before I before W) is its number minus one. Integer orders are in full form: every microbatch of a recomputed stage
+has its R, also one whose F, R and I stand together. There R costs nothing, as F keeps its graph; `schedule` leaves
+it out.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,15 +15,17 @@ from core.pipeline.schedule.player import Costs
 
 F, R, I, W = range(4)  # noqa: E741  (the kinds' own letters)
 KINDS = "FRIW"
-Orders = list[list[int]]
+KIND_BITS = 3  # action & KIND_BITS is its kind
+NOT_DONE = -1.0
+IntegerOrders = list[list[int]]  # per rank
 
 
-class Flat:
-    """Placement, microbatches and costs in flat lists, and the fast twin of `play`.
+class SchedulingProblem:
+    """Placement, microbatches and costs in flat lists indexed by action, and the fast twin of `play`.
 
-    work[rank]: time of all its actions; pace: of the busiest rank for one microbatch. Of action a: duration[a];
-    source[a], the action of another stage whose result it needs (-1: none); delay[a], how long that travels;
-    takes[a], the memory it adds, F and R when they start, I and W when they end.
+    work[rank]: time of all its actions. time_per_microbatch: of the busiest rank.
+    duration[action]. source[action]: the action of another stage whose result it needs (-1: none). delay[action]: how
+    long that result travels. memory_change[action]: F and R take memory when they start, I and W when they end.
     """
 
     def __init__(
@@ -30,148 +33,185 @@ class Flat:
     ) -> None:
         self.placement, self.microbatches = tuple(placement), microbatches
         self.stages, self.ranks = len(self.placement), max(self.placement) + 1
-        self.recomputed = [s in recompute for s in range(self.stages)]
-        self.stages_of = [[s for s, owner in enumerate(self.placement) if owner == r] for r in range(self.ranks)]
-        self.step = 4 * microbatches  # from an action to the same of the next stage
-        self.size = self.step * self.stages
-        self.actions = microbatches * sum(4 if again else 3 for again in self.recomputed)
-        self.duration, self.takes, self.graph = [0.0] * self.size, [0.0] * self.size, [0.0] * self.stages
-        self.source, self.delay = [-1] * self.size, [0.0] * self.size
-        for s in range(self.stages):
-            self._fill_stage(s, costs)
-        self.work = [microbatches * sum(map(self.stage_work, mine)) for mine in self.stages_of]
-        self.pace = max(self.work) / max(1, microbatches)
+        self.recomputed = [stage in recompute for stage in range(self.stages)]
+        self.stages_of: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.placement):
+            self.stages_of[rank].append(stage)
 
-    def _fill_stage(self, s: int, costs: Costs) -> None:
-        saved, graph, waiting = (costs.at(name, s) for name in ("saved", "graph", "waiting"))
-        self.graph[s] = graph
-        takes = (saved if self.recomputed[s] else graph, graph - saved, waiting - graph, -waiting)
-        times = [costs.at(name, s) for name in KINDS]
-        for first in range(s * self.step, (s + 1) * self.step, 4):
-            self.duration[first : first + 4] = times
-            self.takes[first : first + 4] = takes
-            if s:
-                self.source[first + F] = first + F - self.step
-            self.source[first + I] = first + I + self.step if s < self.stages - 1 else first + F
+        self.stride = 4 * microbatches  # from an action to the same of the next stage
+        self.size = self.stride * self.stages
+        actions_per_microbatch = sum(4 if recomputed else 3 for recomputed in self.recomputed)
+        self.actions = microbatches * actions_per_microbatch
+        self.duration, self.delay = [0.0] * self.size, [0.0] * self.size
+        self.memory_change, self.source = [0.0] * self.size, [-1] * self.size
+        self.graph = [0.0] * self.stages
+        for stage in range(self.stages):
+            self._fill_stage(stage, costs)
+        self.work = [microbatches * sum(map(self.stage_work, stages)) for stages in self.stages_of]
+        self.time_per_microbatch = max(self.work) / max(1, microbatches)
+
+    def _fill_stage(self, stage: int, costs: Costs) -> None:
+        saved, graph, waiting = (costs.at(name, stage) for name in ("saved", "graph", "waiting"))
+        self.graph[stage] = graph
+        after_forward = saved if self.recomputed[stage] else graph
+        memory_changes = (after_forward, graph - saved, waiting - graph, -waiting)  # of F, R, I, W
+        durations = [costs.at(name, stage) for name in KINDS]
+        for first in range(stage * self.stride, (stage + 1) * self.stride, 4):
+            self.duration[first : first + 4] = durations
+            self.memory_change[first : first + 4] = memory_changes
+            if stage:
+                self.source[first + F] = first + F - self.stride
+            is_last = stage == self.stages - 1
+            self.source[first + I] = first + F if is_last else first + I + self.stride
             for kind in (F, I):
                 source = self.source[first + kind]
-                away = source >= 0 and self.placement[source // self.step] != self.placement[s]
-                self.delay[first + kind] = costs.comm if away else 0.0
+                crosses_ranks = source >= 0 and self.placement[source // self.stride] != self.placement[stage]
+                self.delay[first + kind] = costs.comm if crosses_ranks else 0.0
 
-    def stage_work(self, s: int) -> float:
+    def stage_work(self, stage: int) -> float:
         """Time of everything that a stage does for a microbatch, R included."""
-        return sum(self.duration[s * self.step + k] for k in range(4) if k != R or self.recomputed[s])
+        first = stage * self.stride
+        kinds = (F, R, I, W) if self.recomputed[stage] else (F, I, W)
+        return sum(self.duration[first + kind] for kind in kinds)
 
     def bound(self) -> float:
-        """No schedule is faster: a rank's first F waits for the stages before, then the rank has all its work.
+        """A lower bound of every schedule's time: a rank's first F waits for the stages before it, then the rank has
+        all its work to do.
 
-        R is left out where I follows F directly: the rank rests meanwhile, at least for the next stage's F and I.
+        R is left out where I follows F directly: but then the rank waits at least for the next stage's F and I.
         """
-        least = 0.0
-        for mine, work in zip(self.stages_of, self.work, strict=True):
-            for s in mine:
-                first, after = s * self.step, (s + 1) * self.step
-                rest = self.duration[after + F] + self.duration[after + I] if s < self.stages - 1 else 0.0
-                if self.recomputed[s]:
-                    work -= self.microbatches * max(0.0, self.duration[first + R] - rest)
-            before = range(mine[0])
-            head = sum(self.duration[s * self.step] + self.delay[(s + 1) * self.step] for s in before)
-            least = max(least, head + work)
-        return least
+        bound = 0.0
+        for stages, work in zip(self.stages_of, self.work, strict=True):
+            for stage in stages:
+                if not self.recomputed[stage]:
+                    continue
+                first, following = stage * self.stride, (stage + 1) * self.stride
+                wait = 0.0
+                if stage < self.stages - 1:
+                    wait = self.duration[following + F] + self.duration[following + I]
+                work -= self.microbatches * max(0.0, self.duration[first + R] - wait)
+            until_first = 0.0
+            for stage in range(stages[0]):
+                until_first += self.duration[stage * self.stride] + self.delay[(stage + 1) * self.stride]
+            bound = max(bound, until_first + work)
+        return bound
 
     def action(self, kind: int, stage: int, microbatch: int) -> int:
         """The number of an action."""
-        return stage * self.step + 4 * microbatch + kind
+        return stage * self.stride + 4 * microbatch + kind
 
-    def row(self, order: list[int]) -> tuple[list[float], float]:
-        """(time of each action, peak memory) of one rank's order."""
-        takes, durations = self.takes, list(map(self.duration.__getitem__, order))
-        held = peak = 0.0
-        last, free = len(order) - 2, -1  # free: the R that costs nothing
-        for k, a in enumerate(order):
-            if a & 3 == F and k < last and order[k + 2] == a + I and order[k + 1] == a + R:
-                held += self.graph[a // self.step]
-                free, durations[k + 1] = a + R, 0.0
-            elif a != free:
-                held += takes[a]
-            if held > peak:
-                peak = held
+    def rank_costs(self, order: list[int]) -> tuple[list[float], float]:
+        """(time of each action, peak memory) of one rank's order. A hot path of the search."""
+        memory_change, durations = self.memory_change, list(map(self.duration.__getitem__, order))
+        memory = peak = 0.0
+        last_forward = len(order) - 2
+        free_recompute = -1
+        for index, action in enumerate(order):
+            if (
+                action & KIND_BITS == F
+                and index < last_forward
+                and order[index + 2] == action + I
+                and order[index + 1] == action + R
+            ):
+                # F R I in a row: F keeps its graph at once, and R takes neither time nor memory
+                memory += self.graph[action // self.stride]
+                free_recompute, durations[index + 1] = action + R, 0.0
+            elif action != free_recompute:
+                memory += memory_change[action]
+            if memory > peak:
+                peak = memory
         return durations, peak
 
-    def ends(self, orders: Orders, durations: list[list[float]]) -> tuple[float, list[float]] | None:
-        """(makespan, end of each action): each rank does its list in order; None when ranks wait for ever."""
+    def end_times(self, orders: IntegerOrders, durations: list[list[float]]) -> tuple[float, list[float]] | None:
+        """(makespan, end of each action) if each rank does its list in order; None for a deadlock.
+
+        The hottest path of the search: every rank runs until it needs a result that is not there, and leaves its
+        number in `end` of that action, so that whoever does it knows whom to wake.
+        """
         source, delay = self.source, self.delay
-        end = [-1.0] * self.size  # not done; below -1: not done, and rank -2 - end waits for it
+        # NOT_DONE, or -2 - rank: not done, and that rank waits for it
+        end = [NOT_DONE] * self.size
         position, clock = [0] * self.ranks, [0.0] * self.ranks
         ready = list(range(self.ranks))
         while ready:
             rank = ready.pop()
             order, times, now = orders[rank], durations[rank], clock[rank]
-            for k in range(position[rank], len(order)):
-                a = order[k]
-                if (needs := source[a]) >= 0:
-                    arrival = end[needs]
+            for index in range(position[rank], len(order)):
+                action = order[index]
+                needed = source[action]
+                if needed >= 0:
+                    arrival = end[needed]
                     if arrival < 0:
-                        end[needs], position[rank] = -2.0 - rank, k
+                        end[needed], position[rank] = -2.0 - rank, index
                         break
-                    arrival += delay[a]
+                    arrival += delay[action]
                     if arrival > now:
                         now = arrival
-                now += times[k]
-                waiter = end[a]
-                end[a] = now
-                if waiter < -1:
+                now += times[index]
+                waiter = end[action]
+                end[action] = now
+                if waiter < NOT_DONE:
                     ready.append(int(-2 - waiter))
             else:
                 position[rank] = len(order)
             clock[rank] = now
-        if any(k < len(order) for k, order in zip(position, orders, strict=True)):
+        if any(index < len(order) for index, order in zip(position, orders, strict=True)):
             return None
         return max(clock), end
 
-    def score(self, orders: Orders) -> tuple[float, list[float]] | None:
-        """(makespan, peak of each rank), equal to `play`'s; None when ranks wait for ever."""
-        rows = [self.row(order) for order in orders]
-        found = self.ends(orders, [times for times, _ in rows])
-        return None if found is None else (found[0], [peak for _, peak in rows])
+    def score(self, orders: IntegerOrders) -> tuple[float, list[float]] | None:
+        """(makespan, peak memory of each rank), equal to `play`'s; None for a deadlock."""
+        durations, peaks = [], []
+        for order in orders:
+            rank_durations, peak = self.rank_costs(order)
+            durations.append(rank_durations)
+            peaks.append(peak)
+        ends = self.end_times(orders, durations)
+        return None if ends is None else (ends[0], peaks)
 
-    def schedule(self, orders: Orders, name: str = "auto") -> Schedule:
+    def schedule(self, orders: IntegerOrders, name: str = "auto") -> Schedule:
         """Integers to actions, without the R that cost nothing."""
 
         def decode(order: list[int]) -> list[Action]:
-            free = {
-                b for a, b, c in zip(order, order[1:], order[2:], strict=False) if a + 1 == b == c - 1 and b & 3 == R
-            }
-            return [Action(KINDS[a & 3], a // self.step, a % self.step // 4) for a in order if a not in free]
+            free_recomputes = set()
+            for before, action, after in zip(order, order[1:], order[2:], strict=False):
+                if action & KIND_BITS == R and before + 1 == action == after - 1:
+                    free_recomputes.add(action)
+            return [
+                Action(KINDS[action & KIND_BITS], action // self.stride, action % self.stride // 4)
+                for action in order
+                if action not in free_recomputes
+            ]
 
         return Schedule.make(self.placement, map(decode, orders), name)
 
-    def orders(self, schedule: Schedule) -> Orders | None:
+    def orders(self, schedule: Schedule) -> IntegerOrders | None:
         """The inverse of `schedule`, for a complete one; None when it recomputes other stages than this problem."""
-        if any(not self.recomputed[s] for s, _ in schedule.recomputed):
+        if any(not self.recomputed[stage] for stage, _ in schedule.recomputed):
             return None
-        found: Orders = []
-        for order in split_backward(
-            add_recompute(schedule, [s for s, yes in enumerate(self.recomputed) if yes])
-        ).orders:
-            row: list[int] = []
-            for kind, s, m in order:
-                if kind not in KINDS or m is None:
+        recomputed_stages = [stage for stage, recomputed in enumerate(self.recomputed) if recomputed]
+        full_schedule = split_backward(add_recompute(schedule, recomputed_stages))
+        orders: IntegerOrders = []
+        for rank_order in full_schedule.orders:
+            integers: list[int] = []
+            for kind, stage, microbatch in rank_order:
+                if kind not in KINDS or microbatch is None:
                     continue
-                a = self.action(KINDS.index(kind), s, m)
-                if kind == "I" and self.recomputed[s] and row[-1:] == [a - I]:
-                    row.append(a - 1)
-                row.append(a)
-            found.append(row)
-        return found
+                action = self.action(KINDS.index(kind), stage, microbatch)
+                follows_forward = integers[-1:] == [action - I]
+                if kind == "I" and self.recomputed[stage] and follows_forward:
+                    integers.append(action - 1)  # the R that costs nothing
+                integers.append(action)
+            orders.append(integers)
+        return orders
 
-    def one_by_one(self) -> Orders:
+    def one_by_one(self) -> IntegerOrders:
         """Each microbatch through all stages and back before the next: of all schedules the least memory."""
-        orders: Orders = [[] for _ in range(self.ranks)]
-        for m in range(self.microbatches):
-            for s in range(self.stages):
-                orders[self.placement[s]].append(self.action(F, s, m))
-            for s in reversed(range(self.stages)):
-                kinds = (R, I, W) if self.recomputed[s] else (I, W)
-                orders[self.placement[s]].extend(self.action(kind, s, m) for kind in kinds)
+        orders: IntegerOrders = [[] for _ in range(self.ranks)]
+        for microbatch in range(self.microbatches):
+            for stage in range(self.stages):
+                orders[self.placement[stage]].append(self.action(F, stage, microbatch))
+            for stage in reversed(range(self.stages)):
+                kinds = (R, I, W) if self.recomputed[stage] else (I, W)
+                orders[self.placement[stage]].extend(self.action(kind, stage, microbatch) for kind in kinds)
         return orders

@@ -7,45 +7,54 @@ from dataclasses import dataclass
 
 from core.pipeline.schedule.actions import COMMUNICATION, Action, Order, Schedule
 
-MESSAGES = {"F": ("RECV_F", "SEND_F", -1), "I": ("RECV_B", "SEND_B", 1)}  # input from stage + step, output to - step
+# F takes its input from the previous stage, I from the next one: (receive, send, where the input comes from)
+MESSAGES = {"F": ("RECV_F", "SEND_F", -1), "I": ("RECV_B", "SEND_B", 1)}
 
 
-def _lower(schedule: Schedule, order: Order) -> Order:
+def _add_messages(schedule: Schedule, order: Order) -> Order:
     """Receives right before the action that needs them, sends right after the one that makes them.
 
     B becomes I, send, W: the neighbour goes on while this rank computes weight gradients. REDUCE_GRAD follows
-    the last W of a stage. Communication that somebody wrote into the schedule is made anew; UNSHARD and RESHARD
+    the last W of a stage. Communication that a user wrote into the schedule is inferred anew; UNSHARD and RESHARD
     stay.
     """
-    rows: list[Action] = []
-    last = {action.stage: i for i, action in enumerate(order) if action.kind in "FBW"}
+    last_use = {action.stage: index for index, action in enumerate(order) if action.kind in "FBW"}
 
-    def away(stage: int, own: int) -> bool:
-        return 0 <= stage < schedule.stages and schedule.placement[stage] != schedule.placement[own]
+    def is_remote(stage: int, local_stage: int) -> bool:
+        """Whether a stage exists and is on another rank."""
+        if not 0 <= stage < schedule.stages:
+            return False
+        return schedule.placement[stage] != schedule.placement[local_stage]
 
-    for i, action in enumerate(order):
-        _, s, m = action
-        for kind in "IW" if action.kind == "B" else (action.kind,):
-            if kind in COMMUNICATION:
-                if kind in ("UNSHARD", "RESHARD"):
-                    rows.append(action)
+    actions: list[Action] = []
+    for index, action in enumerate(order):
+        _, stage, microbatch = action
+        if action.kind in COMMUNICATION:
+            if action.kind in ("UNSHARD", "RESHARD"):
+                actions.append(action)
+            continue
+        for kind in "IW" if action.kind == "B" else action.kind:
+            if kind not in MESSAGES:
+                actions.append(Action(kind, stage, microbatch))
                 continue
-            receive, send, step = MESSAGES.get(kind, ("", "", 0))
-            if receive and away(s + step, s):
-                rows.append(Action(receive, s, m))
-            rows.append(Action(kind, s, m))
-            if send and away(s - step, s):
-                rows.append(Action(send, s, m))
-        if last[s] == i and action.kind in "BW":
-            rows.append(Action("REDUCE_GRAD", s))
-    return tuple(rows)
+            receive, send, direction = MESSAGES[kind]
+            if is_remote(stage + direction, stage):
+                actions.append(Action(receive, stage, microbatch))
+            actions.append(Action(kind, stage, microbatch))
+            if is_remote(stage - direction, stage):
+                actions.append(Action(send, stage, microbatch))
+        if last_use[stage] == index and action.kind in "BW":
+            actions.append(Action("REDUCE_GRAD", stage))
+    return tuple(actions)
 
 
 def _other_end(message: Action) -> Action:
-    """The receive of a send, and the send of a receive, as their rank calls it."""
-    way, _, direction = message.kind.partition("_")
-    step = 1 if (way == "SEND") == (direction == "F") else -1
-    return Action(f"{'RECV' if way == 'SEND' else 'SEND'}_{direction}", message.stage + step, message.microbatch)
+    """The receive of a send, and the send of a receive, as the other rank calls it."""
+    verb, _, direction = message.kind.partition("_")
+    other_verb = "RECV" if verb == "SEND" else "SEND"
+    goes_up = (verb == "SEND") == (direction == "F")  # to, or for a receive from, the next stage
+    other_stage = message.stage + 1 if goes_up else message.stage - 1
+    return Action(f"{other_verb}_{direction}", other_stage, message.microbatch)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class RankPlan:
     """What one rank does. inbox[sender]: the receives from that rank, in the order in which it sends.
 
     outbox[send]: to whom. receipts[receive]: sends of this rank that must have arrived once that message is
-    here, because the peer had read them before it sent it: they can be let go without waiting.
+    here, because the peer had read them before it sent it: their memory can be freed without waiting.
     """
 
     order: Order
@@ -64,31 +73,38 @@ class RankPlan:
     @property
     def links(self) -> set[tuple[int, int]]:
         """(sender, receiver) of the peers; the rank itself is -1."""
-        return {(peer, -1) for peer in self.inbox} | {(-1, peer) for peer in self.outbox.values()}
+        receiving = {(peer, -1) for peer in self.inbox}
+        sending = {(-1, peer) for peer in self.outbox.values()}
+        return receiving | sending
 
 
 def plan(schedule: Schedule, rank: int) -> RankPlan:
     """The plan of `rank`."""
-    orders = [_lower(schedule, order) for order in schedule.orders]
-    outbox = {a: schedule.placement[_other_end(a).stage] for a in orders[rank] if a.kind.startswith("SEND")}
+    orders = [_add_messages(schedule, order) for order in schedule.orders]
+    outbox = {}
+    for action in orders[rank]:
+        if action.kind.startswith("SEND"):
+            outbox[action] = schedule.placement[_other_end(action).stage]
+
     inbox: dict[int, tuple[Action, ...]] = {}
     receipts: dict[Action, tuple[Action, ...]] = {}
     for peer, order in enumerate(orders):
         if peer == rank:
             continue
-        read: list[Action] = []
-        sent: list[Action] = []
+        # follow the peer: what it reads from this rank before its next message to this rank has surely arrived
+        read_by_peer: list[Action] = []
+        sent_by_peer: list[Action] = []
         for action in order:
-            if "_" not in action.kind or action.kind == "REDUCE_GRAD":
+            if not action.kind.startswith(("SEND", "RECV")):
                 continue
-            other = _other_end(action)
-            if schedule.placement[other.stage] != rank:
+            local_action = _other_end(action)
+            if schedule.placement[local_action.stage] != rank:
                 continue
             if action.kind.startswith("RECV"):
-                read.append(other)
+                read_by_peer.append(local_action)
             else:
-                sent.append(other)
-                receipts[other], read = tuple(read), []
-        if sent:
-            inbox[peer] = tuple(sent)
+                sent_by_peer.append(local_action)
+                receipts[local_action], read_by_peer = tuple(read_by_peer), []
+        if sent_by_peer:
+            inbox[peer] = tuple(sent_by_peer)
     return RankPlan(orders[rank], inbox, outbox, receipts)

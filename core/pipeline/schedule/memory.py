@@ -15,20 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from core.pipeline.schedule.actions import Action, Schedule
 from core.pipeline.schedule.lower import plan
 
-SMALL = 24  # bytes: what says the shapes of a boundary, the sums of a microbatch
+SMALL_MESSAGE = 24  # bytes: the header of a boundary, the sums of a microbatch
 
 
 def _storages(values: Any) -> dict[int, Any]:
-    """The memory of every dense tensor in a nesting, each once."""
-    found: dict[int, Any] = {}
+    """The storage of every dense tensor in a nesting, by its address: each once."""
+    storages: dict[int, Any] = {}
     for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # nested ones, DTensors: of their parts
-            found |= _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+            # nested tensors, DTensors: count the plain tensors inside
+            inner_names, _ = leaf.__tensor_flatten__()
+            storages |= _storages([getattr(leaf, name) for name in inner_names])
         elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            with suppress(NotImplementedError, RuntimeError):  # somebody's own kind of tensor, without memory
+            with suppress(NotImplementedError, RuntimeError):  # a user's own kind of tensor, without memory
                 storage = leaf.untyped_storage()
-                found[storage._cdata] = storage
-    return found
+                storages[storage._cdata] = storage
+    return storages
 
 
 def bytes_of(values: Any) -> int:
@@ -36,50 +38,49 @@ def bytes_of(values: Any) -> int:
     return sum(storage.nbytes() for storage in _storages(values).values())
 
 
-class Live(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Bytes of everything that operations make while it is entered, as long as they live; `peak`: the most so far.
 
-    Whoever holds it: autograd's saved tensors, a Function's own attributes, a module. Not what kernels take for
-    themselves inside.
+    Whoever refers to it counts: autograd's saved tensors, a Function's own attributes, a module. Not counted is what
+    kernels allocate for themselves inside.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: dict[int, int] = {}  # memory that lives -> bytes, 0 if it is not counted
-        self._ends: dict[int, Any] = {}  # and who tells when it does no more
+        self._sizes: dict[int, int] = {}  # storage that lives -> bytes, 0 if it is not counted
+        self._finalizers: dict[int, Any] = {}  # weak references that tell when it is freed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and look at what it takes and returns."""
         self.leave_out((args, kwargs))
         result = func(*args, **(kwargs or {}))
         for key, storage in _storages(result).items():
-            self._see(key, storage, storage.nbytes())
+            self._register(key, storage, storage.nbytes())
         self.peak = max(self.peak, self.now)
         return result
 
     def leave_out(self, values: Any) -> None:
         """Do not count what was there before."""
         for key, storage in _storages(values).items():
-            self._see(key, storage, 0)
+            self._register(key, storage, 0)
 
     def forget(self, values: Iterable[Tensor]) -> int:
         """These are not activations, whoever made them; returns their bytes that were counted so far."""
         before = self.now
         for key in _storages(list(values)):
-            self.now -= self._known.get(key, 0)
-            self._known[key] = 0
+            self.now -= self._sizes.get(key, 0)
+            self._sizes[key] = 0
         return before - self.now
 
-    def _see(self, key: int, storage: Any, size: int) -> None:
-        if key not in self._known:
-            self._known[key] = size
+    def _register(self, key: int, storage: Any, size: int) -> None:
+        if key not in self._sizes:
+            self._sizes[key] = size
             self.now += size
-            self._ends[key] = weakref.ref(storage, lambda _: self._gone(key))
+            self._finalizers[key] = weakref.ref(storage, lambda _: self._freed(key))
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._known.pop(key, 0)
-        self._ends.pop(key, None)
+    def _freed(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+        self._finalizers.pop(key, None)
 
 
 @dataclass
@@ -102,50 +103,59 @@ class MemoryWatch:
     """Counts a rank's stages in one step: `around` every action."""
 
     stages: dict[int, StageMemory] = field(default_factory=dict)
-    live: Live = field(default_factory=Live)
+    live: LiveStorages = field(default_factory=LiveStorages)
 
     def around(
         self, action: Action, module: nn.Module, microbatch: Any, received: Any, run: Callable[[], tuple[Any, Any]]
     ) -> None:
-        """Run an action and note what it took.
+        """Run an action and count its bytes.
 
         microbatch: a view of the batch, which the caller holds anyway. received: what another stage gave, which is
         there already. run: does it, and returns (what it hands on, the tensors that it leaves for W, or whether it
         leaves a graph).
         """
-        kind, seen, live = action.kind, self.stages.setdefault(action.stage, StageMemory()), self.live
-        own = [*module.parameters(), *module.buffers(), microbatch]
-        given, before = bytes_of(received), live.now
-        live.leave_out((own, received))
+        kind, live = action.kind, self.live
+        stage = self.stages.setdefault(action.stage, StageMemory())
+        not_activations = [*module.parameters(), *module.buffers(), microbatch]
+        received_bytes, before = bytes_of(received), live.now
+        live.leave_out((not_activations, received))
         live.peak = before
         with live:
-            handed, left = run()
-        lasting = live.forget(_gradients(module))  # the model's, not activations
-        growth, top = live.now - before, live.peak - before - lasting
+            handed_on, left_behind = run()
+
+        gradient_bytes = live.forget(_gradients(module))  # they are the model's, not activations
+        growth = live.now - before
+        top = live.peak - before - gradient_bytes
         if kind == "F":
-            seen.message, seen.saved = max(seen.message, bytes_of(handed)), max(seen.saved, given)
+            stage.message = max(stage.message, bytes_of(handed_on))
+            stage.saved = max(stage.saved, received_bytes)
         if kind in "FR":
-            kept = growth - _only_here(handed)
-            if left:  # its input belongs to it
-                seen.graph = max(seen.graph, kept + (given if kind == "F" else seen.saved))
-            seen.beyond = max(seen.beyond, top - kept)
+            graph_bytes = growth - _unshared_bytes(handed_on)
+            if left_behind:  # a graph, whose input belongs to it
+                input_bytes = received_bytes if kind == "F" else stage.saved
+                stage.graph = max(stage.graph, graph_bytes + input_bytes)
+            stage.beyond = max(stage.beyond, top - graph_bytes)
         elif kind == "I":
-            mine = _storages(own)
-            seen.waiting = max(seen.waiting, sum(s.nbytes() for k, s in _storages(left).items() if k not in mine))
-            seen.beyond = max(seen.beyond, top - max(0, seen.waiting - seen.graph))
+            excluded = _storages(not_activations)
+            waiting = sum(storage.nbytes() for key, storage in _storages(left_behind).items() if key not in excluded)
+            stage.waiting = max(stage.waiting, waiting)
+            stage.beyond = max(stage.beyond, top - max(0, stage.waiting - stage.graph))
         else:
-            seen.beyond = max(seen.beyond, top)
+            stage.beyond = max(stage.beyond, top)
 
 
 def _gradients(module: nn.Module) -> list[Tensor]:
-    both = (g for p in module.parameters() for g in (p.grad, getattr(p, "main_grad", None)))
-    return [g for g in both if g is not None]
+    gradients: list[Tensor | None] = []
+    for parameter in module.parameters():
+        gradients += [parameter.grad, getattr(parameter, "main_grad", None)]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
-def _only_here(handed: Any) -> int:
-    """Bytes of an output that no graph has saved: two hold its memory, the tensor and the one who counts."""
-    found = _storages(handed)
-    return sum(found[key].nbytes() for key in list(found) if torch._C._storage_Use_Count(key) <= 2)
+def _unshared_bytes(handed_on: Any) -> int:
+    """Bytes of an output that no graph has saved: two refer to its storage, the tensor and this function."""
+    storages = _storages(handed_on)
+    unshared = [key for key in storages if torch._C._storage_Use_Count(key) <= 2]
+    return sum(storages[key].nbytes() for key in unshared)
 
 
 def live_peaks(schedule: Schedule, stages: Mapping[int, StageMemory], depth: int) -> tuple[float, ...]:
@@ -155,66 +165,75 @@ def live_peaks(schedule: Schedule, stages: Mapping[int, StageMemory], depth: int
     that takes it begins (a gradient: until it ends), and from its sending until a later message from the same rank
     proves that it arrived; one between two stages of a rank, from action to action.
     """
-    return tuple(_Walk(schedule, rank, stages, depth).peak() for rank in range(schedule.ranks))
+    return tuple(_RankWalk(schedule, rank, stages, depth).peak() for rank in range(schedule.ranks))
 
 
-class _Walk:
-    """Through the plan of one rank, counting."""
+class _RankWalk:
+    """Through the plan of one rank, counting bytes."""
 
     def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int) -> None:
         self.schedule, self.plan, self.stages, self.depth = schedule, plan(schedule, rank), stages, depth
-        last = schedule.placement[-1] == rank
-        self.held = self.most = float(SMALL * (schedule.stages + last * schedule.microbatches))
+        has_last_stage = schedule.placement[-1] == rank
+        small_messages = schedule.stages + (schedule.microbatches if has_last_stage else 0)
+        self.live = self.most = float(SMALL_MESSAGE * small_messages)
 
-    def size(self, kind: str, stage: int) -> float:
+        # what each peer will still send, and what is posted of it
+        self.expected = {peer: deque(order) for peer, order in self.plan.inbox.items()}
+        self.posted: dict[int, set[Action]] = {peer: set() for peer in self.expected}
+
+    def message_size(self, kind: str, stage: int) -> float:
         """Of what F or I of a stage hands on, or a message of it: an output, or the gradient of an input."""
-        stage -= kind in ("I", "SEND_B", "RECV_F")
+        if kind in ("I", "SEND_B", "RECV_F"):
+            stage -= 1  # the boundary before it
         return self.stages[stage].message if 0 <= stage < self.schedule.stages - 1 else 0.0
+
+    def _post(self, peer: int) -> None:
+        action = self.expected[peer].popleft()
+        self.posted[peer].add(action)
+        self.live += self.message_size(action.kind, action.stage)
+
+    def _post_ahead(self, peer: int) -> None:
+        while self.expected[peer] and len(self.posted[peer]) < self.depth:
+            self._post(peer)
 
     def peak(self) -> float:
         """The most at any moment."""
-        todo = {peer: deque(order) for peer, order in self.plan.inbox.items()}
-        posted: dict[int, set[Action]] = {peer: set() for peer in todo}
-        sender = {action: peer for peer, order in todo.items() for action in order}
-
-        def post(peer: int) -> None:
-            action = todo[peer].popleft()
-            posted[peer].add(action)
-            self.held += self.size(action.kind, action.stage)
-
-        def post_ahead(peer: int) -> None:
-            while todo[peer] and len(posted[peer]) < self.depth:
-                post(peer)
-
-        for peer in todo:
-            post_ahead(peer)
+        sender = {action: peer for peer, order in self.expected.items() for action in order}
+        for peer in self.expected:
+            self._post_ahead(peer)
         for action in self.plan.order:
             if action in sender:
-                peer = sender[action]
-                while action not in posted[peer]:
-                    post(peer)
-                posted[peer].remove(action)
-                post_ahead(peer)
-                self.most = max(self.most, self.held)
-                self.held -= sum(self.size(sent.kind, sent.stage) for sent in self.plan.receipts.get(action, ()))
+                self._receive(action, sender[action])
             elif action.kind in ("F", "I", "W", "R"):
                 self._compute(action)
-            self.most = max(self.most, self.held)  # a send holds what its action handed on
+            self.most = max(self.most, self.live)  # a send refers to what its action handed on: nothing changes
         return self.most
 
+    def _receive(self, action: Action, peer: int) -> None:
+        while action not in self.posted[peer]:
+            self._post(peer)
+        self.posted[peer].remove(action)
+        self._post_ahead(peer)
+        self.most = max(self.most, self.live)
+        for sent in self.plan.receipts.get(action, ()):  # these have arrived
+            self.live -= self.message_size(sent.kind, sent.stage)
+
     def _compute(self, action: Action) -> None:
-        kind, s, m = action
-        seen, again = self.stages[s], (s, m) in self.schedule.recomputed
-        had, takes = {
-            "F": (0.0, seen.saved if again else seen.graph),
-            "R": (seen.saved, seen.graph),
-            "I": (seen.graph, seen.waiting),
-            "W": (seen.waiting, 0.0),
+        kind, stage, microbatch = action
+        memory = self.stages[stage]
+        recomputed = (stage, microbatch) in self.schedule.recomputed
+        before, after = {
+            "F": (0.0, memory.saved if recomputed else memory.graph),
+            "R": (memory.saved, memory.graph),
+            "I": (memory.graph, memory.waiting),
+            "W": (memory.waiting, 0.0),
         }[kind]
         if kind == "F":
-            self.held -= self.size("RECV_F", s)  # from now on it belongs to the graph
-        inside = max(had, takes) - had + seen.beyond
-        self.most = max(self.most, self.held + inside)
-        self.held += takes - had + (self.size(kind, s) if kind in "FI" else 0.0)
+            self.live -= self.message_size("RECV_F", stage)  # from now on it belongs to the graph
+        inside = max(before, after) - before + memory.beyond
+        self.most = max(self.most, self.live + inside)
+        self.live += after - before
+        if kind in "FI":
+            self.live += self.message_size(kind, stage)
         if kind == "I":
-            self.held -= self.size("F", s)  # the gradient of its output
+            self.live -= self.message_size("F", stage)  # the gradient of its output

@@ -2,6 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
+
+
+class _Partial(NamedTuple):
+    """The first stages over the first layers; compared in this order."""
+
+    slowest: float
+    sum_of_squares: float
+    ends: tuple[int, ...]  # the layer after each stage
 
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -19,32 +28,34 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
         )
     if min(*costs, first, last) < 0:
         raise ValueError(f"costs must not be negative, got {min(*costs, first, last)}")
-    until = [0.0, *accumulate(costs)]
+    cumulative = [0.0, *accumulate(costs)]
 
-    def cost(stage: int, begin: int, end: int) -> float:
+    def stage_cost(stage: int, begin: int, end: int) -> float:
         extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
-        return until[end] - until[begin] + extra
+        return cumulative[end] - cumulative[begin] + extra
 
-    # best[end]: (slowest stage, sum of squares, cuts) of the first stages over layers 0 .. end-1
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (layers + 1)
-    best[0] = (0.0, 0.0, ())
+    # dynamic programming: best[end] is the best way to put layers 0 .. end-1 into the stages so far
+    best: list[_Partial | None] = [None] * (layers + 1)
+    best[0] = _Partial(0.0, 0.0, ())
     for stage in range(stages):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (layers + 1)
-        for end in range(stage + 1, layers - (stages - stage - 1) + 1):
+        extended: list[_Partial | None] = [None] * (layers + 1)
+        layers_for_later_stages = stages - stage - 1
+        for end in range(stage + 1, layers - layers_for_later_stages + 1):
             options = []
             for begin in range(stage, end):
-                known = best[begin]
-                if known is not None:
-                    own = cost(stage, begin, end)
-                    options.append((max(known[0], own), known[1] + own * own, (*known[2], end)))
-            following[end] = min(options)
-        best = following
-    found = best[layers]
-    assert found is not None
-    ends = found[2]
-    return [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
+                shorter = best[begin]
+                if shorter is None:
+                    continue
+                cost = stage_cost(stage, begin, end)
+                slowest = max(shorter.slowest, cost)
+                options.append(_Partial(slowest, shorter.sum_of_squares + cost * cost, (*shorter.ends, end)))
+            extended[end] = min(options)
+        best = extended
+    complete = best[layers]
+    assert complete is not None
+    return [range(begin, end) for begin, end in zip((0, *complete.ends), complete.ends, strict=False)]
 
 
 def even(layers: int, stages: int) -> list[range]:
     """The same number of layers per stage, as near as it goes."""
-    return [range(s * layers // stages, (s + 1) * layers // stages) for s in range(stages)]
+    return [range(stage * layers // stages, (stage + 1) * layers // stages) for stage in range(stages)]

@@ -6,28 +6,30 @@ from core.pipeline.schedule.actions import Action, Order, Schedule
 
 
 def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
-    """An R right before each I or B of `stages` (default: all) that has none yet.
+    """An R right before each I or B of `stages` (default: all) that has none yet: activation checkpointing.
 
     R needs no gradient, so it does not wait for one. It is left out where the backward follows its own F
-    directly: the graph is still there.
+    directly: the graph still exists.
     """
 
-    def row(order: Order) -> Iterator[Action]:
-        last = None
+    def with_recompute(order: Order) -> Iterator[Action]:
+        previous = None
         for action in order:
-            kind, s, m = action
-            wanted = kind in "IB" and (stages is None or s in stages) and (s, m) not in schedule.recomputed
-            if wanted and last != Action("F", s, m):
-                yield Action("R", s, m)
-            last = action
+            kind, stage, microbatch = action
+            is_selected = stages is None or stage in stages
+            if kind in "IB" and is_selected and (stage, microbatch) not in schedule.recomputed:
+                has_graph = previous == Action("F", stage, microbatch)
+                if not has_graph:
+                    yield Action("R", stage, microbatch)
+            previous = action
             yield action
 
-    return Schedule.make(schedule.placement, map(row, schedule.orders), schedule.name)
+    return Schedule.make(schedule.placement, map(with_recompute, schedule.orders), schedule.name)
 
 
 def without_recompute(schedule: Schedule) -> Schedule:
     """Without any R: every F keeps its graph."""
-    orders = ([a for a in order if a.kind != "R"] for order in schedule.orders)
+    orders = ([action for action in order if action.kind != "R"] for order in schedule.orders)
     return Schedule.make(schedule.placement, orders, schedule.name)
 
 
@@ -35,40 +37,51 @@ def add_gathers(schedule: Schedule) -> Schedule:
     """UNSHARD before the first F of each stage, RESHARD after its last I or B: sharded parameters (ZeRO-3) are
     gathered once per step and stay whole meanwhile, where memory allows it."""
 
-    def row(order: Order) -> Iterator[Action]:
-        last = {action.stage: i for i, action in enumerate(order) if action.kind in "FRIB"}
-        seen: set[int] = set()
-        for i, action in enumerate(order):
-            if action.stage not in seen:
-                seen.add(action.stage)
+    def with_gathers(order: Order) -> Iterator[Action]:
+        last_use = {action.stage: index for index, action in enumerate(order) if action.kind in "FRIB"}
+        unsharded: set[int] = set()
+        for index, action in enumerate(order):
+            if action.stage not in unsharded:
+                unsharded.add(action.stage)
                 yield Action("UNSHARD", action.stage)
             yield action
-            if last.get(action.stage) == i:
+            if last_use.get(action.stage) == index:
                 yield Action("RESHARD", action.stage)
 
-    return Schedule.make(schedule.placement, map(row, schedule.orders), schedule.name)
+    return Schedule.make(schedule.placement, map(with_gathers, schedule.orders), schedule.name)
 
 
 def only_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     """The schedule without the microbatches from `microbatches` on: no action depends on another microbatch's."""
-    orders = ([a for a in order if a.microbatch is None or a.microbatch < microbatches] for order in schedule.orders)
-    return Schedule.make(schedule.placement, orders, schedule.name)
+
+    def cut(order: Order) -> Iterator[Action]:
+        for action in order:
+            if action.microbatch is None or action.microbatch < microbatches:
+                yield action
+
+    return Schedule.make(schedule.placement, map(cut, schedule.orders), schedule.name)
 
 
 def split_backward(schedule: Schedule) -> Schedule:
     """Every B as I and W, one after the other."""
 
-    def row(order: Order) -> Iterator[Action]:
+    def split(order: Order) -> Iterator[Action]:
         for action in order:
-            yield from (action._replace(kind=k) for k in "IW") if action.kind == "B" else (action,)
+            if action.kind == "B":
+                yield action._replace(kind="I")
+                yield action._replace(kind="W")
+            else:
+                yield action
 
-    return Schedule.make(schedule.placement, map(row, schedule.orders), schedule.name)
+    return Schedule.make(schedule.placement, map(split, schedule.orders), schedule.name)
 
 
 def forward_only(placement: Iterable[int], ranks: int, microbatches: int) -> Schedule:
     """F of every stage, `ranks` microbatches of a stage before the next stage's: keeps every rank at work."""
     placement = tuple(placement)
-    mine = [[s for s, owner in enumerate(placement) if owner == rank] for rank in range(ranks)]
-    waves = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
-    orders = ([Action("F", s, m) for wave in waves for s in stages for m in wave] for stages in mine)
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    for first in range(0, microbatches, ranks):
+        wave = range(first, min(first + ranks, microbatches))
+        for stage, rank in enumerate(placement):
+            orders[rank] += [Action("F", stage, microbatch) for microbatch in wave]
     return Schedule.make(placement, orders, "forward")

@@ -1,4 +1,4 @@
-"""Plays a schedule against costs: the oracle of every test. Refuses what is incomplete or never ends.
+"""Plays a schedule against costs: the oracle of every test. Refuses what is incomplete or deadlocks.
 
 Standard library only.
 """
@@ -10,13 +10,14 @@ from core.pipeline.schedule.actions import Action, Schedule, check_placement
 from core.pipeline.schedule.timeline import Event, Timeline
 
 PerStage = float | Sequence[float]  # one number for all stages, or one per stage
+Done = tuple[str, int, int | None]  # kind, stage, microbatch
 
 
 @dataclass(frozen=True)
 class Costs:
     """Of one stage and one microbatch; a number holds for all stages, a sequence names each stage's.
 
-    F, I, W, R: time. comm: time from the end of an action until its message is on another rank.
+    F, I, W, R: time. comm: latency, from the end of an action until its message is on another rank.
     saved: memory that F holds when an R will follow (the stage's input). graph: memory of a graph, after an F
     without R, and after R. waiting: memory that waits between I and W (inputs and output gradients).
     """
@@ -37,8 +38,8 @@ class Costs:
 
     def divided(self, chunks: int) -> "Costs":
         """The costs of a rank's whole slice, as those of its `chunks` equal stages; comm stays."""
-        each = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Costs(**{k: v if k == "comm" else v / chunks for k, v in each.items()})
+        costs = {cost.name: getattr(self, cost.name) for cost in fields(self)}
+        return Costs(**{name: cost if name == "comm" else cost / chunks for name, cost in costs.items()})
 
 
 @dataclass(frozen=True)
@@ -72,43 +73,42 @@ class Played:
 def check(schedule: Schedule, microbatches: int | None = None) -> None:
     """Raise ValueError, naming the action, unless every stage does each microbatch exactly once, on its own rank.
 
-    F, then either B or I and W, with R (at most once) between F and its I. Whether ranks wait for each
-    other for ever is `play`'s to find.
+    F, then either B or I and W, with R (at most once) between F and its I. Deadlocks are found by `play`.
     """
     check_placement(schedule.placement, schedule.ranks)
     count = schedule.microbatches if microbatches is None else microbatches
-    seen: dict[tuple[str, int, int | None], None] = {}
+    done: dict[Done, None] = {}
     for rank, order in enumerate(schedule.orders):
         for action in order:
             if action.kind in "FBIWR":
-                _check_action(schedule, rank, action, count, seen)
-                seen[action] = None
+                _check_action(schedule, rank, action, count, done)
+                done[action] = None
     for stage in range(schedule.stages):
-        for m in range(count):
-            halves = ("B",) if ("B", stage, m) in seen else ("I", "W")
-            for kind in ("F", *halves):
-                if (kind, stage, m) not in seen:
+        for microbatch in range(count):
+            backward = ("B",) if ("B", stage, microbatch) in done else ("I", "W")
+            for kind in ("F", *backward):
+                if (kind, stage, microbatch) not in done:
                     raise ValueError(
-                        f"schedule {schedule.name!r} misses {Action(kind, stage, m)}: stage {stage} (rank "
-                        f"{schedule.placement[stage]}) never does {kind} of microbatch {m} of {count}"
+                        f"schedule {schedule.name!r} misses {Action(kind, stage, microbatch)}: stage {stage} (rank "
+                        f"{schedule.placement[stage]}) never does {kind} of microbatch {microbatch} of {count}"
                     )
 
 
 def check_gathers(schedule: Schedule) -> None:
     """Raise ValueError where a schedule says when parameters are whole (UNSHARD, RESHARD), but not for every action.
 
-    Without any, modules gather for themselves, unit by unit.
+    Without any, modules gather their own parameters, unit by unit.
     """
     if not any(action.kind == "UNSHARD" for order in schedule.orders for action in order):
         return
     for order in schedule.orders:
-        whole: set[int] = set()
+        unsharded: set[int] = set()
         for action in order:
             if action.kind == "UNSHARD":
-                whole.add(action.stage)
+                unsharded.add(action.stage)
             elif action.kind == "RESHARD":
-                whole.discard(action.stage)
-            elif action.kind in "FRIB" and action.stage not in whole:
+                unsharded.discard(action.stage)
+            elif action.kind in "FRIB" and action.stage not in unsharded:
                 raise ValueError(
                     f"schedule {schedule.name!r} has gather actions, but none before {action}: stage {action.stage} "
                     f"of {schedule.stages} is not whole there; write UNSHARD and RESHARD for every stage "
@@ -116,30 +116,86 @@ def check_gathers(schedule: Schedule) -> None:
                 )
 
 
-def _check_action(schedule: Schedule, rank: int, action: Action, count: int, seen: Mapping) -> None:
-    kind, s, m = action
-    where = f"schedule {schedule.name!r}, rank {rank}: {action}"
-    if s >= schedule.stages or m is None or m >= count:
-        raise ValueError(f"{where} is none of its {schedule.stages} stages and {count} microbatches")
-    if schedule.placement[s] != rank:
-        raise ValueError(f"{where} belongs to rank {schedule.placement[s]}, where stage {s} is placed")
-    if action in seen or (kind in "IW" and ("B", s, m) in seen) or (kind == "B" and ("I", s, m) in seen):
-        raise ValueError(f"{where} is repeated: a stage does each microbatch once")
-    before = {"F": "", "R": "F", "I": "F", "B": "F", "W": "I"}[kind]
-    if before and (before, s, m) not in seen:
-        raise ValueError(f"{where} comes before {Action(before, s, m)}, whose result it needs")
-    if kind == "R" and (("I", s, m) in seen or ("B", s, m) in seen):
-        raise ValueError(f"{where} comes after the backward that would need it")
+def _check_action(schedule: Schedule, rank: int, action: Action, count: int, done: Mapping) -> None:
+    kind, stage, microbatch = action
+    subject = f"schedule {schedule.name!r}, rank {rank}: {action}"
+    if stage >= schedule.stages or microbatch is None or microbatch >= count:
+        raise ValueError(f"{subject} is none of its {schedule.stages} stages and {count} microbatches")
+    if schedule.placement[stage] != rank:
+        raise ValueError(f"{subject} belongs to rank {schedule.placement[stage]}, where stage {stage} is placed")
+
+    # a backward is whole or in two halves, never both
+    fused_is_done = ("B", stage, microbatch) in done
+    input_is_done = ("I", stage, microbatch) in done
+    if action in done or (kind in "IW" and fused_is_done) or (kind == "B" and input_is_done):
+        raise ValueError(f"{subject} is repeated: a stage does each microbatch once")
+
+    needed = {"F": "", "R": "F", "I": "F", "B": "F", "W": "I"}[kind]
+    if needed and (needed, stage, microbatch) not in done:
+        raise ValueError(f"{subject} comes before {Action(needed, stage, microbatch)}, whose result it needs")
+    if kind == "R" and (input_is_done or fused_is_done):
+        raise ValueError(f"{subject} comes after the backward that would need it")
 
 
-def _sources(schedule: Schedule, action: Action) -> list[tuple[str, int, int | None]]:
+def _sources(schedule: Schedule, action: Action) -> list[Done]:
     """What must have ended on any rank before the action can start; a rank's own order covers the rest."""
-    kind, s, m = action
-    if kind == "F":
-        return [("F", s - 1, m)] if s else []
-    if kind == "I":
-        return [("I", s + 1, m)] if s < schedule.stages - 1 else [("F", s, m)]
+    kind, stage, microbatch = action
+    if kind == "F" and stage > 0:
+        return [("F", stage - 1, microbatch)]
+    if kind in ("I", "B"):
+        is_last = stage == schedule.stages - 1
+        return [("F", stage, microbatch)] if is_last else [("I", stage + 1, microbatch)]
     return []
+
+
+class _Player:
+    """The state of all ranks while a schedule is played."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, *, fused_backward: bool) -> None:
+        self.schedule, self.costs, self.fused_backward = schedule, costs, fused_backward
+        self.end_times: dict[Done, float] = {}
+        self.rows: list[list[Event]] = [[] for _ in schedule.orders]
+        self.position, self.clock = [0] * schedule.ranks, [0.0] * schedule.ranks  # per rank
+
+    def start_time(self, rank: int, action: Action) -> float | None:
+        """When a rank can start an action; None while an input is not computed."""
+        begin = self.clock[rank]
+        for source in _sources(self.schedule, action):
+            if source not in self.end_times:
+                return None
+            _, source_stage, _ = source
+            is_local = self.schedule.placement[source_stage] == rank
+            arrival = self.end_times[source] + (0.0 if is_local else self.costs.comm)
+            begin = max(begin, arrival)
+        return begin
+
+    def do(self, rank: int, action: Action, begin: float) -> None:
+        """Play one action from `begin` on."""
+        kind, stage, microbatch = action
+        end = begin
+        if kind in "FBIWR":
+            for half in ("I", "W") if kind == "B" else (kind,):
+                end += self.costs.at(half, stage)
+                self.end_times[half, stage, microbatch] = end
+            if self.fused_backward and kind == "B":  # the message leaves after W
+                self.end_times["I", stage, microbatch] = end
+            self.rows[rank].append(Event(action, begin, end))
+        self.clock[rank] = end
+        self.position[rank] += 1
+
+    def run(self) -> None:
+        """Let every rank go as far as its inputs allow, again and again, until no rank moves."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in enumerate(self.schedule.orders):
+                while self.position[rank] < len(order):
+                    action = order[self.position[rank]]
+                    begin = self.start_time(rank, action)
+                    if begin is None:
+                        break
+                    self.do(rank, action, begin)
+                    moved = True
 
 
 def play(schedule: Schedule, costs: Costs | None = None, *, fused_backward: bool = False) -> Played:
@@ -147,64 +203,35 @@ def play(schedule: Schedule, costs: Costs | None = None, *, fused_backward: bool
 
     B is I, its message, then W, as our executor runs it; with `fused_backward` the message leaves after W, as
     in most others.
-    Raises ValueError: an action that never gets its input, with the circle of ranks that wait.
+    Raises ValueError: a deadlock, with the circle of ranks that wait for each other.
     """
     costs = costs or Costs()
-    done: dict[tuple[str, int, int | None], float] = {}
-    rows: list[list[Event]] = [[] for _ in schedule.orders]
-    position, clock = [0] * schedule.ranks, [0.0] * schedule.ranks
-    halves = {"B": ("I", "W")}
-
-    def start(rank: int, action: Action) -> float | None:
-        begin = clock[rank]
-        for source in _sources(schedule, action if action.kind != "B" else action._replace(kind="I")):
-            if source not in done:
-                return None
-            away = schedule.placement[source[1]] != rank
-            begin = max(begin, done[source] + (costs.comm if away else 0.0))
-        return begin
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.orders):
-            while position[rank] < len(order):
-                action = order[position[rank]]
-                begin = start(rank, action)
-                if begin is None:
-                    break
-                end = begin
-                if action.kind in "FBIWR":
-                    for half in halves.get(action.kind, (action.kind,)):
-                        end += costs.at(half, action.stage)
-                        done[half, action.stage, action.microbatch] = end
-                    if fused_backward and action.kind == "B":
-                        done["I", action.stage, action.microbatch] = end
-                    rows[rank].append(Event(action, begin, end))
-                clock[rank], moved = end, True
-                position[rank] += 1
-    if any(p < len(order) for p, order in zip(position, schedule.orders, strict=True)):
-        raise ValueError(_circle(schedule, position, done))
-    timeline = Timeline(tuple(map(tuple, rows)))
-    memory = tuple(_memory(schedule, row, costs) for row in timeline.rows)
-    return Played(timeline, tuple(max((held for _, held in m), default=0.0) for m in memory), memory)
+    player = _Player(schedule, costs, fused_backward=fused_backward)
+    player.run()
+    lengths = map(len, schedule.orders)
+    if any(position < length for position, length in zip(player.position, lengths, strict=True)):
+        raise ValueError(_describe_deadlock(schedule, player.position, player.end_times))
+    timeline = Timeline(tuple(map(tuple, player.rows)))
+    memory = tuple(_memory_curve(schedule, row, costs) for row in timeline.rows)
+    peaks = tuple(max((held for _, held in curve), default=0.0) for curve in memory)
+    return Played(timeline, peaks, memory)
 
 
-def _memory(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tuple[tuple[float, float], ...]:
+def _memory_curve(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tuple[tuple[float, float], ...]:
     """(time, memory) of one rank: an F or R takes its memory when it starts, an I or W gives it when it ends; of a B
     the I ends first, and what waits for its W is there in between."""
     changes: list[tuple[float, float]] = []
-    for (kind, s, m), start, end in row:
-        again = (s, m) in schedule.recomputed
-        saved, graph, waiting = (costs.at(name, s) for name in ("saved", "graph", "waiting"))
+    for (kind, stage, microbatch), start, end in row:
+        recomputed = (stage, microbatch) in schedule.recomputed
+        saved, graph, waiting = (costs.at(name, stage) for name in ("saved", "graph", "waiting"))
         if kind == "F":
-            changes.append((start, saved if again else graph))
+            changes.append((start, saved if recomputed else graph))
         elif kind == "R":
             changes.append((start, graph - saved))
         elif kind == "I":
             changes.append((end, waiting - graph))
         elif kind == "B":
-            changes.append((end - costs.at("W", s), waiting - graph))
+            changes.append((end - costs.at("W", stage), waiting - graph))
             changes.append((end, -waiting))
         else:
             changes.append((end, -waiting))
@@ -215,19 +242,18 @@ def _memory(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tuple[tup
     return tuple(curve)
 
 
-def _circle(schedule: Schedule, position: Sequence[int], done: Mapping) -> str:
+def _describe_deadlock(schedule: Schedule, position: Sequence[int], done: Mapping) -> str:
     """Follow who waits for whom until a rank comes back, or has ended without the action."""
-    stuck = [r for r, order in enumerate(schedule.orders) if position[r] < len(order)]
-    rank, path, text = stuck[0], [], []
+    stuck_ranks = [rank for rank, order in enumerate(schedule.orders) if position[rank] < len(order)]
+    rank, path, waits = stuck_ranks[0], [], []
     while rank not in path:
         path.append(rank)
         action = schedule.orders[rank][position[rank]]
-        plain = action._replace(kind="I") if action.kind == "B" else action
-        source = next(s for s in _sources(schedule, plain) if s not in done)
-        away = schedule.placement[source[1]]
-        text.append(f"rank {rank} stops at {action} and waits for {Action(*source)} of rank {away}")
-        rank = away
-        if rank not in stuck:
-            return f"schedule {schedule.name!r} never ends: {', '.join(text)}, which has ended without it"
-    circle = ", ".join(text[path.index(rank) :])
+        missing = next(source for source in _sources(schedule, action) if source not in done)
+        source_rank = schedule.placement[missing[1]]
+        waits.append(f"rank {rank} stops at {action} and waits for {Action(*missing)} of rank {source_rank}")
+        rank = source_rank
+        if rank not in stuck_ranks:
+            return f"schedule {schedule.name!r} never ends: {', '.join(waits)}, which has ended without it"
+    circle = ", ".join(waits[path.index(rank) :])
     return f"schedule {schedule.name!r} never ends: {circle}, which comes no sooner"

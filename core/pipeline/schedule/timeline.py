@@ -29,10 +29,14 @@ class Timeline:
     rows: tuple[tuple[Event, ...], ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[Measured]) -> "Timeline":
-        """Ranks do not begin at one time, nor do their clocks agree; but they leave the last collective together."""
-        longest = max(rank.length for rank in ranks)
-        return cls(tuple(_later(rank.events, longest - rank.length) for rank in ranks))
+    def of(cls, measurements: Sequence[Measured]) -> "Timeline":
+        """From the measurements of all ranks.
+
+        Ranks do not begin at one time, nor do their clocks agree. But they leave the last collective together: the
+        end of the step is the common moment by which they are aligned.
+        """
+        longest = max(measured.length for measured in measurements)
+        return cls(tuple(_shift(measured.events, longest - measured.length) for measured in measurements))
 
     @property
     def makespan(self) -> float:
@@ -47,8 +51,10 @@ class Timeline:
     def bubble(self) -> float:
         """The part of all ranks' time in which nothing ran, 0 to 1."""
         total = len(self.rows) * self.makespan
-        return 1 - sum(map(self.busy, range(len(self.rows)))) / total if total else 0.0
+        if not total:
+            return 0.0
+        return 1 - sum(map(self.busy, range(len(self.rows)))) / total
 
 
-def _later(events: tuple[Event, ...], by: float) -> tuple[Event, ...]:
-    return tuple(Event(action, start + by, end + by) for action, start, end in events)
+def _shift(events: tuple[Event, ...], delay: float) -> tuple[Event, ...]:
+    return tuple(Event(action, start + delay, end + delay) for action, start, end in events)

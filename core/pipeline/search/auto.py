@@ -1,4 +1,4 @@
-"""The automatic schedule: measure two steps, search, tell every rank, and say how well the prediction held."""
+"""The automatic schedule: measure two steps, search, give every rank the result, compare the third step with it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,62 +9,75 @@ from typing import Any
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.state import ParallelState
 from core.pipeline.schedule.actions import Schedule
-from core.pipeline.schedule.integer_schedule import Flat
+from core.pipeline.schedule.integer_schedule import SchedulingProblem
 from core.pipeline.schedule.memory import MemoryWatch, StageMemory, live_peaks
 from core.pipeline.schedule.player import Costs, play
 from core.pipeline.schedule.schedules import NAMED, candidates
 from core.pipeline.schedule.timeline import Measured, Timeline
-from core.pipeline.search.search import Found, search
+from core.pipeline.search.search import SearchResult, search
 
-MEMORY = ("saved", "graph", "waiting")  # those of the costs that are bytes
+BYTE_COSTS = ("saved", "graph", "waiting")
 MIB = 2**20
-ENOUGH = 0.01  # more than this part of a step must be possible, for all other ranks to wait for a search
+WORTH_SEARCHING = 0.01  # a part of a step: if less than this is possible, the other ranks need not wait for a search
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:
-    """What runs until the costs are known: the named schedule with the smallest bubble that holds no more than one
-    microbatch per rank, or (a placement without a name) what the search finds for equal costs."""
+    """What runs until the costs are known, on the placement `stages` (stage -> rank).
+
+    The named schedule with the smallest bubble that holds no more than one microbatch per rank, or (a placement
+    without a name) what the search finds for equal costs.
+    """
     ranks = max(stages) + 1
-    each = Costs().divided(-(-len(stages) // ranks))
-    named = [s for s in candidates(stages, microbatches) if play(s, each).peak <= ranks + 0.5]
+    chunks = -(-len(stages) // ranks)
+    equal_costs = Costs().divided(chunks)
+    named = [
+        schedule for schedule in candidates(stages, microbatches) if play(schedule, equal_costs).peak <= ranks + 0.5
+    ]
     if named:
-        return min(named, key=lambda s: play(s, each).makespan)
-    return search(stages, microbatches, each, budget=1_000_000).schedule
+        return min(named, key=lambda schedule: play(schedule, equal_costs).makespan)
+    return search(stages, microbatches, equal_costs, budget=1_000_000).schedule
 
 
 def measured_costs(schedule: Schedule, timeline: Timeline, memory: Mapping[int, StageMemory]) -> Costs:
-    """Medians per stage of what a step took; an R that never ran costs what F does."""
-    times: dict[str, list[list[float]]] = {k: [[] for _ in range(schedule.stages)] for k in "FIWR"}
+    """Medians per stage of what a step took; an R that never ran costs what F does.
+
+    Raises ValueError: a timeline without an F of every stage.
+    """
+    durations: dict[str, list[list[float]]] = {kind: [[] for _ in range(schedule.stages)] for kind in "FIWR"}
     for row in timeline.rows:
         for action, start, end in row:
-            times[action.kind][action.stage].append(end - start)
-    if not all(times["F"]):
-        raise ValueError(
-            f"the timeline has {sum(map(bool, times['F']))} of {schedule.stages} stages; run a step first"
+            durations[action.kind][action.stage].append(end - start)
+    if not all(durations["F"]):
+        measured_stages = sum(map(bool, durations["F"]))
+        raise ValueError(f"the timeline has {measured_stages} of {schedule.stages} stages; run a step first")
+
+    per_stage: dict[str, Any] = {}
+    for kind, by_stage in durations.items():
+        per_stage[kind] = tuple(
+            median(stage_durations or durations["F"][stage]) for stage, stage_durations in enumerate(by_stage)
         )
-    per_stage: dict[str, Any] = {
-        kind: tuple(median(seen) if seen else median(times["F"][s]) for s, seen in enumerate(times[kind]))
-        for kind in "FIWR"
-    }
-    for name in MEMORY:
-        per_stage[name] = tuple(float(getattr(memory[s], name)) for s in range(schedule.stages))
-    return Costs(**per_stage, comm=_delay(schedule, timeline))
+    for name in BYTE_COSTS:
+        per_stage[name] = tuple(float(getattr(memory[stage], name)) for stage in range(schedule.stages))
+    return Costs(**per_stage, comm=_message_delay(schedule, timeline))
 
 
-def _delay(schedule: Schedule, timeline: Timeline) -> float:
-    """How long after its source an action starts whose rank had nothing else to do: the median."""
-    ends = {event.action: event.end for row in timeline.rows for event in row}
-    waits = []
+def _message_delay(schedule: Schedule, timeline: Timeline) -> float:
+    """The latency of a message: how long after its source an action starts whose rank had nothing else to do; the
+    median."""
+    end_times = {event.action: event.end for row in timeline.rows for event in row}
+    delays = []
     for rank, row in enumerate(timeline.rows):
-        free = 0.0
+        free_since = 0.0
         for action, start, end in row:
-            kind, s, m = action
-            source = type(action)(kind, s - 1 if kind == "F" else s + 1, m)
-            sent = ends.get(source)
-            if kind in "FI" and sent is not None and schedule.placement[source.stage] != rank and free < sent < start:
-                waits.append(start - sent)
-            free = end
-    return median(waits) if waits else 0.0
+            kind, stage, microbatch = action
+            source = type(action)(kind, stage - 1 if kind == "F" else stage + 1, microbatch)
+            sent = end_times.get(source)
+            if kind in "FI" and sent is not None:
+                from_other_rank = schedule.placement[source.stage] != rank
+                if from_other_rank and free_since < sent < start:
+                    delays.append(start - sent)
+            free_since = end
+    return median(delays) if delays else 0.0
 
 
 @dataclass
@@ -83,7 +96,7 @@ class Tuner:
     seconds: float = 10.0
     recomputed: Sequence[int] = ()
     memory: MemoryWatch = field(default_factory=MemoryWatch)
-    found: Found | None = None
+    result: SearchResult | None = None
     steps: int = 0
 
     @property
@@ -93,79 +106,97 @@ class Tuner:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do or to say."""
+        """Whether the search is over and its prediction was compared."""
         return self.steps > 2
 
     def after_step(self, schedule: Schedule, measured: Measured) -> Schedule | None:
-        """What to run from now on, or None. All-gathers over pp and, once, over the world."""
+        """What to run from now on, or None. All-gathers over pp and, once, over the world.
+
+        Raises ValueError, on every rank: the search failed on rank 0.
+        """
         self.steps += 1
         if self.steps == 1:
             return None
         timeline = Timeline.of(all_gather_objects(measured, self.ps.group("pp")))
         if self.done:
-            self._compare(timeline)
+            self._print_comparison(timeline)
             return None
         memory: dict[int, StageMemory] = {}
-        for part in all_gather_objects(self.memory.stages, self.ps.group("pp")):
-            memory |= part
-        text, error = "", None
+        for rank_stages in all_gather_objects(self.memory.stages, self.ps.group("pp")):
+            memory |= rank_stages
+
+        # rank 0 searches; the others wait for its answer, so that it must answer whatever goes wrong
+        text, problem = "", None
         if self.ps.rank == 0:
             try:
-                self.found = self._search(schedule, measured_costs(schedule, timeline, memory), memory)
-                text = self.found.schedule.text()
-                print(self.found.summary(" MiB"), flush=True)
-            except Exception as problem:  # the others wait for the answer, whatever it is
-                error = f"auto (memory in MiB): {type(problem).__name__}: {problem}"
-        text, error = all_gather_objects((text, error), self.ps.world)[0]
-        if error:
-            raise ValueError(error)
+                self.result = self._search(schedule, measured_costs(schedule, timeline, memory), memory)
+                text = self.result.schedule.text()
+                print(self.result.summary(" MiB"), flush=True)
+            except Exception as error:
+                problem = f"auto (memory in MiB): {type(error).__name__}: {error}"
+        text, problem = all_gather_objects((text, problem), self.ps.world)[0]
+        if problem:
+            raise ValueError(problem)
         return Schedule.parse(text)
 
-    def _search(self, schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory]) -> Found:
+    def _search(self, schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory]) -> SearchResult:
         """The best schedule found of which no more than the limit lives.
 
-        The search knows what is held between actions; what lives beside it (`live_peaks`) depends on the schedule
-        and is taken off the limit: of the first schedule, then of what was found, last of one microbatch at a time.
+        The search counts what is held between actions. What lives beside it (`live_peaks`: the inside of actions,
+        messages) depends on the schedule, which is not known yet. So a margin is taken off the limit: that of the
+        first schedule, then that of what was found with it, last that of one microbatch at a time.
         """
-        limit = max(live_peaks(schedule, memory, self.depth)) if self.limit is None else self.limit
-        mebi: dict[str, Any] = {
-            name: tuple(costs.at(name, s) / MIB for s in range(schedule.stages)) for name in MEMORY
-        }
-        costs = replace(costs, **mebi)
+        limit = self.limit
+        if limit is None:
+            limit = max(live_peaks(schedule, memory, self.depth))
+        in_mebibytes: dict[str, Any] = {}
+        for name in BYTE_COSTS:
+            in_mebibytes[name] = tuple(costs.at(name, stage) / MIB for stage in range(schedule.stages))
+        costs = replace(costs, **in_mebibytes)
+
+        problem = SchedulingProblem(schedule.placement, self.microbatches, costs, self.recomputed)
+        smallest = problem.schedule(problem.one_by_one(), "one microbatch at a time")
+        _refuse_too_little(limit, live_peaks(smallest, memory, self.depth))
+
         named = candidates(schedule.placement, self.microbatches)
-        flat = Flat(schedule.placement, self.microbatches, costs, self.recomputed)
-        least = flat.schedule(flat.one_by_one(), "one microbatch at a time")
-        _refuse_too_little(limit, live_peaks(least, memory, self.depth))
-        margins = _margins(schedule, costs, memory, self.depth)
-        end = perf_counter() + self.seconds
+        if schedule.name not in NAMED:
+            named.append(schedule)
+        margins = _memory_beside(schedule, costs, memory, self.depth)
+        deadline = perf_counter() + self.seconds
         for _ in range(3):
             try:
-                found = search(
+                result = search(
                     schedule.placement,
                     self.microbatches,
                     costs,
                     recompute=self.recomputed,
                     memory_limit=[limit / MIB - margin for margin in margins],
-                    seconds=max(0.0, end - perf_counter()),
-                    enough=ENOUGH,
-                    candidates=[*named, schedule] if schedule.name not in NAMED else named,
+                    seconds=max(0.0, deadline - perf_counter()),
+                    enough=WORTH_SEARCHING,
+                    candidates=named,
                 )
-            except ValueError:  # less would live beside a schedule that holds less
-                margins = _margins(least, costs, memory, self.depth)
+            except ValueError:  # nothing fits beside these margins; a schedule that holds less has smaller ones
+                margins = _memory_beside(smallest, costs, memory, self.depth)
                 continue
-            real = _margins(found.schedule, costs, memory, self.depth)
-            found = replace(found, beside=real, cut=self.seconds if found.cut else 0.0)
-            if max(live_peaks(found.schedule, memory, self.depth)) <= limit:
-                return found
-            margins = tuple(map(max, real, margins))
-        steps = ((least.name, play(least, costs).makespan),)
-        beside = _margins(least, costs, memory, self.depth)
-        limits = tuple(limit / MIB - each for each in beside)
-        return Found(least, play(least, costs), max(flat.work), flat.bound(), limits, steps, 0, beside=beside)
+            beside = _memory_beside(result.schedule, costs, memory, self.depth)
+            time_limit = self.seconds if result.time_limit else 0.0
+            result = replace(result, memory_beside=beside, time_limit=time_limit)
+            if max(live_peaks(result.schedule, memory, self.depth)) <= limit:
+                return result
+            margins = tuple(map(max, beside, margins))
 
-    def _compare(self, timeline: Timeline) -> None:
-        if self.found is not None:
-            played = self.found.played
+        # nothing faster fits
+        played = play(smallest, costs)
+        beside = _memory_beside(smallest, costs, memory, self.depth)
+        limits = tuple(limit / MIB - margin for margin in beside)
+        steps = ((smallest.name, played.makespan),)
+        return SearchResult(
+            smallest, played, max(problem.work), problem.bound(), limits, steps, 0, memory_beside=beside
+        )
+
+    def _print_comparison(self, timeline: Timeline) -> None:
+        if self.result is not None:
+            played = self.result.played
             print(
                 f"auto: step predicted {1e3 * played.makespan:.1f} ms, measured {1e3 * timeline.makespan:.1f} ms; "
                 f"bubble predicted {100 * played.bubble:.1f} %, measured {100 * timeline.bubble:.1f} %",
@@ -173,18 +204,22 @@ class Tuner:
             )
 
 
-def _margins(schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory], depth: int) -> tuple[float, ...]:
+def _memory_beside(
+    schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory], depth: int
+) -> tuple[float, ...]:
     """MiB that live on each rank at most, beyond what the player counts."""
+    peaks = play(schedule, costs).peaks
     live = live_peaks(schedule, memory, depth)
-    return tuple(b / MIB - held for b, held in zip(live, play(schedule, costs).peaks, strict=True))
+    return tuple(live_bytes / MIB - peak for live_bytes, peak in zip(live, peaks, strict=True))
 
 
-def _refuse_too_little(limit: float, least: Sequence[float]) -> None:
+def _refuse_too_little(limit: float, smallest: Sequence[float]) -> None:
     """Raise ValueError where not even one microbatch at a time stays within the limit."""
-    rank = max(range(len(least)), key=lambda r: least[r])
-    if least[rank] > limit:
+    rank = max(range(len(smallest)), key=lambda r: smallest[r])
+    if smallest[rank] > limit:
         raise ValueError(
             f"no schedule meets the memory limit {limit / MIB:g} of rank {rank}: one microbatch at a time already "
-            f"takes {least[rank] / MIB:.6g}, messages and the inside of an action included; the smallest limit that "
-            f"works is {least[rank]:.0f} bytes. Raise the limit, recompute more stages, or use smaller microbatches"
+            f"takes {smallest[rank] / MIB:.6g}, messages and the inside of an action included; the smallest limit "
+            f"that works is {smallest[rank]:.0f} bytes. Raise the limit, recompute more stages, or use smaller "
+            "microbatches"
         )

@@ -1,4 +1,4 @@
-"""Simulated annealing on a schedule: only moves that touch the longest chain can shorten the step.
+"""Simulated annealing on a schedule: only moves that touch the critical path can shorten the step.
 
 Standard library only; the same seed gives the same schedule on every machine.
 """
@@ -8,112 +8,127 @@ import random
 from collections.abc import Sequence
 from time import perf_counter
 
-from core.pipeline.schedule.integer_schedule import F, Flat, I, Orders
+from core.pipeline.schedule.integer_schedule import KIND_BITS, F, I, IntegerOrders, SchedulingProblem
 
-HOT, COLD = 0.3, 0.02  # how much longer a step may get, first and last, in the mean time of an action
-REACH = 4  # so far from the chain, in actions, a move may begin or end
-Segment = tuple[int, int, int]  # rank, first, last: a run of the longest chain on one rank
+# The temperature: how much longer a step may get, first and last, in units of the mean time of an action
+FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.3, 0.02
+REACH = 4  # a move may begin or end so many actions away from the critical path
+Segment = tuple[int, int, int]  # rank, first, last: a run of the critical path on one rank
 
 
 class Climber:
     """Orders that it changes in place, and the best ones it saw. spent: actions looked at, the measure of work."""
 
-    def __init__(self, flat: Flat, orders: Orders, limits: Sequence[float], rng: random.Random) -> None:
-        self.flat, self.limits, self.rng = flat, limits, rng
+    def __init__(
+        self, problem: SchedulingProblem, orders: IntegerOrders, limits: Sequence[float], rng: random.Random
+    ) -> None:
+        self.problem, self.limits, self.rng = problem, limits, rng
         self.spent, self.best_orders = 0, orders
         self.restart()
         self.best = self.makespan
-        self.unit = sum(map(sum, self.rows)) / max(1, flat.actions)  # the mean time of an action
+        self.mean_duration = sum(map(sum, self.durations)) / max(1, problem.actions)
 
     def restart(self) -> None:
         """Back to the best orders."""
         self.orders = [list(order) for order in self.best_orders]
-        self.rows = [self.flat.row(order)[0] for order in self.orders]
-        found = self.flat.ends(self.orders, self.rows)
-        assert found is not None
-        self.makespan, self.end = found
+        self.durations = [self.problem.rank_costs(order)[0] for order in self.orders]
+        ends = self.problem.end_times(self.orders, self.durations)
+        assert ends is not None
+        self.makespan, self.end = ends
 
-    def chain(self) -> list[Segment]:
+    def critical_path(self) -> list[Segment]:
         """The longest chain, last rank first: each action in it starts when the one before it ends."""
-        flat, end = self.flat, self.end
-        where = {a: k for order in self.orders for k, a in enumerate(order)}
-        rank = max(range(flat.ranks), key=lambda r: end[self.orders[r][-1]])
-        last = k = len(self.orders[rank]) - 1
+        problem, end = self.problem, self.end
+        position = {action: index for order in self.orders for index, action in enumerate(order)}
+        rank = max(range(problem.ranks), key=lambda r: end[self.orders[r][-1]])
+        last = index = len(self.orders[rank]) - 1
         segments = []
         while True:
-            a = self.orders[rank][k]
-            source = flat.source[a]
-            arrival = end[source] + flat.delay[a] if source >= 0 else 0.0
-            if k and end[self.orders[rank][k - 1]] >= arrival:
-                k -= 1
+            action = self.orders[rank][index]
+            source = problem.source[action]
+            arrival = end[source] + problem.delay[action] if source >= 0 else 0.0
+            # it started when its rank became free: the path goes on along the rank
+            if index and end[self.orders[rank][index - 1]] >= arrival:
+                index -= 1
                 continue
-            segments.append((rank, k, last))
+            # it waited for its input: the path goes on where that was made
+            segments.append((rank, index, last))
             if source < 0:
                 return segments
-            rank = flat.placement[source // flat.step]
-            last = k = where[source]
+            rank = problem.placement[source // problem.stride]
+            last = index = position[source]
 
     def propose(self, segment: Segment) -> tuple[int, int, int] | None:
         """(rank, from, to): an action of the segment, or one close to it, somewhere else in or around it."""
         rank, first, last = segment
         order, draw = self.orders[rank], self.rng.random
         low, high = max(0, first - REACH), min(len(order) - 1, last + REACH)
-        at = low + int(draw() * (high - low + 1))
-        a = order[at]
-        start = stop = at
-        while start > low and not self.needs(order[start - 1], a):
+        index = low + int(draw() * (high - low + 1))
+        action = order[index]
+        start = stop = index
+        while start > low and not self.must_follow(order[start - 1], action):
             start -= 1
-        while stop < high and not self.needs(a, order[stop + 1]):
+        while stop < high and not self.must_follow(action, order[stop + 1]):
             stop += 1
         if start == stop:
             return None
-        to = start + int(draw() * (stop - start))
-        return rank, at, to if to < at else to + 1
+        target = start + int(draw() * (stop - start))  # one of the other positions: `index` is left out
+        return rank, index, target if target < index else target + 1
 
-    def needs(self, first: int, then: int) -> bool:
-        """Whether `then` must stay behind `first` on its rank: both of one microbatch, F F .. I I .., or both F of
+    def must_follow(self, first: int, second: int) -> bool:
+        """Whether `second` must stay behind `first` on its rank: both of one microbatch, F F .. I I .., or both F of
         one stage, whose microbatches keep their order (batch norms, random numbers, whoever counts in a loss)."""
-        step = self.flat.step
-        if (first % step ^ then % step) > 3:
-            return first & 3 == then & 3 == F and first // step == then // step
-        if then & 3 == F or (first & 3 == I and then & 3 == I):
+        stride = self.problem.stride
+        # action % stride is 4 * microbatch + kind: if two differ in the lowest two bits only, their exclusive or is
+        # at most 3, and the microbatch is the same
+        same_microbatch = (first % stride ^ second % stride) <= KIND_BITS
+        same_stage = first // stride == second // stride
+        first_kind, second_kind = first & KIND_BITS, second & KIND_BITS
+        if not same_microbatch:
+            return first_kind == second_kind == F and same_stage
+        if second_kind == F or (first_kind == I and second_kind == I):
             return True
-        return (first & 3 == F and then & 3 == I) or first // step == then // step
+        return (first_kind == F and second_kind == I) or same_stage
 
-    def attempt(self, rank: int, at: int, to: int, allowed: float) -> bool:
-        """Move an action if memory and the makespan allow it."""
-        old, old_row = self.orders[rank], self.rows[rank]
-        new = old.copy()
-        new.insert(to, new.pop(at))
-        self.spent += len(new)
-        row, peak = self.flat.row(new)
+    def attempt(self, rank: int, index: int, target: int, allowed: float) -> bool:
+        """Move an action if the memory limit and `allowed`, the longest makespan, permit it."""
+        old_order, old_durations = self.orders[rank], self.durations[rank]
+        new_order = old_order.copy()
+        new_order.insert(target, new_order.pop(index))
+        self.spent += len(new_order)
+        durations, peak = self.problem.rank_costs(new_order)
         if peak > self.limits[rank]:
             return False
-        self.orders[rank], self.rows[rank] = new, row
-        self.spent += self.flat.actions
-        found = self.flat.ends(self.orders, self.rows)
-        if found is None or found[0] > allowed:
-            self.orders[rank], self.rows[rank] = old, old_row
+        self.orders[rank], self.durations[rank] = new_order, durations
+        self.spent += self.problem.actions
+        ends = self.problem.end_times(self.orders, self.durations)
+        if ends is None or ends[0] > allowed:  # a deadlock, or too slow
+            self.orders[rank], self.durations[rank] = old_order, old_durations
             return False
-        self.makespan, self.end = found
+        self.makespan, self.end = ends
         return True
 
-    def anneal(self, budget: int, bound: float, end: float) -> None:
-        """Until `budget` actions are looked at, the makespan is `bound`, or it is `end` (of the process's clock)."""
+    def anneal(self, budget: int, bound: float, deadline: float) -> None:
+        """Until `budget` actions are looked at, the makespan is `bound`, or the process's clock shows `deadline`."""
         draw = self.rng.random
         begin, stop = self.spent, self.spent + budget
         self.restart()
-        segments = self.chain()
-        while self.spent + 3 * self.flat.actions < stop and self.best > bound:
+        segments = self.critical_path()
+        while self.spent + 3 * self.problem.actions < stop and self.best > bound:
             self.spent += 4
             move = self.propose(segments[int(draw() * len(segments))])
             if move is None:
                 continue
-            if perf_counter() > end:
+            if perf_counter() > deadline:
                 return
-            heat = self.unit * HOT * (COLD / HOT) ** ((self.spent - begin) / budget)
-            if not self.attempt(*move, self.makespan - heat * math.log(1.0 - draw())):
+            # Metropolis: accept a longer step with probability exp(-extra / temperature), which falls geometrically.
+            # -log(1 - draw) is exponentially distributed: comparing with it is the same, without exp of a large
+            # number
+            progress = (self.spent - begin) / budget
+            cooling = (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** progress
+            temperature = self.mean_duration * FIRST_TEMPERATURE * cooling
+            if not self.attempt(*move, self.makespan - temperature * math.log(1.0 - draw())):
                 continue
-            segments = self.chain()
+            segments = self.critical_path()
             if self.makespan < self.best:
                 self.best, self.best_orders = self.makespan, [list(order) for order in self.orders]

@@ -1,4 +1,4 @@
-"""Whether all ranks were told the same run, asked once at start."""
+"""Checks once, at the start, that all ranks have the same configuration and software."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,7 @@ from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S, world_group
 from core.training.config.run import RunConfig
 
-_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 def same_on_all_ranks(run: RunConfig) -> None:
@@ -22,29 +22,34 @@ def same_on_all_ranks(run: RunConfig) -> None:
     world, software = world_group(DEFAULT_TIMEOUT_S), _versions()
     if len(set(all_gather_objects((run.digest(), *software.values()), world))) == 1:
         return
-    told = all_gather_objects(run.flat() | software, world)
-    if wrong := _differences(told):
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise ValueError("; ".join(wrong[:_SHOWN]) + f"{more}. Give every rank the same files, flags and software")
+    per_rank = all_gather_objects(run.flat() | software, world)
+    differences = _differences(per_rank)
+    if differences:
+        hidden = len(differences) - _MAX_SHOWN
+        more = f"; and {hidden} more" if hidden > 0 else ""
+        raise ValueError(
+            "; ".join(differences[:_MAX_SHOWN]) + f"{more}. Give every rank the same files, flags and software"
+        )
 
 
 def _versions() -> dict[str, str]:
     try:
-        ours = version("paracore")
+        own_version = version("paracore")
     except PackageNotFoundError:  # run from its sources
-        ours = "unknown"
+        own_version = "unknown"
     return {
-        "paracore": ours,
+        "paracore": own_version,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
     }
 
 
-def _differences(told: list[dict[str, Any]]) -> list[str]:
-    first = told[0]
-    return [
-        f"rank {rank} differs from rank 0: {name} {mine.get(name)!r} != {first.get(name)!r}"
-        for rank, mine in enumerate(told)
-        for name in first | mine
-        if mine.get(name) != first.get(name)
-    ]
+def _differences(per_rank: list[dict[str, Any]]) -> list[str]:
+    first = per_rank[0]
+    messages = []
+    for rank, values in enumerate(per_rank):
+        for name in first | values:
+            value, expected = values.get(name), first.get(name)
+            if value != expected:
+                messages.append(f"rank {rank} differs from rank 0: {name} {value!r} != {expected!r}")
+    return messages

@@ -1,4 +1,4 @@
-"""Which tokens a run reads, in which pieces."""
+"""Which token files a run reads, and in rows of which length."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from core.parallel_state.config import raise_all
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which tokens, in which pieces. Without `train` the default corpus, the standard library's sources, is prepared.
+    """Which token files. Without `train` the default corpus, the standard library's sources, is prepared.
 
     A text or path given for `train` or `valid` is one prefix; lists become tuples of texts.
     Raises ValueError with every rule that is broken.
@@ -51,9 +51,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("train", "valid"):
-            given = getattr(self, name)
-            one = isinstance(given, str | os.PathLike)
-            object.__setattr__(self, name, tuple(str(item) for item in ((given,) if one else given)))
+            value = getattr(self, name)
+            prefixes = (value,) if isinstance(value, str | os.PathLike) else value
+            object.__setattr__(self, name, tuple(map(str, prefixes)))  # the dataclass is frozen
         raise_all("DataConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:

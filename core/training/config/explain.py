@@ -1,4 +1,4 @@
-"""What a run is told, field by field: as a table with origins and meanings, and as a commented file to start from."""
+"""The settings of a run, field by field: as a table with origins and meanings, and as a commented file."""
 
 import shutil
 import textwrap
@@ -14,62 +14,69 @@ _WIDTH = 110  # of the template's lines
 
 
 def explained(merged: Merged, world_size: int) -> tuple[str, int]:
-    """(the table, the batch solved for `world_size` ranks and everything that is wrong; how many mistakes)."""
+    """(the table, how the batch is made up for `world_size` ranks, and all mistakes; their number)."""
     parts = dict(merged.draft.parts)
-    wrong: list[Problem] = []
+    world_problems: list[Problem] = []
     if "parallel" in parts:
-        parts["parallel"], broken = in_world(parts["parallel"], world_size)
-        wrong = [Problem("", message) for _, message in broken]
-    problems = [*merged.problems, *wrong, *between(parts)]
-    lines = [*_table(merged), "", _batch(parts, world_size)]
+        parts["parallel"], broken_rules = in_world(parts["parallel"], world_size)
+        world_problems = [Problem("", message) for _, message in broken_rules]
+    problems = [*merged.problems, *world_problems, *between(parts)]
+    lines = [*_table(merged), "", _explain_batch(parts, world_size)]
     if problems:
-        many = f"{len(problems)} mistakes:" if len(problems) > 1 else "1 mistake:"
-        lines += ["", many, *(f"  {merged.told(problem)}" for problem in problems)]
+        heading = f"{len(problems)} mistakes:" if len(problems) > 1 else "1 mistake:"
+        lines += ["", heading, *(f"  {merged.told(problem)}" for problem in problems)]
     return "\n".join(lines), len(problems)
 
 
 def _table(merged: Merged) -> Iterator[str]:
     """Field, value, origin, docstring; the last one wrapped in its column where the terminal has room."""
     known = list(known_fields().values())
-    shown = [(field, _shown(merged.draft.values[field.name])) for field in known]
-    name = max(len(field.key) for field in known) + 2
-    value = min(28, max(len(text) for _, text in shown))
-    origin = max(len(merged.origin[field.name]) for field in known)
-    room = shutil.get_terminal_size((160, 24)).columns - name - value - origin - 6
+    rows = [(field, _value_text(merged.draft.values[field.name])) for field in known]
+    rows.sort(key=lambda row: row[0].part != "")  # fields of no part first, as TOML needs it
+
+    # column widths; the help text takes the remaining columns of the terminal
+    name_width = max(len(field.key) for field in known) + 2
+    value_width = min(28, max(len(text) for _, text in rows))
+    origin_width = max(len(merged.origin[field.name]) for field in known)
+    left_width = name_width + value_width + origin_width
+    help_width = shutil.get_terminal_size((160, 24)).columns - left_width - 6
     part = ""
-    for field, text in sorted(shown, key=lambda row: row[0].part != ""):
+    for field, text in rows:
         if field.part != part:
             part = field.part
             yield f"[{part}]"
-        left = f"  {field.key:<{name - 2}}  {text:<{value}}  {merged.origin[field.name]:<{origin}}  "
-        if room < 30:
+        origin = merged.origin[field.name]
+        left = f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
+        if help_width < 30:  # a narrow terminal: the help goes below
             yield left.rstrip()
-            yield from textwrap.wrap(
-                field.help, name + value + origin, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            yield from textwrap.wrap(field.help, left_width, initial_indent=" " * 6, subsequent_indent=" " * 6)
             continue
-        first, *more = textwrap.wrap(field.help, room) or [""]
+        first, *following = textwrap.wrap(field.help, help_width) or [""]
         yield (left + first).rstrip()
-        yield from (" " * (name + value + origin + 6) + line for line in more)
+        yield from (" " * (left_width + 6) + line for line in following)
 
 
-def _shown(value: object) -> str:
-    return NONE if value is None else literal(value) if isinstance(value, _WRITABLE) else brief(value)
+def _value_text(value: object) -> str:
+    if value is None:
+        return NONE
+    return literal(value) if isinstance(value, _WRITABLE) else brief(value)
 
 
 _WRITABLE = (str, bool, float, list, tuple, dict)
 
 
-def _batch(parts: dict, world_size: int) -> str:
+def _explain_batch(parts: dict, world_size: int) -> str:
     """How the batch is made up, or why it is not."""
     missing = [name for name in ("training", "parallel") if name not in parts]
-    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}: "
+    plural = "" if world_size == 1 else "s"
+    ranks = f"{world_size} rank{plural}: "
     if missing:
         return f"{ranks}the batch cannot be solved before {' and '.join(missing)} is right"
-    if parts["parallel"].data is None or parts["parallel"].data * parts["parallel"].model_ranks != world_size:
+    parallel = parts["parallel"]
+    if parallel.data is None or parallel.data * parallel.model_ranks != world_size:
         return f"{ranks}the batch cannot be solved, the layout does not fit this many ranks"
     try:
-        return ranks + batch_solved(parts["training"], parts["parallel"])
+        return ranks + batch_solved(parts["training"], parallel)
     except ValueError as error:
         return ranks + str(error).removeprefix("the batch: ")
 
@@ -85,8 +92,9 @@ def template() -> str:
     for field in sorted(known_fields().values(), key=lambda field: field.part != ""):
         if field.part != part:
             part = field.part
-            lines += ["", *_comment(_first_line(PARTS[part])), f"[{part}]"] if part else []
-        lines += ["", *_comment(field.help), *_comment(f"{field.type}; default: {_shown(field.default)}")]
+            if part:
+                lines += ["", *_comment(_first_line(PARTS[part])), f"[{part}]"]
+        lines += ["", *_comment(field.help), *_comment(f"{field.type}; default: {_value_text(field.default)}")]
         lines.append(_setting(field))
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""What a model is told: its style and sizes, in plain values."""
+"""The settings of a model: its style and sizes, in plain values."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,9 +66,8 @@ class ModelConfig:
     """Seed of the initial weights; they do not depend on the layout of ranks."""
 
     def __post_init__(self) -> None:
-        known = ", ".join(STYLES)
         rules = [
-            (self.style in STYLES, f"unknown style {self.style!r}; known: {known}"),
+            (self.style in STYLES, f"unknown style {self.style!r}; known: {', '.join(STYLES)}"),
             (not (self.bf16 and self.fp16), "bf16 and fp16 are 2 dtypes for one model; give one of them"),
         ]
         raise_all("ModelConfig", rules)
@@ -76,10 +75,12 @@ class ModelConfig:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and activations."""
-        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else torch.float32
 
     def transformer(self) -> TransformerConfig:
-        """The facts of the model. Raises ValueError with all that is wrong."""
+        """The model's TransformerConfig. Raises ValueError with every mistake."""
         return TransformerConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -93,5 +94,5 @@ class ModelConfig:
         )
 
     def spec(self) -> "TransformerLayerSpec":
-        """The parts of its layers."""
+        """The modules of its layers."""
         return gpt.llama_spec() if self.style == "llama" else gpt.gpt2_spec()

@@ -1,5 +1,7 @@
-"""What a run is told beside model and data, in small frozen parts none of which holds another's fact. Plain values:
-files and the command line are read into them."""
+"""The settings of a run beside model and data, in small frozen dataclasses; no setting stands in two of them.
+
+Plain values: files and the command line are read into them.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from core.parallel_state.config import raise_all
 from core.pipeline.schedule import schedules
 from core.training.config.model import DTYPES
 
-_MOST_CHUNKS = 1024  # a stage is a layer at least
+_MAX_CHUNKS = 1024  # a stage has at least one layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,12 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         chunks = self.chunks
-        many = f"chunks={chunks} stages per rank must be at most {_MOST_CHUNKS}"
-        raise_all("PipelineConfig", [(chunks is None or chunks <= _MOST_CHUNKS, many)])
-        self.placement(1)
+        rule = (
+            chunks is None or chunks <= _MAX_CHUNKS,
+            f"chunks={chunks} stages per rank must be at most {_MAX_CHUNKS}",
+        )
+        raise_all("PipelineConfig", [rule])
+        self.placement(1)  # raises for an unknown schedule, or chunks that it does not have
 
     def placement(self, ranks: int) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
@@ -101,7 +106,7 @@ class DataParallelConfig:
         yield every >= 0, f"check_replicas_every={every} must be at least 0 (never)"
 
     def arguments(self) -> dict[str, Any]:
-        """What `DataParallel(module, ps, ...)` is told."""
+        """The keywords of `DataParallel(module, ps, ...)`."""
         return {
             "zero_stage": self.zero_stage,
             "bucket_size": self.bucket_size,
@@ -112,8 +117,8 @@ class DataParallelConfig:
             "check_replicas_every": self.check_replicas_every,
         }
 
-    def placement(self) -> Offload | None:
-        """Where the optimizer's states live: what `build_optimizer(shard, config, offload=...)` is told."""
+    def offload_policy(self) -> Offload | None:
+        """Where the optimizer's states live: the `offload` of `build_optimizer(shard, config, offload=...)`."""
         if self.offload == "none":
             return None
         kind = "cpu" if self.offload_directory is None else "disk"
@@ -122,7 +127,7 @@ class DataParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long, in which batches, and what is told on the way. Raises ValueError with every rule that is broken."""
+    """How long, in which batches, and what is logged. Raises ValueError with every rule that is broken."""
 
     train_steps: int = 200
     """Updates of the whole run, those before a resume included."""
@@ -134,7 +139,7 @@ class TrainingConfig:
     """Rows that one rank computes at once."""
 
     recompute: Literal["none", "selective", "layer", "stage"] = "none"
-    """Activations that are computed again in backward instead of being kept."""
+    """Activations that are computed again in backward instead of being kept (activation checkpointing)."""
 
     log_interval: int = 10
     """Steps between two records of loss, gradient norm and rates."""
@@ -152,7 +157,7 @@ class TrainingConfig:
     """Directory of metrics, report and the resolved configuration."""
 
     compare_with: str | None = None
-    """Another run's metrics.jsonl: tell how far this run's losses are from its."""
+    """Another run's metrics.jsonl: report how far this run's losses are from its."""
 
     tensorboard: bool = False
     """Write the records for TensorBoard too, into `output`."""
@@ -161,7 +166,7 @@ class TrainingConfig:
     """Write the records to this project of Weights & Biases too; offline unless WANDB_MODE says otherwise."""
 
     peak_tflops: float | None = None
-    """Peak of one device in TFLOP/s, for the utilisation that is told; default: known by name, or measured."""
+    """Peak of one device in TFLOP/s, for the utilisation (MFU) in the log; default: known by name, or measured."""
 
     def __post_init__(self) -> None:
         raise_all("TrainingConfig", self._rules())
@@ -178,7 +183,7 @@ class TrainingConfig:
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
 
 
-METRICS = ("validation.bits_per_byte", "loss")  # that a run gives its checkpoints
+METRICS = ("validation.bits_per_byte", "loss")  # stored with the checkpoints of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +242,8 @@ class CheckpointConfig:
         raise_all("CheckpointConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
-            yield getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}"
+        for name, minimum in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
+            yield getattr(self, name) >= minimum, f"{name}={getattr(self, name)} must be at least {minimum}"
         hours, mode, failure = self.keep_hours, self.keep_best_mode, self.on_failure
         yield hours is None or hours > 0, f"keep_hours={hours} must be above 0"
         yield self.stale_seconds > 0, f"stale_seconds={self.stale_seconds} must be above 0"

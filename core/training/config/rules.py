@@ -1,4 +1,4 @@
-"""Rules between the parts of a run, told all at once, before any process group exists."""
+"""Rules between the parts of a run: every broken one is reported at once, before any process group exists."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ Rules = Iterator[tuple[bool, str]]
 
 
 def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
-    """What the layers need, and how they are divided."""
+    """Sizes of layers, and how tensor and pipeline ranks divide them."""
     try:
         config = model.transformer()
     except ValueError as error:
@@ -34,21 +34,25 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
 
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
-    """The batch divides over data ranks and microbatches; asked once the number of data ranks is known."""
+    """The batch divides over data ranks and microbatches; checked once the number of data ranks is known."""
     ranks = parallel.data
     if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
-        yield False, _misfit(training, ranks)
+        yield False, _describe_batch_mismatch(training, ranks)
 
 
-def _misfit(training: TrainingConfig, ranks: int) -> str:
+def _describe_batch_mismatch(training: TrainingConfig, ranks: int) -> str:
+    """Both numbers, the nearest batches that divide, and the microbatches that would."""
     batch, micro = training.global_batch_size, training.micro_batch_size
     step = micro * ranks
     below, above = batch // step * step, -(-batch // step) * step
-    valid = sorted(divisors(batch // ranks), key=lambda d: abs(d - micro))[:8] if batch % ranks == 0 else []
+    remedy = f"{below} or {above}" if below else f"{above}"
+    if batch % ranks == 0:
+        by_distance = sorted(divisors(batch // ranks), key=lambda divisor: abs(divisor - micro))
+        nearest = sorted(by_distance[:8])
+        remedy += f", or a micro_batch_size of {', '.join(map(str, nearest))}"
     return (
         f"global_batch_size={batch} is not a multiple of micro_batch_size={micro} x data({ranks}) = {step}; use "
-        f"{f'{below} or {above}' if below else above}"
-        + (f", or a micro_batch_size of {', '.join(map(str, sorted(valid)))}" if valid else "")
+        f"{remedy}"
     )
 
 
@@ -60,29 +64,31 @@ def batch_solved(training: TrainingConfig, parallel: ParallelConfig) -> str:
     assert parallel.data is not None, "call for_world first"
     raise_all("the batch", _batch_rules(training, parallel))
     batch, micro, ranks = training.global_batch_size, training.micro_batch_size, parallel.data
-    times = batch // micro // ranks
-    return f"global_batch_size {batch} = micro_batch_size {micro} x accumulation {times} x data {ranks}"
+    accumulation = batch // micro // ranks
+    return f"global_batch_size {batch} = micro_batch_size {micro} x accumulation {accumulation} x data {ranks}"
 
 
 def _sequence_rules(data: DataConfig, parallel: ParallelConfig) -> Rules:
-    s, tp = data.sequence_length, parallel.tensor
+    length, ranks = data.sequence_length, parallel.tensor
+    next_multiple = -(-length // ranks) * ranks
     yield (
-        not parallel.sequence_parallel or s % tp == 0,
-        f"sequence_length={s} does not divide over tensor={tp}, as sequence_parallel needs; use {-(-s // tp) * tp}",
+        not parallel.sequence_parallel or length % ranks == 0,
+        f"sequence_length={length} does not divide over tensor={ranks}, as sequence_parallel needs; use "
+        f"{next_multiple}",
     )
 
 
 def _file_rules(data: DataConfig) -> Rules:
-    """What the headers of the user's own files say; opening one costs the same at any size."""
-    s = data.sequence_length
-    for name, given in (("train", data.train), ("valid", data.valid)):
+    """The user's own token files exist and are long enough; opening one costs the same at any size."""
+    length = data.sequence_length
+    for name, blend in (("train", data.train), ("valid", data.valid)):
         try:
-            for _, prefix in open_blend(given) if given else ():
+            for _, prefix in open_blend(blend) if blend else ():
                 tokens = TokenFile(prefix).num_tokens
                 yield (
-                    s < tokens or name == "valid",
-                    f"sequence_length={s} needs {s + 1} tokens (one more to predict), {name}={prefix} has {tokens}; "
-                    f"use at most {tokens - 1}, or more text",
+                    length < tokens or name == "valid",
+                    f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
+                    f"{tokens}; use at most {tokens - 1}, or more text",
                 )
         except (ValueError, OSError) as error:
             yield False, str(error)
@@ -91,7 +97,7 @@ def _file_rules(data: DataConfig) -> Rules:
 
 
 def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
-    if not 1 < parallel.pipeline <= model.num_layers:  # fewer layers than ranks is told with the model
+    if not 1 < parallel.pipeline <= model.num_layers:  # fewer layers than ranks: reported by `layout_rules`
         return
     stages = len(pipeline.placement(parallel.pipeline))
     yield (
@@ -110,7 +116,7 @@ def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rule
 
 
 def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
-    """What can be seen without opening anything; object stores are asked when they are read."""
+    """On local disks; object stores are asked when they are read."""
     load = checkpoint.load
     if load is not None and "://" not in load:
         yield (
@@ -127,36 +133,36 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
 def _update_rules(
     model: ModelConfig, parallel: ParallelConfig, data_parallel: DataParallelConfig, optimizer: OptimizerConfig
 ) -> Rules:
-    """What the update needs of the dtypes, and of how its states are divided."""
-    zero, tensor, muon = data_parallel.zero_stage, parallel.tensor, optimizer.optimizer == "muon"
+    """Muon needs whole matrices; stochastic rounding and loss scales need their dtypes (mixed precision)."""
+    zero_stage, tensor, is_muon = data_parallel.zero_stage, parallel.tensor, optimizer.optimizer == "muon"
     yield (
-        not muon or (zero == 0 and tensor == 1),
-        f"optimizer=muon orthogonalises whole matrices, zero_stage={zero} and tensor={tensor} may cut them; use "
-        "zero_stage=0 and tensor=1, or optimizer=adamw",
+        not is_muon or (zero_stage == 0 and tensor == 1),
+        f"optimizer=muon orthogonalises whole matrices, zero_stage={zero_stage} and tensor={tensor} may cut them; "
+        "use zero_stage=0 and tensor=1, or optimizer=adamw",
     )
     yield (
-        not muon or data_parallel.offload == "none" or data_parallel.offload_fraction == 0,
+        not is_muon or data_parallel.offload == "none" or data_parallel.offload_fraction == 0,
         f"optimizer=muon multiplies matrices where its states are, offload_fraction={data_parallel.offload_fraction} "
         "of them would be on the host; use offload=none, or optimizer=adamw",
     )
     yield (
         optimizer.main_params or model.bf16,
-        f"main_params=False rounds weights to bfloat16 stochastically, these are {_name(model.dtype)}; use bf16, or "
-        "main_params=True",
+        f"main_params=False rounds weights to bfloat16 stochastically, these are {_dtype_name(model.dtype)}; "
+        "use bf16, or main_params=True",
     )
     for name in ("grad_dtype", "reduce_dtype"):
         yield (
             getattr(data_parallel, name) != "float16" or model.fp16,
             f"{name}=float16 loses what is below 6e-8 where no loss scale lifts it, and weights of "
-            f"{_name(model.dtype)} have none; use bfloat16 or float32, or fp16",
+            f"{_dtype_name(model.dtype)} have none; use bfloat16 or float32, or fp16",
         )
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# the parts of a run that each group of rules needs
+# each group of rules with the parts of a run that it needs: it is checked even if other parts are wrong
 _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("checkpoint",), _checkpoint_rules),
     (("model", "parallel", "data_parallel", "optimizer"), _update_rules),
@@ -174,9 +180,9 @@ def run_rules(parts: Mapping[str, Any]) -> Rules:
 
     parts: "model", "parallel", ... -> that part.
     """
-    for needs, rules in _RULES:
-        if parts.keys() >= set(needs):
-            yield from rules(*(parts[name] for name in needs))
+    for needed, rules in _RULES:
+        if parts.keys() >= set(needed):
+            yield from rules(*(parts[name] for name in needed))
 
 
 def in_world(parallel: ParallelConfig, world_size: int) -> tuple[ParallelConfig, list[tuple[bool, str]]]:
@@ -200,7 +206,7 @@ def check_run(
     world_size: int,
 ) -> ParallelConfig:
     """The layout with its data size, or one ValueError with everything that does not fit together."""
-    parallel, wrong = in_world(parallel, world_size)
+    parallel, broken_rules = in_world(parallel, world_size)
     parts = {
         "model": model,
         "parallel": parallel,
@@ -211,5 +217,5 @@ def check_run(
         "data_parallel": data_parallel,
         "optimizer": optimizer,
     }
-    raise_all("this run", [*wrong, *run_rules(parts)])
+    raise_all("this run", [*broken_rules, *run_rules(parts)])
     return parallel

@@ -1,4 +1,4 @@
-"""A whole run: all its parts, read from plain values, with everything that is wrong told at once."""
+"""A whole run: all its parts, read from plain values; all mistakes are reported at once."""
 
 import hashlib
 import json
@@ -20,15 +20,15 @@ from core.training.config.parts import CheckpointConfig, DataParallelConfig, Pip
 from core.training.config.rules import check_run, run_rules
 from core.training.config.toml_files import read_toml, write_toml
 
-_STEPS, _DECAY = "training.train_steps", "optimizer.lr_decay_steps"
-# where a run begins otherwise than an optimizer by itself
-_OPTIMIZER: dict[str, Any] = {"lr_schedule": "cosine", "lr_warmup_fraction": 0.1, "weight_decay": 0.1}
+_TRAIN_STEPS, _DECAY_STEPS = "training.train_steps", "optimizer.lr_decay_steps"
+# defaults of a run that differ from those of an optimizer alone
+_OPTIMIZER_DEFAULTS: dict[str, Any] = {"lr_schedule": "cosine", "lr_warmup_fraction": 0.1, "weight_decay": 0.1}
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(0|[1-9][0-9]{0,2}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run is told. `from_dict`, `from_toml` and `load_run` read one, and tell all mistakes at once.
+    """All settings of a run. `from_dict`, `from_toml` and `load_run` read one, and report all mistakes at once.
 
     Raises ValueError: a part that is of another class, a device that cannot be one.
     """
@@ -49,7 +49,7 @@ class RunConfig:
     """Which tokens are read."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """How long, in which batches, and what is told."""
+    """How long, in which batches, and what is logged."""
 
     optimizer: OptimizerConfig = None  # type: ignore[assignment]  # filled in: its schedule ends with the training
     """The update, its learning rate and its clipping."""
@@ -63,7 +63,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.optimizer is None:
             steps = getattr(self.training, "train_steps", None)
-            object.__setattr__(self, "optimizer", OptimizerConfig(**_OPTIMIZER, lr_decay_steps=steps))
+            object.__setattr__(self, "optimizer", OptimizerConfig(**_OPTIMIZER_DEFAULTS, lr_decay_steps=steps))
         for name, kind in PARTS.items():
             part = getattr(self, name)
             if not isinstance(part, kind):
@@ -81,9 +81,9 @@ class RunConfig:
         Raises ConfigError, a ValueError: unknown names, values of another kind, broken rules; all at once.
         """
         if not isinstance(nested, Mapping):
-            given = type(nested).__name__
-            needed = "a mapping is needed, as {'optimizer': {'lr': 3e-4}}"
-            raise ConfigError((Problem("", f"from_dict was given a {given}, {needed}"),))
+            kind = type(nested).__name__
+            remedy = "a mapping is needed, as {'optimizer': {'lr': 3e-4}}"
+            raise ConfigError((Problem("", f"from_dict was given a {kind}, {remedy}"),))
         return drafted(*flatten(nested, known_fields())).run()
 
     @classmethod
@@ -94,17 +94,19 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """{"model.style": "llama", ...}: every field."""
-        made = {}
+        values = {}
         for name, known in known_fields().items():
-            made[name] = getattr(getattr(self, known.part) if known.part else self, known.key)
-        return made
+            owner = getattr(self, known.part) if known.part else self
+            values[name] = getattr(owner, known.key)
+        return values
 
     def to_dict(self) -> dict[str, Any]:
         """The same, part by part; `from_dict` gives the run again."""
         nested: dict[str, Any] = {}
         for name, value in self.flat().items():
             part, _, key = name.rpartition(".")
-            (nested.setdefault(part, {}) if part else nested)[key] = value
+            table = nested.setdefault(part, {}) if part else nested
+            table[key] = value
         return nested
 
     def to_toml(self, path: str | Path | None = None) -> str:
@@ -128,10 +130,10 @@ class RunConfig:
 
 
 def _device_rules(device: object) -> Iterator[tuple[bool, str]]:
-    """Whether it can be a device at all; whether this machine has it is asked where it is used."""
-    found = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    """Whether it names a device at all; whether this machine has it is checked where it is used."""
+    match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     yield (
-        device is None or (found is not None and int(found[1] or 0) <= 127),  # torch counts in 8 bits
+        device is None or (match is not None and int(match[1] or 0) <= 127),  # torch stores the index in 8 bits
         f"device={device!r} must be a kind, as cpu or cuda, or kind:index with an index from 0 to 127, as cuda:1",
     )
 
@@ -151,14 +153,15 @@ PARTS: dict[str, type] = {
 @cache
 def known_fields() -> dict[str, Field]:
     """Flat name -> field, of all fields of a run."""
-    known = fields_of(RunConfig)
-    return known | {
-        f"optimizer.{key}": replace(known[f"optimizer.{key}"], default=d) for key, d in _OPTIMIZER.items()
-    }
+    known = dict(fields_of(RunConfig))
+    for key, default in _OPTIMIZER_DEFAULTS.items():
+        name = f"optimizer.{key}"
+        known[name] = replace(known[name], default=default)
+    return known
 
 
 class Problem(NamedTuple):
-    """One mistake. name: the flat name of the field, where it is one field's; or the part, where it is one part's."""
+    """One mistake. name: the flat name of its field, or of its part; empty where it concerns several parts."""
 
     name: str
     text: str
@@ -174,7 +177,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What was given of a run, and what could be made of it.
+    """A run that was read, possibly with mistakes.
 
     values: of every field, as given where it is wrong. derived: field -> the field that it follows. parts: those
     without mistakes, and `device`. problems: all mistakes within parts.
@@ -186,67 +189,73 @@ class Draft:
     problems: tuple[Problem, ...]
 
     def run(self) -> RunConfig:
-        """The run. Raises ConfigError: mistakes; those between parts without one are told with them."""
+        """The run. Raises ConfigError: all mistakes, those between correct parts included."""
         if self.problems:
             raise ConfigError((*self.problems, *between(self.parts)))
         return RunConfig(**self.parts)
 
 
 def between(parts: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """The broken rules between those parts of a run that are there."""
+    """The broken rules between those parts of a run that could be built."""
     return tuple(Problem("", message) for holds, message in run_rules(parts) if not holds)
 
 
-def drafted(given: Mapping[str, Any], said: Sequence[str] = ()) -> Draft:
-    """Read flat names and values; `said` are mistakes that were found before. Nothing is raised."""
+def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> Draft:
+    """Read flat names and values; `earlier_problems` are mistakes that were found before. Nothing is raised."""
     known = known_fields()
     values = {name: known_field.default for name, known_field in known.items()}
-    problems, good = [Problem("", text) for text in said], dict(values)
+    problems = [Problem("", text) for text in earlier_problems]
+    # as given where wrong in `values`; in `valid` the default instead, so that the other rules can be checked
+    valid = dict(values)
     for name, value in given.items():
         if name not in known:
             problems.append(Problem(name, unknown(name, known)))
             continue
         values[name] = value
         try:
-            values[name] = good[name] = known[name].read(value)
+            values[name] = valid[name] = known[name].read(value)
         except ValueError as error:
             problems.append(Problem(name, str(error)))
-    wrong = {problem.name for problem in problems}
-    derived = _derived(good, wrong)
-    values |= {name: good[source] for name, source in derived.items()}
+    wrong_names = {problem.name for problem in problems}
+    derived = _fill_derived(valid, wrong_names)
+    values |= {name: valid[source] for name, source in derived.items()}
+
     parts: dict[str, Any] = {}
+    wrong_parts = {name.partition(".")[0] for name in wrong_names}
     for part, kind in PARTS.items():
-        built, problem = _build(part, kind, good, known, derived)
-        problems += [problem] if problem else []
-        if built is not None and part not in {name.partition(".")[0] for name in wrong}:
+        built, problem = _build_part(part, kind, valid, known, derived)
+        if problem is not None:
+            problems.append(problem)
+        if built is not None and part not in wrong_parts:
             parts[part] = built
-    if "device" not in wrong:
-        problems += [Problem("device", text) for holds, text in _device_rules(good["device"]) if not holds]
-        parts["device"] = good["device"]
+    if "device" not in wrong_names:
+        problems += [Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds]
+        parts["device"] = valid["device"]
     return Draft(values=values, derived=derived, parts=parts, problems=tuple(problems))
 
 
-def _derived(good: dict[str, Any], wrong: set[str]) -> dict[str, str]:
-    """Fill in what follows from other fields; field -> the field that it follows."""
-    own = good["optimizer.lr_schedule"] in LR_SCHEDULES
-    ends = own and (good["optimizer.lr_schedule"] not in ENDLESS or good["optimizer.lr_warmup_fraction"] > 0)
-    if not ends or good[_DECAY] is not None or _DECAY in wrong:
+def _fill_derived(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str]:
+    """Fill in what follows from other fields; returns field -> the field that it follows."""
+    schedule, warmup_fraction = valid["optimizer.lr_schedule"], valid["optimizer.lr_warmup_fraction"]
+    needs_steps = schedule in LR_SCHEDULES and (schedule not in ENDLESS or warmup_fraction > 0)
+    if not needs_steps or valid[_DECAY_STEPS] is not None or _DECAY_STEPS in wrong_names:
         return {}
-    right = _STEPS not in wrong and 1 <= good[_STEPS] <= MOST_STEPS
-    good[_DECAY] = good[_STEPS] if right else MOST_STEPS  # so that nothing else seems wrong because of it
-    return {_DECAY: _STEPS}
+    has_valid_steps = _TRAIN_STEPS not in wrong_names and 1 <= valid[_TRAIN_STEPS] <= MOST_STEPS
+    # with wrong train_steps any large number, so that the schedule is not reported as well
+    valid[_DECAY_STEPS] = valid[_TRAIN_STEPS] if has_valid_steps else MOST_STEPS
+    return {_DECAY_STEPS: _TRAIN_STEPS}
 
 
-def _build(
-    part: str, kind: type, good: Mapping[str, Any], known: Mapping[str, Field], derived: Mapping[str, str]
+def _build_part(
+    part: str, kind: type, valid: Mapping[str, Any], known: Mapping[str, Field], derived: Mapping[str, str]
 ) -> tuple[Any, Problem | None]:
-    """A part from good values, or its broken rules."""
-    arguments = {field.key: good[field.name] for field in known.values() if field.part == part}
+    """A part from valid values, or its broken rules."""
+    arguments = {field.key: valid[field.name] for field in known.values() if field.part == part}
     try:
         return kind(**arguments), None
     except ValueError as error:
         text = f"{part}: {str(error).removeprefix(f'{kind.__name__}: ')}"
-        for name, source in derived.items():  # the schedule speaks of a number that nobody gave
-            if name.startswith(f"{part}.") and f"={good[source]}" in text:
-                text += f" ({name} follows {source}={good[source]})"
+        for name, source in derived.items():  # the message names a number that the user did not give
+            if name.startswith(f"{part}.") and f"={valid[source]}" in text:
+                text += f" ({name} follows {source}={valid[source]})"
         return None, Problem(part, text)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 
 BEGIN = time.perf_counter()
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nobody needs here: none to fork
+# the self-test forks: numpy must not start threads of its own before
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from core.training.doctor.check import Check, first_line  # noqa: E402
 from core.training.doctor.packages import packages  # noqa: E402
@@ -40,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--device", help="cpu, cuda, npu, xpu; default: the accelerator if there is one")
     parser.add_argument("--no-self-test", action="store_true", help="start no processes")
-    given = parser.parse_args(arguments)
-    checks = _checks(given.device, not given.no_self_test)
+    options = parser.parse_args(arguments)
+    checks = _checks(options.device, not options.no_self_test)
     seconds = time.perf_counter() - BEGIN
     if int(os.environ.get("RANK", 0)) == 0:
-        if given.json:
+        if options.json:
             print(as_json(checks, seconds))
         else:
             show(checks, seconds)

@@ -1,4 +1,4 @@
-"""One line of the report. Needs no torch, as all that can be said of a machine without it."""
+"""One line of the doctor's report. Needs no torch: a machine without it gets a report as well."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ Status = Literal["ok", "missing", "off", "info"]
 class Check:
     """One line of the report.
 
-    status: "ok"; "missing": does not work; "off": works, but a faster or fuller way is shut; "info".
+    status: "ok"; "missing": does not work; "off": works, but a faster or fuller way is not available; "info".
     remedy: what to type or to change, None where there is nothing to do. required: a run needs it.
     """
 
@@ -22,10 +22,12 @@ class Check:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's text, as long as a line may be."""
+    """The first line of an error's text, cut to 200 characters."""
     return (str(error).splitlines() or [""])[0][:200]
 
 
 def gib(size: int) -> str:
-    """Bytes as people read them."""
-    return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.0f} MiB"
+    """Bytes as GiB, or below one GiB as MiB."""
+    if size >= 1 << 30:
+        return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**20:.0f} MiB"

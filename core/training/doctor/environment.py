@@ -1,4 +1,4 @@
-"""The machine of a run, for its page: the report's checks without what takes time."""
+"""The machine of a run, for its report: the doctor's checks without those that take time."""
 
 import torch
 
@@ -9,5 +9,5 @@ from core.training.doctor.packages import packages
 
 def environment(device: torch.device) -> dict[str, str]:
     """Name -> value of every check but the compiler's and the self-test; starts no process, raises nothing."""
-    parts = [*packages(), *machine(), devices(device), *backends(device), attention(device), fused_adamw(device)]
-    return {check.name: check.value for check in parts}
+    checks = [*packages(), *machine(), devices(device), *backends(device), attention(device), fused_adamw(device)]
+    return {check.name: check.value for check in checks}

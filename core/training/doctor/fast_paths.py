@@ -1,4 +1,4 @@
-"""What is fast on a device here, and why something is not: tried on tensors of a few numbers."""
+"""Which fast paths work on a device, and why others do not: each is tried on tensors of a few numbers."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ COMPILE_S = 20.0
 
 
 class Compiler:
-    """A trial of the C++ compiler that torch.compile would call; runs beside other work until `check()`."""
+    """Runs the C++ compiler that torch.compile would call, beside other checks, until `check()`."""
 
     def __init__(self) -> None:
         self.name = os.environ.get("CXX") or "g++"
@@ -52,7 +52,7 @@ class Compiler:
             self._error = f"{self.name} does not start: {error.strerror}"
 
     def check(self, device: torch.device) -> Check:
-        """Whether it made a library, and what to install where it did not."""
+        """Whether it built a library, and what to install where it did not."""
         error = self._wait()
         self._folder.cleanup()
         if error:
@@ -71,13 +71,16 @@ class Compiler:
             self._process.kill()
             self._process.communicate()
             return f"{self.name} took more than {COMPILE_S:g} s"
-        lines = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["no reason given"]
-        return "" if self._process.returncode == 0 else f"{self.name}: {lines[0].strip()[:200]}"
+        if self._process.returncode == 0:
+            return ""
+        error_lines = [line for line in text.splitlines() if "error" in line]
+        lines = error_lines or text.splitlines() or ["no reason given"]
+        return f"{self.name}: {lines[0].strip()[:200]}"
 
     def _remedy(self, error: str) -> str:
         if "Python.h" in error:
             return "install Python's headers: apt-get install python3-dev"
-        if any(word in error for word in ("omp.h", "openmp", "-lgomp", "-lomp")):
+        if any(sign in error for sign in ("omp.h", "openmp", "-lgomp", "-lomp")):
             return "install OpenMP for this compiler: apt-get install libgomp1 libomp-dev"
         return "install a C++ compiler: apt-get install g++, or name one: export CXX=clang++"
 
@@ -98,90 +101,102 @@ def fast_paths(kind: str | None, compiler: Compiler) -> Iterator[Check]:
 
 
 def devices(device: torch.device) -> Check:
-    """The accelerators of this machine with their memory; what is free is told of `device`, whose context exists."""
+    """The accelerators of this machine with their memory; free memory only of `device`, whose context exists."""
     if device.type == "cpu":
         return _no_accelerator()
-    module, found = torch.get_device_module(device), []
+    module = torch.get_device_module(device)
+    descriptions = []
     for index in range(torch.accelerator.device_count()):
         name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
-        about = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
-        size = getattr(about, "total_memory", 0)
-        free = module.mem_get_info(index)[0] if index == device.index and hasattr(module, "mem_get_info") else 0
-        told = (f", {gib(size)}" if size else "") + (f", {gib(free)} free" if free else "")
-        found.append(f"{device.type}:{index} {name}{told}")
-    return Check(name="device", value="; ".join(found), status="ok")
+        description = f"{device.type}:{index} {name}"
+        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        size = getattr(properties, "total_memory", 0)
+        if size:
+            description += f", {gib(size)}"
+        free = 0
+        if index == device.index and hasattr(module, "mem_get_info"):
+            free, _ = module.mem_get_info(index)
+        if free:
+            description += f", {gib(free)} free"
+        descriptions.append(description)
+    return Check(name="device", value="; ".join(descriptions), status="ok")
 
 
 def _no_accelerator() -> Check:
-    here = [path for path in ("/dev/nvidia0", "/dev/kfd", "/dev/davinci0") if Path(path).exists()]
+    device_files = [path for path in ("/dev/nvidia0", "/dev/kfd", "/dev/davinci0") if Path(path).exists()]
     if torch.accelerator.is_available():
         return Check(name="device", value="cpu, as asked; this machine has an accelerator too", status="info")
-    if not here:
+    if not device_files:
         return Check(name="device", value="cpu; this machine has no accelerator", status="info")
-    value = f"cpu; {here[0]} is an accelerator that this torch ({torch.__version__}) cannot use"
+    value = f"cpu; {device_files[0]} is an accelerator that this torch ({torch.__version__}) cannot use"
     remedy = "install the torch build for it and its driver: https://pytorch.org/get-started/locally"
     return Check(name="device", value=value, status="off", remedy=remedy)
 
 
 def backends(device: torch.device) -> Iterator[Check]:
-    """What processes talk through: gloo always, and the device's own."""
-    have = available_backends()
-    for name in dict.fromkeys(["gloo", default_backend(device.type)]):
-        there = name in have or (name not in ("gloo", "nccl", "xccl") and name != "none")  # of a plug-in: it says so
-        remedy = None if there else f"install a torch that was built with {name}: https://pytorch.org/get-started"
-        yield Check(
-            name=name,
-            value="in this torch" if there else "not in this torch",
-            status="ok" if there else "missing",
-            remedy=remedy,
-            required=True,
-        )
-    others = [name for name in have if name not in ("gloo", default_backend(device.type))]
-    if others:
-        yield Check(name="other backends", value=", ".join(others), status="info")
+    """The backends of torch.distributed: gloo always, and the device's own."""
+    available = available_backends()
+    device_backend = default_backend(device.type)
+    for name in dict.fromkeys(["gloo", device_backend]):
+        is_plugin = name not in ("gloo", "nccl", "xccl", "none")  # reports a failure by itself
+        if name in available or is_plugin:
+            yield Check(name=name, value="in this torch", status="ok", required=True)
+        else:
+            remedy = f"install a torch that was built with {name}: https://pytorch.org/get-started"
+            yield Check(name=name, value="not in this torch", status="missing", remedy=remedy, required=True)
+    other_names = [name for name in available if name not in ("gloo", device_backend)]
+    if other_names:
+        yield Check(name="other backends", value=", ".join(other_names), status="info")
 
 
 def attention(device: torch.device) -> Check:
     """Which kernels of scaled_dot_product_attention work, causal, at the dtype of a run."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.ones(1, 2, 16, 64, device=device, dtype=dtype)
-    works, not_here, reasons = [], [], ""
+    working, failing, reasons = [], [], ""
     for name, kernel in KERNELS.items():
-        with warnings.catch_warnings(record=True) as said, sdpa_kernel(kernel):
+        with warnings.catch_warnings(record=True) as messages, sdpa_kernel(kernel):
             warnings.simplefilter("always")
             try:
                 F.scaled_dot_product_attention(q, q, q, is_causal=True)
-                works.append(name)
-            except RuntimeError:
-                not_here.append(name)
-                reasons = reasons or "; ".join(str(warning.message).split(" (Triggered")[0] for warning in said)[:300]
-    value = f"{', '.join(works) or 'none'} on {device.type} at {str(dtype).removeprefix('torch.')}"
-    value += f"; not there: {', '.join(not_here)}" if not_here else ""
-    shut = [name for name in ("flash", "mem_efficient", "math") if not _enabled(name)]
-    if shut:
-        calls = "; ".join(f"torch.backends.cuda.enable_{name}_sdp(True)" for name in shut)
-        return Check(name="attention", value=f"{value}; switched off: {', '.join(shut)}", status="off", remedy=calls)
-    if set(works) <= {"math"}:
-        remedy = "a torch build for this device has a fused kernel" + (f" ({reasons})" if reasons else "")
+                working.append(name)
+            except RuntimeError:  # torch says why in warnings
+                failing.append(name)
+                texts = [str(message.message).split(" (Triggered")[0] for message in messages]
+                reasons = reasons or "; ".join(texts)[:300]
+    value = f"{', '.join(working) or 'none'} on {device.type} at {str(dtype).removeprefix('torch.')}"
+    if failing:
+        value += f"; not there: {', '.join(failing)}"
+    disabled = [name for name in ("flash", "mem_efficient", "math") if not _is_enabled(name)]
+    if disabled:
+        value += f"; switched off: {', '.join(disabled)}"
+        remedy = "; ".join(f"torch.backends.cuda.enable_{name}_sdp(True)" for name in disabled)
+        return Check(name="attention", value=value, status="off", remedy=remedy)
+    if set(working) <= {"math"}:
+        remedy = "a torch build for this device has a fused kernel"
+        if reasons:
+            remedy += f" ({reasons})"
         return Check(name="attention", value=value, status="off", remedy=remedy)
     return Check(name="attention", value=value, status="ok")
 
 
-def _enabled(name: str) -> bool:
-    return bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")())  # for every device, whatever its name says
+def _is_enabled(name: str) -> bool:
+    # these switches are for every device, in spite of the module's name
+    return bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
 
 
 def fused_adamw(device: torch.device) -> Check:
     """Whether torch's one-kernel AdamW runs here; optimizers of this project are built on it."""
-    p, g, m, v = ([torch.ones(4, device=device)] for _ in range(4))
+    params, gradients, first_moments, second_moments = ([torch.ones(4, device=device)] for _ in range(4))
+    steps = [torch.ones((), device=device)]
     try:
         torch._fused_adamw_(
-            p,
-            g,
-            m,
-            v,
+            params,
+            gradients,
+            first_moments,
+            second_moments,
             [],
-            [torch.ones((), device=device)],
+            steps,
             lr=0.1,
             beta1=0.9,
             beta2=0.99,
@@ -190,10 +205,9 @@ def fused_adamw(device: torch.device) -> Check:
             amsgrad=False,
             maximize=False,
         )
-        works = bool((p[0] < 1).all())
+        works = bool((params[0] < 1).all())
     except (RuntimeError, AttributeError) as error:
         value = f"not on {device.type}: {str(error).splitlines()[0][:200]}"
-        return Check(
-            name="fused AdamW", value=value, status="off", remedy="install a torch build with kernels for this device"
-        )
+        remedy = "install a torch build with kernels for this device"
+        return Check(name="fused AdamW", value=value, status="off", remedy=remedy)
     return Check(name="fused AdamW", value=f"on {device.type}", status="ok" if works else "off")

@@ -1,4 +1,4 @@
-"""Python and the packages: required ones are imported, extras are only looked for. Needs no torch."""
+"""Python and the packages: required ones are imported, extras are only searched for. Needs no torch."""
 
 import importlib
 import importlib.metadata
@@ -34,60 +34,64 @@ EXTRAS = {
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu"; stops at the first part that is no number."""
+    """(2, 13, 0) of "2.13.0+cpu"; stops at the first component that is no number."""
     numbers = []
-    for part in text.partition("+")[0].split("."):
-        if not part.isdigit():
+    for component in text.partition("+")[0].split("."):
+        if not component.isdigit():
             break
-        numbers.append(int(part))
+        numbers.append(int(component))
     return tuple(numbers)
 
 
 def packages() -> Iterator[Check]:
     """Python, this package, what it requires (imported, so that a broken one is found), and every extra."""
-    text, least = platform.python_version(), ".".join(map(str, PYTHON))
-    enough = sys.version_info[:2] >= PYTHON
-    remedy = None if enough else f"install Python {least} or newer"
-    where = f"{text} at {sys.executable}"
-    yield Check(name="Python", value=where, status="ok" if enough else "missing", remedy=remedy, required=True)
-    ours = _version("paracore")
-    value = ours or "the source tree alone; its version is not known"
-    yield Check(
-        name="paracore", value=value, status="ok" if ours else "info", remedy=None if ours else "pip install -e ."
-    )
-    for name, least in REQUIRED.items():
-        yield required(name, least)
-    for extra, parts in EXTRAS.items():
-        for name, purpose in parts.items():
+    python = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info[:2] >= PYTHON:
+        yield Check(name="Python", value=python, status="ok", required=True)
+    else:
+        remedy = f"install Python {'.'.join(map(str, PYTHON))} or newer"
+        yield Check(name="Python", value=python, status="missing", remedy=remedy, required=True)
+    own_version = _version("paracore")
+    if own_version:
+        yield Check(name="paracore", value=own_version, status="ok")
+    else:
+        value = "the source tree alone; its version is not known"
+        yield Check(name="paracore", value=value, status="info", remedy="pip install -e .")
+    for name, minimum in REQUIRED.items():
+        yield required(name, minimum)
+    for extra, distributions in EXTRAS.items():
+        for name, purpose in distributions.items():
             yield optional(name, extra, purpose)
 
 
-def required(name: str, least: str) -> Check:
+def required(name: str, minimum: str) -> Check:
     """A package without which nothing runs: imported, and new enough."""
-    remedy = f"pip install '{name}>={least}'"
+    remedy = f"pip install '{name}>={minimum}'"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        what = "not installed" if error.name == name else f"does not import: {error}"
-        return Check(name=name, value=what, status="missing", remedy=remedy, required=True)
-    except Exception as error:  # a library that it needs is of another version
-        what = f"does not import: {type(error).__name__}: {first_line(error)}"
-        remedy = f"pip install --force-reinstall '{name}>={least}'"
-        return Check(name=name, value=what, status="missing", remedy=remedy, required=True)
-    found = str(getattr(module, "__version__", None) or _version(name) or "?")
-    if version_numbers(found) and version_numbers(found) < version_numbers(least):
-        value = f"{found}, older than {least}"
+        value = "not installed" if error.name == name else f"does not import: {error}"
         return Check(name=name, value=value, status="missing", remedy=remedy, required=True)
-    return Check(name=name, value=found + (_build(module) if name == "torch" else ""), status="ok", required=True)
+    except Exception as error:  # a library that it needs is of another version
+        value = f"does not import: {type(error).__name__}: {first_line(error)}"
+        remedy = f"pip install --force-reinstall '{name}>={minimum}'"
+        return Check(name=name, value=value, status="missing", remedy=remedy, required=True)
+    installed = str(getattr(module, "__version__", None) or _version(name) or "?")
+    if version_numbers(installed) and version_numbers(installed) < version_numbers(minimum):
+        value = f"{installed}, older than {minimum}"
+        return Check(name=name, value=value, status="missing", remedy=remedy, required=True)
+    if name == "torch":
+        installed += _build_kind(module)
+    return Check(name=name, value=installed, status="ok", required=True)
 
 
 def optional(name: str, extra: str, purpose: str) -> Check:
-    """A package of an extra: whether it is there, without the time of its import."""
+    """A package of an extra: whether it is installed, without the time of its import."""
     try:
-        there = find_spec(name) is not None
-    except ValueError:  # somebody put None in its place
-        there = False
-    if there:
+        is_installed = find_spec(name) is not None
+    except ValueError:  # somebody put None into sys.modules
+        is_installed = False
+    if is_installed:
         return Check(name=name, value=_version(name) or "installed", status="ok")
     value = f"not installed ({purpose})"
     return Check(name=name, value=value, status="off", remedy=f"pip install 'paracore[{extra}]'")
@@ -100,8 +104,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _build(torch: ModuleType) -> str:
+def _build_kind(torch: ModuleType) -> str:
     for kind in ("cuda", "hip", "xpu"):
-        if version := getattr(torch.version, kind, None):
+        version = getattr(torch.version, kind, None)
+        if version:
             return f", built for {kind} {version}"
     return ", built for the CPU"

@@ -34,7 +34,7 @@ from core.parallel_state.collectives.groups import init_world, world_group
 from core.training.doctor.check import Check
 
 RANKS = 2
-BYTES = 4 << 20  # of the message whose rate is told
+MESSAGE_BYTES = 4 << 20  # of the message whose rate is measured
 WAIT_S = 4.0  # for one message
 DEADLINE_S = 8.0  # for everything
 REMEDY = (
@@ -45,57 +45,65 @@ REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class SelftestOutcome:
-    """What one rank saw of one collective: GB/s of the whole buffer, or what went wrong."""
+    """One collective on one rank: GB/s of the whole buffer, or what went wrong."""
 
     name: str
     gb_per_s: float = 0.0
     error: str = ""
 
 
-def base(n: int, device: torch.device) -> Tensor:
-    """[n] whole numbers below 251, so that sums of a few are exact."""
-    return (torch.arange(n, device=device) % 251).float()
+def base(count: int, device: torch.device) -> Tensor:
+    """[count] whole numbers below 251, so that sums of a few are exact."""
+    return (torch.arange(count, device=device) % 251).float()
+
+
+# Each collective: (result, expected result) for an input x [n] that is the same on all ranks
 
 
 def _all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    want = group.size * x + sum(range(group.size))
-    return all_reduce(x + group.rank, group), want
+    expected = group.size * x + sum(range(group.size))
+    return all_reduce(x + group.rank, group), expected
 
 
 def _all_gather(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    want = torch.cat([part + rank for rank, part in enumerate(x.chunk(group.size))])
-    return all_gather(x.chunk(group.size)[group.rank] + group.rank, group), want
+    shards = x.chunk(group.size)
+    expected = torch.cat([shard + rank for rank, shard in enumerate(shards)])
+    return all_gather(shards[group.rank] + group.rank, group), expected
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    want = group.size * x.chunk(group.size)[group.rank] + sum(range(group.size))
-    return reduce_scatter(x + group.rank, group), want
+    shard = x.chunk(group.size)[group.rank]
+    expected = group.size * shard + sum(range(group.size))
+    return reduce_scatter(x + group.rank, group), expected
 
 
 def _broadcast(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    return broadcast(x + group.rank, group, group.size - 1), x + (group.size - 1)
+    source = group.size - 1
+    return broadcast(x + group.rank, group, source), x + source
 
 
 def _all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    mine = x.chunk(group.size)[group.rank]
-    return all_to_all(x + 1000 * group.rank, group), torch.cat([mine + 1000 * rank for rank in range(group.size)])
+    shard = x.chunk(group.size)[group.rank]
+    expected = torch.cat([shard + 1000 * rank for rank in range(group.size)])
+    return all_to_all(x + 1000 * group.rank, group), expected
 
 
 def _send_recv(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    mine = x + group.rank
+    # around a ring: to the next rank, from the previous one
+    destination, source = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    message = x + group.rank
 
-    def received() -> Tensor:
-        return irecv(tuple(x.shape), x.dtype, before, group, device=x.device, header=False).wait()
+    def receive() -> Tensor:
+        return irecv(tuple(x.shape), x.dtype, source, group, device=x.device, header=False).wait()
 
-    if group.rank % 2:  # NCCL's messages between two ranks take turns: somebody has to receive first
-        got = received()
-        isend(mine, after, group, header=False).wait()
-        return got, x + before
-    sent = isend(mine, after, group, header=False)
-    got = received()
+    if group.rank % 2:  # NCCL's messages between two ranks take turns: if all sent first, they would deadlock
+        received = receive()
+        isend(message, destination, group, header=False).wait()
+        return received, x + source
+    sent = isend(message, destination, group, header=False)
+    received = receive()
     sent.wait()
-    return got, x + before
+    return received, x + source
 
 
 COLLECTIVES: dict[str, Callable[[Tensor, Group], tuple[Tensor, Tensor]]] = {
@@ -108,34 +116,36 @@ COLLECTIVES: dict[str, Callable[[Tensor, Group], tuple[Tensor, Tensor]]] = {
 }
 
 
-def exercise(group: Group, device: torch.device, size: int = BYTES) -> Iterator[SelftestOutcome]:
-    """Each collective of `COLLECTIVES`, in order; ends at the first that fails, as the ranks are apart then.
+def exercise(group: Group, device: torch.device, size: int = MESSAGE_BYTES) -> Iterator[SelftestOutcome]:
+    """Each collective of `COLLECTIVES`, in order; ends at the first that fails, as ranks are out of step then.
 
-    Collective: every rank of the group takes every outcome. A wrong result keeps no rank from the next call.
+    Collective: every rank of the group takes every outcome. After a wrong result all ranks still make the next call.
     """
     x = base(size // 4 // group.size * group.size, device)
     for name, call in COLLECTIVES.items():
         try:
-            error = _difference(*call(x[: 64 * group.size], group))  # connects, and finds what is plainly broken
-            best = float("inf")
+            # a small one first: it connects, and finds what is plainly broken
+            error = _difference(*call(x[: 64 * group.size], group))
+            shortest = float("inf")
             for _ in range(3):
                 barrier(group)
                 begin = time.perf_counter()
-                got, want = call(x, group)
-                float(got[-1])  # an accelerator works on
-                best = min(best, time.perf_counter() - begin)
-            error = error or _difference(got, want)
+                result, expected = call(x, group)
+                float(result[-1])  # waits for an accelerator
+                shortest = min(shortest, time.perf_counter() - begin)
+            error = error or _difference(result, expected)
         except (RuntimeError, ValueError) as problem:
             yield SelftestOutcome(name=name, error=_one_line(problem))
             return
-        yield SelftestOutcome(name=name, error=error, gb_per_s=0.0 if error else x.nbytes / best / 1e9)
+        rate = 0.0 if error else x.nbytes / shortest / 1e9
+        yield SelftestOutcome(name=name, error=error, gb_per_s=rate)
 
 
-def _difference(got: Tensor, want: Tensor) -> str:
-    if got.shape != want.shape:
-        return f"shape {list(got.shape)} instead of {list(want.shape)}"
-    wrong = int((got != want).sum())
-    return f"{wrong} of {want.numel()} numbers are wrong" if wrong else ""
+def _difference(result: Tensor, expected: Tensor) -> str:
+    if result.shape != expected.shape:
+        return f"shape {list(result.shape)} instead of {list(expected.shape)}"
+    wrong = int((result != expected).sum())
+    return f"{wrong} of {expected.numel()} numbers are wrong" if wrong else ""
 
 
 def _one_line(error: BaseException) -> str:
@@ -159,61 +169,69 @@ class LocalWorld:
         """Fork them; they begin at once."""
         world = cls(time.monotonic() + deadline_s, tempfile.mkdtemp(prefix="paracore-report-"))
         for rank in range(ranks):
-            ours, theirs = os.pipe()
+            read_end, write_end = os.pipe()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle threads, which stand a fork
+                # Python warns of a fork beside threads: numpy's are idle, a fork does not harm them
+                warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                _be(rank, ranks, world.directory, theirs)
-            os.close(theirs)
+                _run_rank(rank, ranks, world.directory, write_end)
+            os.close(write_end)
             world.pids.append(pid)
-            world.pipes.append(ours)
+            world.pipes.append(read_end)
         return world
 
     def outcomes(self) -> list[list[SelftestOutcome]]:
         """By rank; a rank that died or did not answer has a last outcome that says so. The processes are gone."""
-        texts = [bytearray() for _ in self.pipes]
-        open_pipes = {pipe: text for pipe, text in zip(self.pipes, texts, strict=True)}
-        while open_pipes and (left := self.deadline - time.monotonic()) > 0:
-            for pipe in select.select(list(open_pipes), [], [], left)[0]:
-                piece = os.read(pipe, 1 << 16)
-                open_pipes[pipe].extend(piece)
-                if not piece:
-                    del open_pipes[pipe]
-        late = [pipe in open_pipes for pipe in self.pipes]
-        ends = [self._end(pid, kill) for pid, kill in zip(self.pids, late, strict=True)]
+        texts = {pipe: bytearray() for pipe in self.pipes}
+        open_pipes = set(self.pipes)
+        remaining = self.deadline - time.monotonic()
+        while open_pipes and remaining > 0:
+            readable, _, _ = select.select(list(open_pipes), [], [], remaining)
+            for pipe in readable:
+                received = os.read(pipe, 1 << 16)
+                texts[pipe].extend(received)
+                if not received:  # the process has closed its end
+                    open_pipes.remove(pipe)
+            remaining = self.deadline - time.monotonic()
+        endings = [self._end(pid, kill=pipe in open_pipes) for pid, pipe in zip(self.pids, self.pipes, strict=True)]
         for pipe in self.pipes:
             os.close(pipe)
         shutil.rmtree(self.directory, ignore_errors=True)
-        return [_with_end(_parse(text), end) for text, end in zip(texts, ends, strict=True)]
+        return [_add_ending(_parse(texts[pipe]), end) for pipe, end in zip(self.pipes, endings, strict=True)]
 
-    def _end(self, pid: int, kill: bool) -> str:
-        """How a process ended, "" if well; killed first if it is late."""
+    def _end(self, pid: int, *, kill: bool) -> str:
+        """Wait for a process, killed first if it is late; how it ended, "" if well."""
         if kill:
             os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if kill:
             return "did not answer in time"
-        return "" if code == 0 else f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return f"ended with signal {-code}"
+        return f"ended with exit code {code}" if code else ""
 
 
 def _parse(text: bytes | bytearray) -> list[SelftestOutcome]:
-    return [SelftestOutcome(**json.loads(line)) for line in text.decode().splitlines() if line.endswith("}")]
+    complete_lines = [line for line in text.decode().splitlines() if line.endswith("}")]
+    return [SelftestOutcome(**json.loads(line)) for line in complete_lines]
 
 
-def _with_end(outcomes: list[SelftestOutcome], end: str) -> list[SelftestOutcome]:
-    names = [name for name in COLLECTIVES if name not in {outcome.name for outcome in outcomes}]
-    if not end or not names:
+def _add_ending(outcomes: list[SelftestOutcome], ending: str) -> list[SelftestOutcome]:
+    """A process that died or was late failed in the collective after its last outcome."""
+    done = {outcome.name for outcome in outcomes}
+    missing = [name for name in COLLECTIVES if name not in done]
+    if not ending or not missing:
         return outcomes
-    return [*outcomes, SelftestOutcome(name=names[0], error=f"the process {end}")]
+    return [*outcomes, SelftestOutcome(name=missing[0], error=f"the process {ending}")]
 
 
-def _be(rank: int, ranks: int, directory: str, pipe: int) -> None:
-    """What a forked process does; it never returns."""
+def _run_rank(rank: int, ranks: int, directory: str, pipe: int) -> None:
+    """The body of a forked process: writes outcomes into the pipe, and exits without returning."""
     code = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # the parent alone talks
+        for stream in (0, 1, 2):  # only the parent prints
             os.dup2(null, stream)
         torch.set_num_threads(1)
         try:
@@ -221,29 +239,29 @@ def _be(rank: int, ranks: int, directory: str, pipe: int) -> None:
             group = world_group(WAIT_S)
             assert group is not None
         except (RuntimeError, ValueError) as error:
-            _tell(pipe, SelftestOutcome(name=next(iter(COLLECTIVES)), error=_one_line(error)))
+            _write_outcome(pipe, SelftestOutcome(name=next(iter(COLLECTIVES)), error=_one_line(error)))
         else:
             for outcome in exercise(group, torch.device("cpu")):
-                _tell(pipe, outcome)
-            with suppress(RuntimeError):  # nobody hangs up on a slower one; the dead do not come
+                _write_outcome(pipe, outcome)
+            with suppress(RuntimeError):  # a rank that left early would break a slower one's connection
                 barrier(group)
         code = 0
     finally:
         os._exit(code)
 
 
-def _tell(pipe: int, outcome: SelftestOutcome) -> None:
+def _write_outcome(pipe: int, outcome: SelftestOutcome) -> None:
     os.write(pipe, json.dumps(asdict(outcome)).encode() + b"\n")
 
 
 def local_checks() -> list[Check]:
-    """`LocalWorld` started and waited for, as checks."""
+    """Run the self-test between forked processes of this machine."""
     try:
-        told = LocalWorld.start().outcomes()
+        outcomes_per_rank = LocalWorld.start().outcomes()
     except (OSError, AttributeError) as error:  # no more processes, no fork on this system, no room for a file
         value = f"could not start processes: {error}"
         return [Check(name="self-test", value=value, status="off", remedy="run it under torchrun instead")]
-    return as_checks(told, f"gloo between {RANKS} processes")
+    return as_checks(outcomes_per_rank, f"gloo between {RANKS} processes")
 
 
 def joined(device: torch.device, group: Group | None) -> list[SelftestOutcome]:
@@ -251,20 +269,25 @@ def joined(device: torch.device, group: Group | None) -> list[SelftestOutcome]:
     return list(exercise(group, device)) if group is not None else []
 
 
-def as_checks(by_rank: Sequence[Sequence[SelftestOutcome]], where: str) -> list[Check]:
+def as_checks(outcomes_per_rank: Sequence[Sequence[SelftestOutcome]], participants: str) -> list[Check]:
     """One check per collective: the slowest rank's rate, or the first thing that went wrong and on which rank."""
-    found = []
+    checks = []
     for name in COLLECTIVES:
-        seen = {rank: outcome for rank, row in enumerate(by_rank) for outcome in row if outcome.name == name}
-        errors = [f"rank {rank}: {outcome.error}" for rank, outcome in seen.items() if outcome.error]
-        told = f"self-test {name}"
+        outcomes = {}  # by rank
+        for rank, rank_outcomes in enumerate(outcomes_per_rank):
+            for outcome in rank_outcomes:
+                if outcome.name == name:
+                    outcomes[rank] = outcome
+        errors = [f"rank {rank}: {outcome.error}" for rank, outcome in outcomes.items() if outcome.error]
+        title = f"self-test {name}"
         if errors:
+            # a process that died is the cause, what the others say about their connections the consequence
             value = "; ".join(sorted(errors, key=lambda error: "the process" not in error))
-            found.append(Check(name=told, value=value, status="missing", remedy=REMEDY, required=True))
-        elif len(seen) < len(by_rank):
+            checks.append(Check(name=title, value=value, status="missing", remedy=REMEDY, required=True))
+        elif len(outcomes) < len(outcomes_per_rank):
             value = "not reached, because one before it failed"
-            found.append(Check(name=told, value=value, status="missing", remedy=None, required=True))
+            checks.append(Check(name=title, value=value, status="missing", remedy=None, required=True))
         else:
-            rate = min(outcome.gb_per_s for outcome in seen.values())
-            found.append(Check(name=told, value=f"{rate:.2f} GB/s, {where}", status="ok"))
-    return found
+            rate = min(outcome.gb_per_s for outcome in outcomes.values())
+            checks.append(Check(name=title, value=f"{rate:.2f} GB/s, {participants}", status="ok"))
+    return checks

@@ -19,29 +19,37 @@ def failures(checks: Sequence[Check]) -> list[str]:
 def as_json(checks: Sequence[Check], seconds: float) -> str:
     """`{"ok": ..., "missing": [names], "seconds": ..., "checks": [...]}`."""
     missing = failures(checks)
-    facts = {"ok": not missing, "missing": missing, "seconds": round(seconds, 3)}
-    return json.dumps(facts | {"checks": [asdict(check) for check in checks]}, indent=1)
+    report = {
+        "ok": not missing,
+        "missing": missing,
+        "seconds": round(seconds, 3),
+        "checks": [asdict(check) for check in checks],
+    }
+    return json.dumps(report, indent=1)
 
 
 def lines(checks: Sequence[Check], seconds: float) -> list[tuple[str, str]]:
-    """(line, status): a mark, a name and a value per check, the remedy of each below it, and what it comes to."""
-    wide = max((len(check.name) for check in checks), default=0)
-    found = []
+    """(line, status): a mark, a name and a value per check, its remedy below it, and a summary at the end."""
+    name_width = max((len(check.name) for check in checks), default=0)
+    rows = []
     for check in checks:
-        found.append((f"{MARKS[check.status]:<8}{check.name:<{wide}}  {check.value}", str(check.status)))
+        rows.append((f"{MARKS[check.status]:<8}{check.name:<{name_width}}  {check.value}", str(check.status)))
         if check.remedy is not None:
-            found.append((f"{'':<{8 + wide}}  -> {check.remedy}", str(check.status)))
-    missing, off = failures(checks), sum(check.status == "off" for check in checks)
+            rows.append((f"{'':<{8 + name_width}}  -> {check.remedy}", str(check.status)))
+    missing = failures(checks)
+    switched_off = sum(check.status == "off" for check in checks)
     if missing:
-        end = f"{len(missing)} required and missing: {', '.join(missing)}"
+        summary = f"{len(missing)} required and missing: {', '.join(missing)}"
+    elif switched_off:
+        summary = f"everything required is there; {switched_off} optional not, see ->"
     else:
-        end = "everything required is there" + (f"; {off} optional not, see ->" if off else "")
-    return [*found, (f"{end} ({seconds:.1f} s)", "missing" if missing else "ok")]
+        summary = "everything required is there"
+    return [*rows, (f"{summary} ({seconds:.1f} s)", "missing" if missing else "ok")]
 
 
 def show(checks: Sequence[Check], seconds: float) -> None:
     """Print it, in colour on a terminal where rich is installed."""
-    told = lines(checks, seconds)
+    rows = lines(checks, seconds)
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -50,10 +58,11 @@ def show(checks: Sequence[Check], seconds: float) -> None:
             pass
         else:
             console = Console(highlight=False)
-            for text, status in told:
-                shown = Text(text)
-                shown.stylize(COLOURS[status], 0, len(MARKS["missing"]) if status == "ok" else None)
-                console.print(shown, soft_wrap=True)
+            for text, status in rows:
+                coloured = Text(text)
+                end = len(MARKS["missing"]) if status == "ok" else None  # of a good line the mark only
+                coloured.stylize(COLOURS[status], 0, end)
+                console.print(coloured, soft_wrap=True)
             return
-    for text, _ in told:
+    for text, _ in rows:
         print(text)

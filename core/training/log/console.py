@@ -1,4 +1,4 @@
-"""What a person sees: plain lines, and under them a progress bar when the output is a terminal."""
+"""The console: plain lines, and under them a progress bar when the output is a terminal."""
 
 import os
 import sys
@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-_HEAD_START_S = 2.0
+_HEAD_START_S = 2.0  # rank 0 speaks first
 
 
 @contextmanager
 def errors_as_one_line() -> Iterator[None]:
     """A script's outermost block: mistakes of the user end it with `error: ...` and status 1, not a traceback.
 
-    What all ranks have to say is said once: torchrun ends the others when rank 0 has left, and they give it the time.
-    Put it inside `launch` too: a rank that leaves the world before it has spoken makes the others speak of that.
+    A mistake that all ranks find is printed once: the other ranks wait a moment, and torchrun ends them when rank 0
+    has left. Put it inside `launch` too: a rank that leaves the world before it has printed its error makes the
+    others print that they lost a connection.
     """
     rank = int(os.environ.get("RANK") or 0)
     try:
@@ -26,14 +27,16 @@ def errors_as_one_line() -> Iterator[None]:
             print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except RuntimeError as error:
-        if not (rank and "onnection" in str(error)):  # another rank has left, and tells why
+        lost_connection = rank and "onnection" in str(error)  # another rank has left, and prints why
+        if not lost_connection:
             raise
         print(f"error: rank {rank} lost the others: {str(error).splitlines()[0][:100]}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except (ValueError, OSError, ImportError) as error:
         if rank:
             time.sleep(_HEAD_START_S)
-        print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+        speaker = f"rank {rank}: " if rank else ""
+        print(f"error: {speaker}{error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
@@ -65,16 +68,16 @@ class Console:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         except ImportError:  # lines alone will do
             return self
-        columns = (
+        columns = [
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.percentage:3.0f}%"),
             TextColumn("loss {task.fields[loss]:.3f}"),
-            *([TextColumn("{task.fields[speed]}")] if self.tokens else []),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+        ]
+        if self.tokens:
+            columns.append(TextColumn("{task.fields[speed]}"))
+        columns += [TextColumn("left"), TimeRemainingColumn()]
         progress = Progress(*columns, transient=True)
         if progress.console.is_terminal:
             progress.start()

@@ -1,9 +1,7 @@
-"""What a rank holds at fixed points of a run, next to what the formulas say: one aligned line per point."""
+"""Bytes that each rank holds at fixed points of a run, next to what the formulas predict: one line per point."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import reduce
-from operator import add
 from typing import Any
 
 import torch
@@ -19,13 +17,13 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.testing import LiveBytes
 
-WIDTH = 12
-SCALAR = 8  # a storage of at most so many bytes stands for something that is not there
+COLUMN_WIDTH = 12
+PLACEHOLDER_BYTES = 8  # ZeRO-3 leaves a storage of at most so many bytes for a freed parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Bytes on one rank. host: offloaded states. allocated, reserved: the most so far, as the accelerator says."""
+    """Bytes on one rank. host: offloaded states. allocated, reserved: peaks that the accelerator counts."""
 
     parameters: int = 0
     gradients: int = 0
@@ -38,10 +36,10 @@ class Usage:
 
 
 class MemoryReport:
-    """Says a line per point of a run; bytes are of storages, each once, and the least and most over the ranks.
+    """Prints a line per point of a run: bytes of storages, each counted once, the smallest and largest of all ranks.
 
-    stages: what this rank holds. shard, optimizer: give them when they are made, by `holds`.
-    usages: point -> what every rank had, by rank.
+    stages: the modules of this rank. shard, optimizer: given by `holds` once they exist.
+    usages: point -> the bytes of every rank, by rank.
     """
 
     def __init__(self, stages: Modules, ps: ParallelState, *, say: Callable[[str], None] = print) -> None:
@@ -52,36 +50,41 @@ class MemoryReport:
 
     def holds(self, shard: DataParallel | None = None, optimizer: ShardedOptimizer | None = None) -> None:
         """From now on these are counted too."""
-        self.shard = shard if shard is not None else self.shard
-        self.optimizer = optimizer if optimizer is not None else self.optimizer
+        if shard is not None:
+            self.shard = shard
+        if optimizer is not None:
+            self.optimizer = optimizer
 
-    # counting
+    # --- counting ---
 
     def _tensors(self) -> dict[str, list[Tensor]]:
         """kind -> tensors, of which several may share a storage."""
         modules = modules_of(self.stages).values()
-        parameters: list[Tensor] = [p for module in modules for p in module.parameters()]
-        gradients = [g for p in parameters for g in (p.grad, getattr(p, "main_grad", None)) if g is not None]
-        weights = list(parameters)
-        for buffer in self.shard.buffers if self.shard is not None else ():
-            weights += buffer.memory["weights"]
-            gradients += buffer.memory["gradients"]
-        buffers = [b for module in modules for b in module.buffers()]
+        weights: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
+        maybe_gradients: list[Tensor | None] = []
+        for parameter in weights:
+            maybe_gradients += [parameter.grad, getattr(parameter, "main_grad", None)]
+        gradients = [gradient for gradient in maybe_gradients if gradient is not None]
+        if self.shard is not None:
+            for flat_buffer in self.shard.buffers:
+                weights += flat_buffer.memory["weights"]
+                gradients += flat_buffer.memory["gradients"]
+        buffers = [buffer for module in modules for buffer in module.buffers()]
         return {"parameters": weights, "gradients": gradients, "buffers": buffers}
 
-    def here(self, activations: int = 0) -> Usage:
-        """This rank's bytes of now; nothing is communicated."""
-        seen: set[int] = set()
-        found = {kind: _bytes(tensors, seen) for kind, tensors in self._tensors().items()}
+    def local_usage(self, activations: int = 0) -> Usage:
+        """This rank's bytes at this moment; nothing is communicated."""
+        counted: set[int] = set()  # storages: one that two kinds share belongs to the first
+        sizes = {kind: _uncounted_bytes(tensors, counted) for kind, tensors in self._tensors().items()}
         if self.optimizer is not None:
-            found["optimizer"], found["host"] = self.optimizer.memory()
-        return Usage(**found, activations=activations, **_accelerator(self.ps.device))
+            sizes["optimizer"], sizes["host"] = self.optimizer.memory()
+        return Usage(**sizes, activations=activations, **_accelerator(self.ps.device))
 
     def at(self, point: str) -> list[Usage]:
-        """Say what every rank holds. Collective: one all-gather of objects over the world."""
-        return self._tell(point, self.here())
+        """Print what every rank holds. Collective: one all-gather of objects over the world."""
+        return self._report(point, self.local_usage())
 
-    def _tell(self, point: str, usage: Usage) -> list[Usage]:
+    def _report(self, point: str, usage: Usage) -> list[Usage]:
         usages = all_gather_objects(usage, self.ps.world)
         if not self.usages:
             self._say(self._line("memory, MiB per rank", {name: name for name in self._columns}))
@@ -92,15 +95,16 @@ class MemoryReport:
     @property
     def _columns(self) -> list[str]:
         names = [field.name for field in fields(Usage)]
-        return names if self.ps.device.type != "cpu" else names[:-2]
+        return names if self.ps.device.type != "cpu" else names[:-2]  # without the accelerator's counts
 
     def _line(self, title: str, cells: Mapping[str, str]) -> str:
-        return f"{title:<20} | " + " | ".join(f"{cells.get(name, ''):>{WIDTH}}" for name in self._columns)
+        columns = [f"{cells.get(name, ''):>{COLUMN_WIDTH}}" for name in self._columns]
+        return f"{title:<20} | " + " | ".join(columns)
 
-    # predicting
+    # --- predicting ---
 
     def predict(self, offload: Offload | None = None) -> list[StateBytes]:
-        """Say what the formulas give for every rank's weights, gradients and states.
+        """Print what the formulas predict for every rank's weights, gradients and optimizer states.
 
         Collective, as `at`. Raises ValueError: no `DataParallel` and sharded optimizer were given to `holds`.
         """
@@ -108,83 +112,91 @@ class MemoryReport:
             raise ValueError(
                 "the formulas are of 1 DataParallel and its optimizer, 0 given; call holds(shard, optimizer)"
             )
-        mine = expected_of(self.shard, self.optimizer, offload)
-        everywhere = all_gather_objects(mine, self.ps.world)
-        usages = [
-            Usage(parameters=b.weights, gradients=b.gradients, optimizer=b.optimizer, host=b.host) for b in everywhere
-        ]
+        local_bytes = expected_of(self.shard, self.optimizer, offload)
+        per_rank = all_gather_objects(local_bytes, self.ps.world)
+        usages = []
+        for state in per_rank:
+            usage = Usage(
+                parameters=state.weights, gradients=state.gradients, optimizer=state.optimizer, host=state.host
+            )
+            usages.append(usage)
         cells = {name: _range(usages, name) for name in ("parameters", "gradients", "optimizer", "host")}
         self._say(self._line("predicted", cells))
-        return everywhere
+        return per_rank
 
-    # the first step
+    # --- the first step ---
 
     def watch(self, executor: Any) -> None:
-        """Follow the activations of the next `executor.step` and say two lines after it; later steps cost nothing.
+        """Follow the activations of the next `executor.step` and print two lines after it; later steps cost nothing.
 
-        "first forward": what is kept when the first microbatch has gone through the first stage of this rank.
+        "first forward": the activations when the first microbatch has gone through the first stage of this rank.
         "first step": the most that forward and backward held at once beside weights, gradients and states; of
         accelerators without what backward made, which runs in another thread.
         """
         step = executor.step
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            del executor.step  # once
-            seen: list[Usage] = []
-            probe = LiveBytes(*self._known(), *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)))
+            del executor.step  # only the first step is watched
+            after_forward: list[Usage] = []
+            batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            probe = LiveBytes(*self._counted_tensors(), *batch)  # what exists already is no activation
 
             def forward_done(module: nn.Module, inputs: Any, output: Any) -> None:
-                if not seen and torch.is_grad_enabled():
-                    seen.append(self.here(probe.live))
+                if not after_forward and torch.is_grad_enabled():
+                    after_forward.append(self.local_usage(probe.live))
 
-            hooks = [m.register_forward_hook(forward_done) for m in modules_of(self.stages).values()]
+            modules = modules_of(self.stages).values()
+            hooks = [module.register_forward_hook(forward_done) for module in modules]
             try:
                 with probe:
                     result = step(*args, **kwargs)
             finally:
                 for hook in hooks:
                     hook.remove()
-            self._tell("first forward", seen[0] if seen else self.here())
-            self._tell("first step", self.here(probe.peak))
+            self._report("first forward", after_forward[0] if after_forward else self.local_usage())
+            self._report("first step", self.local_usage(probe.peak))
             return result
 
         executor.step = watched
 
-    def _known(self) -> Iterable[Tensor]:
+    def _counted_tensors(self) -> Iterable[Tensor]:
         return (tensor for tensors in self._tensors().values() for tensor in tensors)
 
 
 def expected_of(shard: DataParallel, optimizer: ShardedOptimizer, offload: Offload | None = None) -> StateBytes:
     """`expected_bytes` of every bucket, and of parameters that do not train."""
     config = optimizer.config
-    frozen = [p for module in modules_of(shard.module).values() for p in module.parameters() if not p.requires_grad]
-    parts = [
-        expected_bytes(
+    parameters = [parameter for module in modules_of(shard.module).values() for parameter in module.parameters()]
+    frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
+    total = StateBytes(weights=_uncounted_bytes(frozen, set()))
+    for buffer in shard.buffers:
+        moments = set()  # of all parameters in the bucket
+        for segment in buffer.segments:
+            moments |= set(optimizer.kinds_of(segment.name, layout_of(segment.parameter)))
+        total += expected_bytes(
             buffer.bucket.size,
             zero_stage=shard.zero_stage,
             ranks=buffer.ranks.size if buffer.ranks is not None else 1,
             param_bytes=buffer.dtype.itemsize,
             grad_bytes=buffer.grad_dtype.itemsize,
             main_params=config.main_params,
-            moments=len(
-                {kind for s in buffer.segments for kind in optimizer.kinds_of(s.name, layout_of(s.parameter))}
-            ),
+            moments=len(moments),
             offload_fraction=offload.fraction if offload is not None else 0.0,
         )
-        for buffer in shard.buffers
-    ]
-    return reduce(add, parts, StateBytes(weights=_bytes([p.detach() for p in frozen], set())))
+    return total
 
 
-def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Of the storages that are not yet `seen`, in their size of now."""
+def _uncounted_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
+    """Bytes of the storages that are not `counted` yet, which are added to it."""
     total = 0
     for tensor in tensors:
-        with torch._C.DisableTorchFunctionSubclass():  # ZeRO-3 fetches a freed parameter for who asks
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise ZeRO-3 would gather a freed parameter
             storage = tensor.untyped_storage()
-        if storage._cdata not in seen and storage.device.type != "meta":
-            seen.add(storage._cdata)
-            total += storage.nbytes() if storage.nbytes() > SCALAR else 0
+        if storage._cdata in counted or storage.device.type == "meta":
+            continue
+        counted.add(storage._cdata)
+        if storage.nbytes() > PLACEHOLDER_BYTES:
+            total += storage.nbytes()
     return total
 
 
@@ -198,7 +210,7 @@ def _accelerator(device: torch.device) -> dict[str, int]:
 
 
 def _range(usages: list[Usage], name: str) -> str:
-    """The least and the most, once if they look alike; nothing where there is nothing."""
+    """`smallest-largest` in MiB, one number if both look alike."""
     values = [asdict(usage)[name] for usage in usages]
     if not any(values):
         return "0"

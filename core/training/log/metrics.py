@@ -1,4 +1,4 @@
-"""One greppable line per logged step, the same facts as JSONL and in other sinks, and the model's FLOPs."""
+"""One greppable line per logged step, the same numbers as JSONL and in other sinks; throughput, FLOPs and MFU."""
 
 import json
 import math
@@ -20,8 +20,9 @@ from core.training.log.sinks import Sink
 from core.transformer import TransformerConfig
 from core.transformer.flops import multiplications_per_token
 
-# FLOP/s of one device at 16 bits without sparsity, as its maker states it; the first name found in a device's counts
-PEAKS = {
+# FLOP/s of one device at 16 bits without sparsity, as its maker states it. The first name that a device's name
+# contains counts, so longer names stand before their beginnings
+PEAK_FLOPS = {
     "GB200": 2450e12,
     "B200": 2250e12,
     "H100 NVL": 835e12,
@@ -39,13 +40,13 @@ PEAKS = {
     "MI300X": 1307e12,
     "MI250X": 191.5e12,  # of one of its two dies, which is a device
 }
-_MEASURED_S = 0.1
+_MEASUREMENT_S = 0.1
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length: int) -> int:
     """Matmul FLOPs of forward and backward per token: 6 per multiplication of `multiplications_per_token`.
 
-    What is computed again (activation checkpointing) and rows that pad the vocabulary do not count.
+    Products that activation checkpointing computes again, and rows that pad the vocabulary, do not count.
     """
     layer, output = multiplications_per_token(config, vocab_size, sequence_length)
     return 6 * (config.num_layers * layer + output)
@@ -62,13 +63,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float | N
         return given_tflops * 1e12
     if device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
         name = device_name(device)
-        # whole words: an A1000 is no A100; and a slice of a device (MIG) is not the device
-        known = [
-            peak for part, peak in PEAKS.items() if re.search(rf"\b{re.escape(part)}\b", name) and "MIG" not in name
-        ]
-        if known:
-            return known[0]
-    return _measured(device, dtype)
+        is_slice = "MIG" in name  # a part of a device
+        for model, peak in PEAK_FLOPS.items():
+            if re.search(rf"\b{re.escape(model)}\b", name) and not is_slice:  # whole words: an A1000 is no A100
+                return peak
+    return _measure_matmul(device, dtype)
 
 
 def total_peak_flops(ps: ParallelState, dtype: torch.dtype, given_tflops: float | None = None) -> float:
@@ -76,31 +75,32 @@ def total_peak_flops(ps: ParallelState, dtype: torch.dtype, given_tflops: float 
 
     Collective: an all-gather of objects over the world. Raises ValueError as `peak_flops`, on every rank.
     """
-    return sum(all_gather_objects(peak_flops(ps.device, dtype, given_tflops), ps.world))
+    local_peak = peak_flops(ps.device, dtype, given_tflops)
+    return sum(all_gather_objects(local_peak, ps.world))
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver calls it, "cpu" for the CPU."""
+    """The name that the driver gives a device, "cpu" for the CPU."""
     if device.type == "cpu":
         return "cpu"
-    name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(name(device)) if name is not None else device.type
+    get_device_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(get_device_name(device)) if get_device_name is not None else device.type
 
 
 @torch.no_grad()
-def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    """The best of as many products as fit into 0.1 s."""
-    n = 512 if device.type == "cpu" else 4096
-    a, b = torch.ones(2, n, n, device=device, dtype=dtype)
-    out = a @ b  # the first one loads libraries
-    best, end = math.inf, time.perf_counter() + _MEASURED_S
-    while best == math.inf or time.perf_counter() < end:
+def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of as many square products as fit into 0.1 s."""
+    size = 512 if device.type == "cpu" else 4096
+    a, b = torch.ones(2, size, size, device=device, dtype=dtype)
+    out = a @ b  # warm-up: the first product loads libraries
+    shortest, end = math.inf, time.perf_counter() + _MEASUREMENT_S
+    while shortest == math.inf or time.perf_counter() < end:
         _wait(device)
         begin = time.perf_counter()
         torch.mm(a, b, out=out)
         _wait(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * n**3 / best
+        shortest = min(shortest, time.perf_counter() - begin)
+    return 2 * size**3 / shortest
 
 
 def _wait(device: torch.device) -> None:
@@ -112,8 +112,9 @@ def memory_mib(device: torch.device) -> float:
     """The most that this process held so far: of an accelerator's tensors, or its resident memory, in MiB."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 2**20
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most / (2**20 if sys.platform == "darwin" else 2**10)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    units_per_mib = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB on Linux
+    return peak / units_per_mib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,22 +140,25 @@ class StepRecord:
 
     def line(self, total: int) -> str:
         """One line of the console for a step, made to be grepped."""
+        mfu = "" if self.mfu is None else f" | mfu {self.mfu:.1%}"
         return (
             f"step {self.step:5d}/{total} | loss {self.loss:.4f} | grad norm {self.grad_norm:.4f} | "
             f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s | {self.tflops_per_s:.4f} TFLOP/s | "
-            f"{self.step_ms:.1f} ms/step{'' if self.mfu is None else f' | mfu {self.mfu:.1%}'}"
+            f"{self.step_ms:.1f} ms/step{mfu}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it: what is not finite becomes "NaN", "Infinity" or "-Infinity", which JSON cannot write."""
+        """For JSON: a value that is not finite, which JSON cannot write, becomes "NaN", "Infinity" or "-Infinity"."""
         return {name: json_number(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "StepRecord":
         """The inverse; names of other versions are left out. Raises TypeError, ValueError: not a record."""
-        known = {field.name for field in fields(cls)}
-        values: dict[str, Any] = {name: value for name, value in row.items() if name in known}
-        values |= {name: float(value) for name, value in values.items() if isinstance(value, str)}
+        known_names = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in row.items():
+            if name in known_names:
+                values[name] = float(value) if isinstance(value, str) else value
         return cls(**values)
 
 
@@ -162,14 +166,16 @@ def json_number(value: Any) -> Any:
     """A float that JSON cannot write as a word that float() and JavaScript's Number() read; others as they are."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 class MetricsLog:
     """Appends records to `metrics.jsonl` in a directory; None writes nothing (ranks other than 0).
 
     start: steps that a resumed run does not make again; their records stay, later ones are dropped.
-    sinks: who else is told of each new record; `close()`, or leaving `with`, closes them.
+    sinks: receive each new record too; `close()`, or leaving `with`, closes them.
     """
 
     def __init__(self, directory: str | Path | None, start: int = 0, sinks: Sequence[Sink] = ()) -> None:
@@ -178,21 +184,21 @@ class MetricsLog:
         self._path = Path(directory) / "metrics.jsonl" if directory is not None else None
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [r for r in read_metrics(self._path) if r.step <= start] if start and self._path.exists() else []
-            self._path.write_text("".join(_line(record) for record in kept))
-            self.records += kept
+            if start and self._path.exists():
+                self.records += [record for record in read_metrics(self._path) if record.step <= start]
+            self._path.write_text("".join(map(_json_line, self.records)))
 
     def add(self, record: StepRecord) -> None:
-        """Keep it, and append its line at once, so that a killed run still has it."""
+        """Remember a record, and append its line at once, so that a killed run still has it."""
         self.records.append(record)
         if self._path is not None:
-            with self._path.open("a") as f:
-                f.write(_line(record))
+            with self._path.open("a") as file:
+                file.write(_json_line(record))
         for sink in self._sinks:
             sink.add(record)
 
     def close(self) -> None:
-        """Close the sinks; what they were told is written."""
+        """Close the sinks, which write what they have buffered."""
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
@@ -204,16 +210,16 @@ class MetricsLog:
         self.close()
 
 
-def _line(record: StepRecord) -> str:
+def _json_line(record: StepRecord) -> str:
     return json.dumps(record.to_json(), allow_nan=False) + "\n"
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
     """The records of a `metrics.jsonl`, also of a run that was killed while it wrote a line."""
-    found = []
+    records = []
     for line in Path(path).read_text(errors="replace").splitlines():
         try:
-            found.append(StepRecord.from_json(json.loads(line)))
+            records.append(StepRecord.from_json(json.loads(line)))
         except (ValueError, TypeError, AttributeError):  # a line that was never finished
             continue
-    return found
+    return records

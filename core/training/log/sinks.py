@@ -1,4 +1,4 @@
-"""Where records go beside `metrics.jsonl`: TensorBoard and Weights & Biases, which are extras."""
+"""Where log records go beside `metrics.jsonl`: TensorBoard and Weights & Biases, which are extras."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-NAMES = {
+SCALAR_NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "learning_rate": "train/learning_rate",
@@ -20,7 +20,7 @@ NAMES = {
 
 
 class LogRecord(Protocol):
-    """What a sink reads of a `StepRecord`: `step`, and each of `NAMES` that is there."""
+    """What a sink reads of a `StepRecord`: `step`, and each of `SCALAR_NAMES` that it has."""
 
     @property
     def step(self) -> int:
@@ -29,21 +29,21 @@ class LogRecord(Protocol):
 
 
 class Sink(Protocol):
-    """Is told of each record once, in order, on rank 0."""
+    """Receives each record once, in order, on rank 0."""
 
     def add(self, record: LogRecord) -> None:
         """Write one more record."""
         ...
 
     def close(self) -> None:
-        """Write what is left; nothing is added afterwards."""
+        """Write what is buffered; nothing is added afterwards."""
         ...
 
 
 def scalars(record: LogRecord) -> dict[str, float]:
     """Name in a sink -> value, without what the record does not know."""
-    found = {name: getattr(record, field, None) for field, name in NAMES.items()}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    values = {name: getattr(record, field, None) for field, name in SCALAR_NAMES.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def open_sinks(
@@ -60,14 +60,16 @@ def open_sinks(
     config: flat, as W&B shows it. start: steps that a resumed run does not make again.
     Raises ImportError, on every rank alike: all extras that are missing, with the remedy.
     """
-    wanted = {"tensorboard": tensorboard, "wandb": wandb_project is not None}
-    missing = [name for name, asked in wanted.items() if asked and not _installed(name)]
+    requested = {"tensorboard": tensorboard, "wandb": wandb_project is not None}
+    missing = [name for name, is_requested in requested.items() if is_requested and not _is_installed(name)]
     if missing:
-        raise ImportError(f"{_needs(*missing)}, or leave {' and '.join(missing)} out of the run")
-    return tuple(_opened(Path(directory), tensorboard, wandb_project, config or {}, start)) if rank == 0 else ()
+        raise ImportError(f"{_install_hint(*missing)}, or leave {' and '.join(missing)} out of the run")
+    if rank != 0:
+        return ()
+    return tuple(_open_requested(Path(directory), tensorboard, wandb_project, config or {}, start))
 
 
-def _opened(
+def _open_requested(
     directory: Path, tensorboard: bool, wandb_project: str | None, config: Mapping[str, Any], start: int
 ) -> Iterator[Sink]:
     if tensorboard:
@@ -76,15 +78,16 @@ def _opened(
         yield WandbSink(wandb_project, directory, config)
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except ValueError:  # a module without a spec, or None in its place
         return False
 
 
-def _needs(*names: str) -> str:
-    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not installed: pip install 'paracore[log]'"
+def _install_hint(*names: str) -> str:
+    verb = "is" if len(names) == 1 else "are"
+    return f"{' and '.join(names)} {verb} not installed: pip install 'paracore[log]'"
 
 
 class TensorBoardSink:
@@ -97,9 +100,9 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError(_needs("tensorboard")) from error
-        purge = start + 1 if start else None
-        self._writer: Any = SummaryWriter(str(directory), purge_step=purge, flush_secs=10)
+            raise ImportError(_install_hint("tensorboard")) from error
+        first_new_step = start + 1 if start else None
+        self._writer: Any = SummaryWriter(str(directory), purge_step=first_new_step, flush_secs=10)
 
     def add(self, record: LogRecord) -> None:
         """A point of each curve."""
@@ -126,7 +129,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError(_needs("wandb")) from error
+            raise ImportError(_install_hint("wandb")) from error
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
             project=project,
@@ -134,7 +137,7 @@ class WandbSink:
             group=Path(directory).resolve().name,
             config=dict(config),
             mode=_wandb_mode(),
-            settings=wandb.Settings(console="off", silent=True),  # our lines stay ours
+            settings=wandb.Settings(console="off", silent=True),  # W&B must not capture the console
         )
 
     def add(self, record: LogRecord) -> None:

@@ -30,7 +30,7 @@ def build_stages(
         share_embeddings_and_output_weights=model.tie_embeddings,
         parallel=ps,
         seed=model.seed,
-        parallel_output=True,  # whoever reads them gathers
+        parallel_output=True,  # logits stay split over tensor ranks; whoever reads them gathers
     )
 
 
@@ -41,16 +41,20 @@ def build_sharded(
     ps: ParallelState,
     memory: MemoryReport | None = None,
 ) -> tuple[DataParallel, ShardedOptimizer]:
-    """Who divides and sums, and the optimizer over it, as the run says; `memory` tells what they hold. Collective."""
+    """Data parallelism (ZeRO stages) over the stages, and the optimizer over it. Collective.
+
+    memory: reports what both hold.
+    """
     if memory is not None:
         memory.at("model init")
-    shard, offload = DataParallel(stages, ps, **data_parallel.arguments()), data_parallel.placement()
-    built = build_optimizer(shard, optimizer, offload=offload)
+    shard = DataParallel(stages, ps, **data_parallel.arguments())
+    offload = data_parallel.offload_policy()
+    sharded_optimizer = build_optimizer(shard, optimizer, offload=offload)
     if memory is not None:
-        memory.holds(shard, built)
+        memory.holds(shard, sharded_optimizer)
         memory.at("optimizer init")
         memory.predict(offload)
-    return shard, built
+    return shard, sharded_optimizer
 
 
 def build_executor(
@@ -60,17 +64,18 @@ def build_executor(
     ps: ParallelState,
     grad_sync: GradSync,
 ) -> SingleStage | Pipeline:
-    """A `Pipeline` over several ranks, a `SingleStage` on one; recomputation as the run says. Collective."""
-    count = training.global_batch_size // ps.size("dp") // training.micro_batch_size
+    """A `Pipeline` over several ranks, a `SingleStage` on one, with activation checkpointing as set. Collective."""
+    rows_per_replica = training.global_batch_size // ps.size("dp")
+    num_microbatches = rows_per_replica // training.micro_batch_size
     if ps.size("pp") == 1:
         (model,) = stages.values()
         apply_recompute(model, training.recompute, stage=getattr(model, "stage", None))
-        return SingleStage(model, ps=ps, num_microbatches=count, grad_sync=grad_sync, seed=training.seed)
+        return SingleStage(model, ps=ps, num_microbatches=num_microbatches, grad_sync=grad_sync, seed=training.seed)
     return Pipeline(
         stages,
         ps=ps,
         schedule=pipeline.schedule,
-        num_microbatches=count,
+        num_microbatches=num_microbatches,
         recompute=training.recompute,
         grad_sync=grad_sync,
         seed=training.seed,
@@ -79,12 +84,15 @@ def build_executor(
 
 
 def count_parameters(stages: Mapping[int, GPTModel], ps: ParallelState) -> tuple[int, int]:
-    """True parameters of the whole model, a table tied over both ends once; and this rank's, with padding.
+    """(parameters of the whole model without padding, a tied table counted once; this rank's, with padding).
 
     All-gather over pp.
     """
-    here = dict(named_parameters(stages))
-    everywhere: dict[str, int] = {}
-    for part in all_gather_objects({name: layout_of(p).numel for name, p in here.items()}, ps.group("pp")):
-        everywhere |= part
-    return sum(everywhere.values()), sum(p.numel() for p in here.values())
+    local_parameters = dict(named_parameters(stages))
+    full_sizes = {name: layout_of(parameter).numel for name, parameter in local_parameters.items()}
+    # by name: both ends of the pipeline have the tied table under one name
+    model_sizes: dict[str, int] = {}
+    for rank_sizes in all_gather_objects(full_sizes, ps.group("pp")):
+        model_sizes |= rank_sizes
+    local_size = sum(parameter.numel() for parameter in local_parameters.values())
+    return sum(model_sizes.values()), local_size

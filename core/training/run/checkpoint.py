@@ -19,15 +19,15 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Checkpoints(AbstractContextManager):
     """The checkpoints of one run; every method is collective.
 
     `resume()` before the loop, `after_step` as its hook, the context around it. SIGTERM and Ctrl-C then end the run
-    after the step under way, with a checkpoint, on all ranks at the same step; `stopped` tells that.
-    order: what else the order of the data and its vocabulary depend on; a checkpoint that tells another is refused.
+    after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
+    order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Checkpoints(AbstractContextManager):
         order: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
+        # everything that decides which sample comes next
         self._order: dict[str, Any] = {
             "global_batch_size": training.global_batch_size,
             "sequence_length": data.sequence_length,
@@ -48,9 +49,9 @@ class Checkpoints(AbstractContextManager):
             "seed": training.seed,
         } | dict(order or {})
         self._terminated, self.stopped = False, False
-        self._saved: int | None = None
-        self._failed = False  # the save before
-        self._before: dict[int, Any] = {}
+        self._saved_step: int | None = None
+        self._previous_save_failed = False
+        self._previous_handlers: dict[int, Any] = {}  # of signals
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
@@ -81,23 +82,24 @@ class Checkpoints(AbstractContextManager):
         data, or a directory with later steps of another run.
         """
         if self.config.load is not None:
-            return self._beyond_others(self.restore(self.config.load))
+            return self._refuse_newer_steps(self.restore(self.config.load))
         if self.manager is None or self.config.resume == "never":
-            return self._beyond_others(0)
+            return self._refuse_newer_steps(0)
         try:
             step, state = self.manager.load_latest(self.state(0))
         except FileNotFoundError:
             if self.config.resume == "must":
                 raise
             return 0
-        self._saved = step
-        return self._loaded(self.manager.url(step), state)
+        self._saved_step = step
+        return self._take_over(self.manager.url(step), state)
 
     def restore(self, url: str) -> int:
         """Load one checkpoint, of any layout; the number of updates already made. Raises ValueError: as `resume`."""
-        return self._loaded(url, load(self.state(0), url, ps=self.ps, share_reads=self.config.share_reads))
+        state = load(self.state(0), url, ps=self.ps, share_reads=self.config.share_reads)
+        return self._take_over(url, state)
 
-    def _beyond_others(self, start: int) -> int:
+    def _refuse_newer_steps(self, start: int) -> int:
         """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""
         steps = from_first(self.manager.steps, self.ps) if self.manager is not None else []
         if steps and steps[-1] > start:
@@ -107,34 +109,38 @@ class Checkpoints(AbstractContextManager):
             )
         return start
 
-    def _loaded(self, url: str, state: Mapping[str, Any]) -> int:
-        told = state["training"]
-        if changed := {name: value for name, value in told["order"].items() if self._order.get(name) != value}:
-            differs = ", ".join(f"{name}={value} (here {self._order.get(name)})" for name, value in changed.items())
+    def _take_over(self, url: str, state: Mapping[str, Any]) -> int:
+        """Check a loaded state, give it to the optimizer, and say from where the run goes on; its step."""
+        saved = state["training"]
+        differences = []
+        for name, value in saved["order"].items():
+            if self._order.get(name) != value:
+                differences.append(f"{name}={value} (here {self._order.get(name)})")
+        if differences:
             raise ValueError(
-                f"{url} was trained with {differs}: its next batch would not be the one that comes next; use the "
-                "same, or start afresh with checkpoint.resume=never"
+                f"{url} was trained with {', '.join(differences)}: its next batch would not be the one that comes "
+                "next; use the same, or start afresh with checkpoint.resume=never"
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        optimizer = self.optimizer
-        layouts = StoredCheckpoint.open(url).run.get("layout", {}), layout_of_ranks(self.ps)
-        before, after = (" ".join(f"{axis}={layout[axis]}" for axis in sorted(layout)) for layout in layouts)
+        saved_layout = _describe_layout(StoredCheckpoint.open(url).run.get("layout", {}))
+        layout = _describe_layout(layout_of_ranks(self.ps))
         self.say(
-            f"resumed from {url}: step {told['step']}, next sample {told['samples']}, optimizer "
-            f"{optimizer.step_count} updates ({optimizer.skipped_steps} skipped)\n"
-            f"layout before: {before}\nlayout now:    {after}"
+            f"resumed from {url}: step {saved['step']}, next sample {saved['samples']}, optimizer "
+            f"{self.optimizer.step_count} updates ({self.optimizer.skipped_steps} skipped)\n"
+            f"layout before: {saved_layout}\nlayout now:    {layout}"
         )
-        return int(told["step"])
+        return int(saved["step"])
 
     def __enter__(self) -> "Checkpoints":
         if self.manager is not None:
             try:
                 self.manager.prepare(self.state(0))
             except BaseException:
-                self.manager.close()  # gives the lock back
+                self.manager.close()  # releases the directory's lock
                 raise
-            if threading.current_thread() is threading.main_thread():  # others cannot have handlers
-                self._before = {number: signal.signal(number, self._terminate) for number in _ENDING}
+            if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+                for number in _END_SIGNALS:
+                    self._previous_handlers[number] = signal.signal(number, self._terminate)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -142,19 +148,19 @@ class Checkpoints(AbstractContextManager):
 
     def close(self) -> None:
         """Wait for saves under way, give the directory and the signals back. A second call does nothing."""
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}
         if self.manager is not None:
             self.manager.close()
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._terminated:
-            raise KeyboardInterrupt  # asked for twice: at once, then
+            raise KeyboardInterrupt  # a second Ctrl-C: do not wait for the step
         self._terminated = True
 
     def before_update(self) -> None:
-        """Wait until nothing reads the parameters any more (a copy beside the step, on an accelerator)."""
+        """Wait until an asynchronous save has read the parameters (on an accelerator it copies beside the step)."""
         if self.manager is not None:
             self.manager.before_update()
 
@@ -165,39 +171,45 @@ class Checkpoints(AbstractContextManager):
         """
         if self.manager is None:
             return False
-        stop = self.stopped = self._anybody_terminated()
-        due = last or stop or (self.config.every > 0 and step % self.config.every == 0)
-        if due and step != self._saved:
+        stop = self.stopped = self._any_rank_terminated()
+        every = self.config.every
+        is_due = last or stop or (every > 0 and step % every == 0)
+        if is_due and step != self._saved_step:
             if self.config.asynchronous and not (last or stop):
-                self._save_beside(step, metrics)
+                self._save_asynchronously(step, metrics)
             else:
                 self._save_at_once(step, metrics)
-            self._saved = step
+            self._saved_step = step
         if stop:
             self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
         return stop
 
-    def _save_beside(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        """A failure of the save before surfaces here, on all ranks; with this one it is made good, once."""
+    def _save_asynchronously(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        """Start a save beside training.
+
+        A failure of the previous save surfaces here, on all ranks. Depending on `on_failure` this save makes up for
+        it, once.
+        """
         assert self.manager is not None
         try:
             self.manager.save_async(step, self.state(step), metrics)
-            self._failed = False
+            self._previous_save_failed = False
             return
         except RuntimeError as error:
-            if self.config.on_failure == "raise" or (self.config.on_failure == "retry" and self._failed):
+            failed_twice = self.config.on_failure == "retry" and self._previous_save_failed
+            if self.config.on_failure == "raise" or failed_twice:
                 raise
-            self._failed = True
+            self._previous_save_failed = True
             self.say(f"warning: {error}; saving step {step}")
         try:
             self.manager.save_async(step, self.state(step), metrics)
-        except RuntimeError as error:  # not that save's, which is told of now
+        except RuntimeError as error:  # this save's own: the previous one's was reported above
             if self.config.on_failure != "warn":
                 raise
             self.say(f"warning: {error}; step {step} is not saved")
 
     def _save_at_once(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        """The last chance: a failure of the save before is told, and is no reason to lose this one."""
+        """The last chance: a failure of the previous save is reported, and is no reason to lose this one."""
         assert self.manager is not None
         try:
             self.manager.save(step, self.state(step), metrics)
@@ -205,7 +217,11 @@ class Checkpoints(AbstractContextManager):
             self.say(f"warning: {error}; saving again")
             self.manager.save(step, self.state(step), metrics)
 
-    def _anybody_terminated(self) -> bool:
-        """One reduced flag, so that all ranks stop after the same step."""
+    def _any_rank_terminated(self) -> bool:
+        """One flag, all-reduced over the world, so that all ranks stop after the same step."""
         flag = torch.tensor([int(self._terminated)], device=self.ps.device)
         return bool(all_reduce(flag, self.ps.world, "max").item())
+
+
+def _describe_layout(layout: Mapping[str, Any]) -> str:
+    return " ".join(f"{axis}={layout[axis]}" for axis in sorted(layout))

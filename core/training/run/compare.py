@@ -1,4 +1,4 @@
-"""Whether a layout of ranks computes what one rank does, and a resumed run what an unbroken one does."""
+"""Compares a run with one process, and with another run: a layout, or resuming, must not change the losses."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,21 +19,21 @@ def first_step_alone(
     model: ModelConfig, data: DataConfig, training: TrainingConfig, batches: BatchSource, vocab_size: int
 ) -> FirstStep:
     """Loss and gradient norm of step 0 of this run, computed by this process by itself. No collectives."""
-    alone = ParallelState.single("cpu")
-    whole = GPTModel(
+    single = ParallelState.single("cpu")
+    full_model = GPTModel(
         model.transformer(),
         model.spec(),
         vocab_size,
         data.sequence_length,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        parallel=alone,
+        parallel=single,
         seed=model.seed,
     )
-    shard = DataParallel(whole, alone)
-    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))
+    shard = DataParallel(full_model, single)
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))  # for the gradient norm
     executor = SingleStage(
-        whole,
-        ps=alone,
+        full_model,
+        ps=single,
         num_microbatches=training.global_batch_size // training.micro_batch_size,
         grad_sync=shard,
         seed=training.seed,
@@ -49,11 +49,12 @@ def comparisons(
     """A line for step 0 against one process (`first`: what it saw, of a run that did not resume at `start`), and one
     against `compare_with` for the steps that this run made. Raises ValueError: as `against_run`.
     """
-    training, vocab = run.training, corpus.tokenizer.vocab_size
     if start == 0:
-        yield first.against(first_step_alone(run.model, run.data, training, corpus.train, vocab))
-    if training.compare_with is not None:
-        yield against_run([record for record in records if record.step > start], training.compare_with)
+        vocab_size = corpus.tokenizer.vocab_size
+        yield first.against(first_step_alone(run.model, run.data, run.training, corpus.train, vocab_size))
+    if run.training.compare_with is not None:
+        own_records = [record for record in records if record.step > start]
+        yield against_run(own_records, run.training.compare_with)
 
 
 def against_run(records: Sequence[StepRecord], path: str | Path) -> str:
@@ -61,11 +62,10 @@ def against_run(records: Sequence[StepRecord], path: str | Path) -> str:
 
     Raises ValueError: no step that both have.
     """
-    other = {record.step: record.loss for record in read_metrics(path)}
-    common = [(record.step, abs(record.loss - other[record.step])) for record in records if record.step in other]
+    other_losses = {record.step: record.loss for record in read_metrics(path)}
+    common = [record for record in records if record.step in other_losses]
     if not common:
-        raise ValueError(f"{path} has {len(other)} steps, none of them among the {len(records)} of this run")
-    return (
-        f"against {path}: {len(common)} steps in common, {common[0][0]} to {common[-1][0]}, max |loss difference| "
-        f"{max(difference for _, difference in common):.1e}"
-    )
+        raise ValueError(f"{path} has {len(other_losses)} steps, none of them among the {len(records)} of this run")
+    largest = max(abs(record.loss - other_losses[record.step]) for record in common)
+    first, last = common[0].step, common[-1].step
+    return f"against {path}: {len(common)} steps in common, {first} to {last}, max |loss difference| {largest:.1e}"

@@ -1,4 +1,4 @@
-"""The text of a run: which files, which parts of them, which tokenizer; prepared once, opened by every rank."""
+"""The tokens that a run reads: which files, how they are split, which tokenizer; every rank opens the same ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,24 +31,26 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.config import DataConfig, TrainingConfig
 
-_LOOKED_AT = 1 << 18  # tokens of a text of which its bytes per token are taken
+_SAMPLED_TOKENS = 1 << 18  # of each text, to estimate its bytes per token
+_ALL_BATCHES = 1 << 62
 
 Part = tuple[float | None, TokenSource]  # weight in the blend (None: its number of tokens), text
 
 
 class BatchSource(Protocol):
-    """Global batches by their number: `GPTBatches`, `BlendedBatches`, or anything that cuts rows alike."""
+    """Global batches by their number: `GPTBatches`, `BlendedBatches`, or a user's own."""
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
-        """The rows of data rank `rank` of `size`, tensors [b/size, ...] on the CPU."""
+        """The rows of data rank `rank` of `size`: name -> tensor [b/size, ...] on the CPU."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Open tokens of a run and their tokenizer. `valid_parts` is empty where the split leaves nothing to validate.
+    """The open token files of a run and their tokenizer.
 
-    closes: the token that ends each document, None where none does.
+    closes: the token that ends each document, None where none does. valid_parts: empty where the split leaves nothing
+    to validate.
     """
 
     tokenizer: AnyTokenizer
@@ -71,21 +73,24 @@ class Corpus:
     @property
     def num_tokens(self) -> tuple[int, int]:
         """Tokens to train on, tokens to validate on (before `eval_batches` limits these)."""
-        train, valid = self.train_parts, self.valid_parts
-        return sum(source.num_tokens for _, source in train), sum(source.num_tokens for _, source in valid)
+        train_tokens = sum(source.num_tokens for _, source in self.train_parts)
+        valid_tokens = sum(source.num_tokens for _, source in self.valid_parts)
+        return train_tokens, valid_tokens
 
     @property
     def order(self) -> dict[str, Any]:
         """What the order of the samples, and the meaning of a token, depend on beside `DataConfig`'s numbers."""
-        weights = [weight for weight, _ in self.train_parts]
-        whole = sum(weight or 0.0 for weight in weights)
-        options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        total_weight = sum(weight or 0.0 for weight, _ in self.train_parts)
+        blend = []
+        for weight, _ in self.train_parts:
+            blend.append(None if weight is None else weight / total_weight)
+        document_options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         return {
             "tokenizer": self.tokenizer.identity,
-            "blend": [weight if weight is None else weight / whole for weight in weights],
+            "blend": blend,
             "train_tokens": [source.num_tokens for _, source in self.train_parts],
-            "train_hash": [_hash_of(source) for _, source in self.train_parts],
-            "documents": [name for name in options if getattr(self.data, name)],
+            "train_hash": [_file_hash(source) for _, source in self.train_parts],
+            "documents": [name for name in document_options if getattr(self.data, name)],
         }
 
     def validation(self, rank: int, size: int) -> Iterator[Mapping[str, Tensor]]:
@@ -95,42 +100,52 @@ class Corpus:
         rows = self.valid.sequential(self.training.global_batch_size, rank, size)
         return islice(rows, self.training.eval_batches or None)
 
-    def _validated(self) -> Iterator[Array]:
-        """The tokens that `validation` reads, a text after the other."""
-        rows = self.data.sequence_length * self.training.global_batch_size
-        left = self.training.eval_batches or 1 << 62
+    def _validation_tokens(self) -> Iterator[Array]:
+        """The tokens that `validation` reads, one text after the other."""
+        tokens_per_batch = self.data.sequence_length * self.training.global_batch_size
+        remaining_batches = self.training.eval_batches or _ALL_BATCHES
         for _, source in self.valid_parts:
-            batches = min(left, -(-(source.num_tokens - 1) // rows))
-            yield source.tokens(0, min(source.num_tokens, batches * rows))
-            left -= batches
+            labels = source.num_tokens - 1  # the first token is no label
+            batches = min(remaining_batches, -(-labels // tokens_per_batch))  # the last one may be short
+            yield source.tokens(0, min(source.num_tokens, batches * tokens_per_batch))
+            remaining_batches -= batches
 
     @cached_property
     def valid_text(self) -> bytes:
-        """The text that `validation` reads, as the tokenizer decodes it, without what closes a document."""
-        end = self.tokenizer.end_of_text
-        return b"".join(self.tokenizer.decode(ids[ids != end].tolist()).encode() for ids in self._validated())
+        """The text that `validation` reads, as the tokenizer decodes it, without the tokens that end documents."""
+        return b"".join(self._decode(tokens) for tokens in self._validation_tokens())
+
+    def _decode(self, tokens: Array) -> bytes:
+        text_tokens = tokens[tokens != self.tokenizer.end_of_text]
+        return self.tokenizer.decode(text_tokens.tolist()).encode()
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Of the training text, by its first tokens: nats per token of a training loss become bits per byte with it.
-        Of a blend, weighted by how often a text is drawn."""
-        found = []
-        for weight, source in self.train_parts:
-            ids = source.tokens(0, min(source.num_tokens, _LOOKED_AT))
-            size = len(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()).encode())
-            found.append((source.num_tokens if weight is None else weight, size / len(ids)))
-        return sum(weight * ratio for weight, ratio in found) / sum(weight for weight, _ in found)
+        """Of the training text, estimated from its first tokens; it turns a loss in nats per token into bits per
+        byte.
 
-    def prompt(self, longest: int = 16) -> list[int]:
-        """How the validation text begins, or else the training text: what a sample goes on from."""
+        Of a blend, weighted by how often a text is drawn.
+        """
+        weighted_bytes = total_weight = 0.0
+        for blend_weight, source in self.train_parts:
+            tokens = source.tokens(0, min(source.num_tokens, _SAMPLED_TOKENS))
+            weight = source.num_tokens if blend_weight is None else blend_weight
+            weighted_bytes += weight * (len(self._decode(tokens)) / len(tokens))
+            total_weight += weight
+        return weighted_bytes / total_weight
+
+    def prompt(self, length: int = 16) -> list[int]:
+        """The first tokens of the validation text, or else of the training text: what a sample continues."""
         _, source = (self.valid_parts or self.train_parts)[0]
-        return source.tokens(0, min(longest, source.num_tokens)).tolist()
+        return source.tokens(0, min(length, source.num_tokens)).tolist()
 
     @cached_property
     def baselines(self) -> dict[str, float]:
         """Bits per byte of the validation text without a model, by name."""
         text = self.valid_text
-        return {"unigram": unigram_bits_per_byte(text), "gzip -9": gzip_bits_per_byte(text)} if text else {}
+        if not text:
+            return {}
+        return {"unigram": unigram_bits_per_byte(text), "gzip -9": gzip_bits_per_byte(text)}
 
     def check_model(self, vocab_size: int, positions: int, sequence_length: int) -> None:
         """Raise ValueError for a model that cannot read this text."""
@@ -147,26 +162,23 @@ class Corpus:
 
     def _batches(self, parts: tuple[Part, ...], eod_mask_loss: bool, *, short: bool) -> GPTBatches | BlendedBatches:
         data, rows = self.data, self.training.global_batch_size
-        made = [
-            (
-                weight,
-                GPTBatches(
-                    token_file=source,
-                    sequence_length=data.sequence_length,
-                    global_batch_size=rows,
-                    seed=data.seed,
-                    end_of_text=self.closes,
-                    reset_position_ids=data.reset_position_ids,
-                    reset_attention_mask=data.reset_attention_mask,
-                    eod_mask_loss=eod_mask_loss,
-                    allow_short=short,
-                ),
+        weighted_batches: list[tuple[float | None, GPTBatches]] = []
+        for weight, source in parts:
+            batches = GPTBatches(
+                token_file=source,
+                sequence_length=data.sequence_length,
+                global_batch_size=rows,
+                seed=data.seed,
+                end_of_text=self.closes,
+                reset_position_ids=data.reset_position_ids,
+                reset_attention_mask=data.reset_attention_mask,
+                eod_mask_loss=eod_mask_loss,
+                allow_short=short,
             )
-            for weight, source in parts
-        ]
-        if len(made) == 1:
-            return made[0][1]
-        return BlendedBatches(parts=made, global_batch_size=rows, seed=data.seed)
+            weighted_batches.append((weight, batches))
+        if len(weighted_batches) == 1:
+            return weighted_batches[0][1]
+        return BlendedBatches(parts=weighted_batches, global_batch_size=rows, seed=data.seed)
 
 
 def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelState) -> Corpus:
@@ -176,80 +188,96 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     rank to rank. All-gather of objects over the world.
     """
     if data.train:
-        train, valid = _opened(data.train), _opened(data.valid)
-        first = train[0][1]
-        told = first.card.end_of_text if first.card is not None else None
-        tokenizer = tokenizer_of(first) if data.tokenizer is None else load_tokenizer(data.tokenizer, told)
+        train_files, valid_files = _open_files(data.train), _open_files(data.valid)
+        first_file = train_files[0][1]
+        if data.tokenizer is None:
+            tokenizer = tokenizer_of(first_file)
+        else:
+            end_of_text = first_file.card.end_of_text if first_file.card is not None else None
+            tokenizer = load_tokenizer(data.tokenizer, end_of_text)
     else:
-        # made by rank 0 alone: what it depends on (times of files, say) may differ from machine to machine
-        mine = prepare_default_corpus(data.directory, vocab_size=data.vocab_size) if parallel.rank == 0 else None
-        made = all_gather_objects(mine, parallel.world)[0]
-        assert made is not None
-        train, valid = _opened([str(made.train)]), _opened([str(made.valid)])
-        tokenizer = load_tokenizer(made.tokenizer)
-    parts, rest = (train, valid) if valid else _split(train, data.split)
+        # rank 0 alone prepares it: what it depends on (times of files, say) may differ from machine to machine
+        local_files = None
+        if parallel.rank == 0:
+            local_files = prepare_default_corpus(data.directory, vocab_size=data.vocab_size)
+        files = all_gather_objects(local_files, parallel.world)[0]
+        assert files is not None
+        train_files, valid_files = _open_files([str(files.train)]), _open_files([str(files.valid)])
+        tokenizer = load_tokenizer(files.tokenizer)
+
+    train_parts: Sequence[Part] = train_files
+    valid_parts: Sequence[Part] = valid_files
+    if not valid_files:
+        train_parts, valid_parts = _split(train_files, data.split)
     corpus = Corpus(
         tokenizer=tokenizer,
-        closes=_closing([file for _, file in (*train, *valid)], tokenizer),
-        train_parts=tuple(parts),
-        valid_parts=tuple(rest),
+        closes=_document_end([file for _, file in (*train_files, *valid_files)], tokenizer),
+        train_parts=tuple(train_parts),
+        valid_parts=tuple(valid_parts),
         data=data,
         training=training,
     )
-    _same_text(corpus, parallel)
+    _refuse_different_texts(corpus, parallel)
     return corpus
 
 
-def _closing(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | None:
+def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | None:
     """The token that ends documents, one for all files. Raises ValueError: another tokenizer made one of them, or
     documents end with a token in some files only."""
     for file in files:
         check_tokenizer(file, tokenizer)
-    ends = {file.prefix: file.card.end_of_text if file.card else tokenizer.end_of_text for file in files}
+    ends = {}
+    for file in files:
+        ends[file.prefix] = file.card.end_of_text if file.card else tokenizer.end_of_text
     if len(set(ends.values())) > 1:
-        told = ", ".join(f"{prefix} with {'none' if end is None else end}" for prefix, end in ends.items())
+        descriptions = [f"{prefix} with {'none' if end is None else end}" for prefix, end in ends.items()]
         raise ValueError(
-            f"documents end with {len(set(ends.values()))} different tokens: {told}; prepare all files alike, with "
-            "--append-eod or without"
+            f"documents end with {len(set(ends.values()))} different tokens: {', '.join(descriptions)}; prepare all "
+            "files alike, with --append-eod or without"
         )
     return next(iter(ends.values()))
 
 
-def _same_text(corpus: Corpus, parallel: ParallelState) -> None:
+def _refuse_different_texts(corpus: Corpus, parallel: ParallelState) -> None:
     """Raise ValueError, on every rank, where a name is another text on another machine. All-gather over the world."""
-    mine = corpus.order | {"valid_hash": [_hash_of(source) for _, source in corpus.valid_parts]}
-    first, *others = all_gather_objects(mine, parallel.world)
-    for rank, theirs in enumerate(others, 1):
-        if wrong := [name for name in first if first[name] != theirs[name]]:
+    local_order = corpus.order | {"valid_hash": [_file_hash(source) for _, source in corpus.valid_parts]}
+    first, *others = all_gather_objects(local_order, parallel.world)
+    for rank, order in enumerate(others, 1):
+        differences = [f"{name} {order[name]} != {first[name]}" for name in first if first[name] != order[name]]
+        if differences:
             raise ValueError(
-                f"rank {rank} reads another text than rank 0: "
-                f"{', '.join(f'{name} {theirs[name]} != {first[name]}' for name in wrong)}; give all machines "
-                "the same files"
+                f"rank {rank} reads another text than rank 0: {', '.join(differences)}; give all machines the same "
+                "files"
             )
 
 
-def _hash_of(source: TokenSource) -> str:
-    """Of the file behind a text: a copy has the same, another text of the same length has not."""
+def _file_hash(source: TokenSource) -> str:
+    """Of the file behind a text: equal for a copy, different for another text of the same length."""
     file = source.file if isinstance(source, TokenRange) else source
     assert isinstance(file, TokenFile)
     return file.card.bin_hash if file.card is not None else sampled_hash(f"{file.prefix}.bin")
 
 
-def _opened(names: Sequence[str]) -> list[tuple[float | None, TokenFile]]:
+def _open_files(names: Sequence[str]) -> list[tuple[float | None, TokenFile]]:
     """(weight, file) of a blend; None takes the number of tokens."""
-    return [(weight, TokenFile(prefix)) for weight, prefix in open_blend(names)] if names else []
+    if not names:
+        return []
+    return [(weight, TokenFile(prefix)) for weight, prefix in open_blend(names)]
 
 
 def _split(files: Sequence[tuple[float | None, TokenFile]], split: str) -> tuple[list[Part], list[Part]]:
     """(training parts, validation parts), cut between documents."""
-    sides: tuple[list[Part], list[Part]] = ([], [])
+    train_parts: list[Part] = []
+    valid_parts: list[Part] = []
     for weight, file in files:
-        for side, part in zip(sides, split_documents(file, split), strict=False):
-            if part is not None:
-                side.append((weight, part))
-    return sides
+        train_range, valid_range, *_ = split_documents(file, split)
+        if train_range is not None:
+            train_parts.append((weight, train_range))
+        if valid_range is not None:
+            valid_parts.append((weight, valid_range))
+    return train_parts, valid_parts
 
 
 def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A function that takes a batch to `device`."""
+    """A function that moves a batch to `device`."""
     return lambda batch: {name: tensor.to(device) for name, tensor in batch.items()}

@@ -22,7 +22,7 @@ from core.training.run.loader import Loader, Scheduler
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """What one `train_step` saw; tensors of shape [], equal on all ranks, which `float(...)` waits for.
+    """The numbers of one `train_step`: tensors of shape [], equal on all ranks; `float(...)` waits for the device.
 
     loss: mean over the valid tokens of the global batch. grad_norm: global, before clipping. skipped: no update.
     """
@@ -53,32 +53,35 @@ class TrainingModel(EngineFace):
         training: TrainingConfig,
     ) -> None:
         super().__init__()
-        whole = isinstance(executor, SingleStage)
-        self.module: nn.Module = (
-            next(iter(stages.values())) if whole else nn.ModuleDict({str(i): stage for i, stage in stages.items()})
-        )
+        self.module: nn.Module
+        if isinstance(executor, SingleStage):
+            (self.module,) = stages.values()
+        else:
+            self.module = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
         self.stages = dict(stages)
         self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
-        self.training_config, self._saves = training, False
-        self.accumulation = training.global_batch_size // self.dp_world_size // training.micro_batch_size
+        self.training_config, self._owns_signals = training, False
+        rows_per_replica = training.global_batch_size // self.dp_world_size
+        self.accumulation = rows_per_replica // training.micro_batch_size
         self.lr_scheduler = Scheduler(optimizer)
         self.loader: Loader | None = None
         self._move = moved_to(self.parallel.device)
 
     @property
     def parallel(self) -> ParallelState:
-        """The layout of ranks and this rank's place in it."""
+        """The layout of ranks, and which of them this process is."""
         return self.optimizer.ps
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the wrapped module gives. Raises ValueError: this rank holds stages of a pipeline, not a model."""
+        """The wrapped module's output. Raises ValueError: this rank holds stages of a pipeline, not a model."""
         self._refuse_stages()
         return self.module(*inputs, **named)
 
     def _refuse_stages(self) -> None:
         if isinstance(self.executor, Pipeline):
+            count = len(list(self.module.children()))
             raise ValueError(
-                f"this rank holds {len(list(self.module.children()))} stages of a pipeline over "
+                f"this rank holds {count} stages of a pipeline over "
                 f"{self.parallel.size('pp')} ranks, which cannot be called alone; use train_step(batch) and "
                 "evaluate(batch), or pipeline=1"
             )
@@ -92,16 +95,17 @@ class TrainingModel(EngineFace):
         """
         self._refuse_stages()
         batch = self._move(batch)
-        total, count = call_loss_fn(self.loss_fn, call_stage(self.module, batch), batch)
-        loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
+        output = call_stage(self.module, batch)
+        loss_sum, num_tokens = call_loss_fn(self.loss_fn, output, batch)
+        loss = loss_sum / torch.as_tensor(num_tokens, device=loss_sum.device).clamp(min=1)
         scale = self.optimizer.loss_scale
         if isinstance(scale, Tensor) and loss.requires_grad:
-            loss.register_hook(self._scaled)  # the loss itself stays true
+            loss.register_hook(self._scale_gradient)  # the loss itself stays unscaled
         return loss
 
-    def _scaled(self, gradient: Tensor) -> Tensor:
+    def _scale_gradient(self, gradient: Tensor) -> Tensor:
         scale = self.optimizer.loss_scale
-        if self._in_backward or not isinstance(scale, Tensor):
+        if self._in_backward or not isinstance(scale, Tensor):  # `backward` of DeepSpeed's loops scales by itself
             return gradient
         return gradient * scale.to(gradient.dtype)
 
@@ -114,21 +118,21 @@ class TrainingModel(EngineFace):
         Collectives: those of the executor and of `optimizer.step`.
         Raises ValueError: rows that do not divide into the microbatches, a batch without what `loss_fn` needs.
         """
-        if not self._saves:  # signals are this loop's from its first step on
-            self._saves = True
+        if not self._owns_signals:  # SIGTERM and Ctrl-C end this loop from its first step on
+            self._owns_signals = True
             self.checkpoints.__enter__()
         self.optimizer.zero_grad()
-        self.executor.step_index = self.global_steps  # what dropout draws depends on it, also after a resume
-        rate = self.optimizer.learning_rate
+        self.executor.step_index = self.global_steps  # dropout seeds are a function of it, also after a resume
+        learning_rate = self.optimizer.learning_rate
         result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
         self.checkpoints.before_update()
         stats = self.optimizer.step(num_tokens=result.num_tokens)
-        self._last = stats
-        done = self.global_steps
-        self.micro_steps = done * self.gradient_accumulation_steps()
-        last = done == self.training_config.train_steps
-        self.checkpoints.after_step(done, last=last, metrics={"loss": result.loss})
-        return TrainStep(result.loss, result.num_tokens, stats.grad_norm, rate, stats.skipped)
+        self._last_stats = stats
+        steps = self.global_steps
+        self.micro_steps = steps * self.gradient_accumulation_steps()
+        last = steps == self.training_config.train_steps
+        self.checkpoints.after_step(steps, last=last, metrics={"loss": result.loss})
+        return TrainStep(result.loss, result.num_tokens, stats.grad_norm, learning_rate, stats.skipped)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Global loss sum and number of tokens of a batch, without gradients, in eval mode. Collective."""
@@ -142,8 +146,9 @@ class TrainingModel(EngineFace):
         first = self.stages[min(self.stages)]
         if not isinstance(first, GPTModel):
             raise ValueError(f"generate needs a GPTModel, this is a {type(first).__name__}; use model(...)")
-        told = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
-        return generate(first, prompt, **told, executor=self.executor)  # type: ignore[arg-type]
+        return generate(
+            first, prompt, new_tokens=new_tokens, temperature=temperature, seed=seed, executor=self.executor
+        )
 
     def close(self) -> None:
         """Wait for saves under way and give the checkpoint directory back to other runs; done at exit too."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine promises and its loops rely on."""
+"""The methods of DeepSpeed's engine that training loops rely on."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from core.training.config import TrainingConfig
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.loader import Loader
 
-# what an engine has there and this has elsewhere
+# methods of DeepSpeed's engine that have another name here
 ELSEWHERE = {
     "train_batch": "train_step(batch)",
     "eval_batch": "evaluate(batch)",
@@ -33,9 +33,10 @@ ELSEWHERE = {
 
 class EngineFace(nn.Module):
     """`loss = engine(x); engine.backward(loss); engine.step()`: an update after every
-    `gradient_accumulation_steps()` of these, from the mean of their losses over all data ranks.
+    `gradient_accumulation_steps()` of these (gradient accumulation), from the mean of their losses over all data
+    ranks.
 
-    micro_steps: calls of `step` so far. What is not here is looked for in the wrapped module.
+    micro_steps: calls of `step` so far. Other attributes are those of the wrapped module.
     """
 
     optimizer: ShardedOptimizer
@@ -47,8 +48,8 @@ class EngineFace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.micro_steps = 0
-        self._boundary: bool | None = None
-        self._last: StepStats | None = None
+        self._boundary: bool | None = None  # set by the user, instead of counting
+        self._last_stats: StepStats | None = None
         self._in_backward = self._in_no_sync = False
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +62,7 @@ class EngineFace(nn.Module):
                 raise
         return getattr(self.module, name)
 
-    # one update
+    # --- one update ---
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of loss / `gradient_accumulation_steps()` (of loss, without `scale_wrt_gas`), which is returned.
@@ -72,24 +73,26 @@ class EngineFace(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ValueError(f"backward needs a loss of 1 number in a tensor, this is {kind}; take its mean")
-        many = self.gradient_accumulation_steps()
-        if many > 1 and self.loader is not None and self.loader.gave_whole:
+        accumulation = self.gradient_accumulation_steps()
+        if accumulation > 1 and self.loader is not None and self.loader.gave_whole:
             raise ValueError(
-                f"a batch of the loader holds the rows of all {many} microbatches of an update; write `for batch in "
-                "loader.microbatches():`, or train_step(batch)"
+                f"a batch of the loader holds the rows of all {accumulation} microbatches of an update; write `for "
+                "batch in loader.microbatches():`, or train_step(batch)"
             )
-        loss = loss / many if scale_wrt_gas else loss
+        if scale_wrt_gas:
+            loss = loss / accumulation
         scale = self.optimizer.loss_scale
         self._in_backward = True
         try:
-            scaled = loss * scale.to(loss.dtype) if isinstance(scale, Tensor) else loss
-            scaled.backward(retain_graph=retain_graph)
+            # mixed precision with float16: the loss scale keeps small gradients above zero
+            scaled_loss = loss * scale.to(loss.dtype) if isinstance(scale, Tensor) else loss
+            scaled_loss.backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the boundary update, move the rate and zero gradients; else only count. Collective at the boundary.
+        """At the gradient accumulation boundary: update and zero gradients (collective); otherwise only count.
 
         Saves nothing by itself: `save_checkpoint` is the loop's. Raises ValueError: inside `no_sync`.
         """
@@ -97,7 +100,7 @@ class EngineFace(nn.Module):
             raise ValueError(f"step {self.micro_steps + 1} is inside no_sync; call it after the block")
         if self.is_gradient_accumulation_boundary():
             self.checkpoints.before_update()
-            self._last = self.optimizer.step()
+            self._last_stats = self.optimizer.step()
             self.optimizer.zero_grad()
         self.micro_steps += 1
 
@@ -108,7 +111,7 @@ class EngineFace(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it from now on, instead of the count."""
+        """From now on the user says whether the next `step` updates, instead of the count."""
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -117,23 +120,23 @@ class EngineFace(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in it add up, at every stage; `step` belongs after it."""
+        """Gradients of backwards inside add up, at every ZeRO stage; call `step` after the block."""
         self._in_no_sync = True
         try:
             yield
         finally:
             self._in_no_sync = False
 
-    # what it is
+    # --- facts of the run ---
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps made so far, also by earlier runs that this one goes on from."""
+        """Optimizer steps made so far, also by earlier runs that this one resumed."""
         return self.optimizer.step_count
 
     @property
     def global_samples(self) -> int:
-        """Rows that these steps have seen."""
+        """Rows that these steps have read."""
         return self.global_steps * self.train_batch_size()
 
     @property
@@ -143,14 +146,14 @@ class EngineFace(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last update was not skipped (waits for the device)."""
-        return self._last is not None and not bool(self._last.skipped)
+        return self._last_stats is not None and not bool(self._last_stats.skipped)
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last update, before clipping (waits for the device); None before the first."""
-        return None if self._last is None else float(self._last.grad_norm)
+        return None if self._last_stats is None else float(self._last_stats.grad_norm)
 
     def get_lr(self) -> list[float]:
-        """The rate of the next update, of each param group."""
+        """The learning rate of the next update, of each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def train_batch_size(self) -> int:
@@ -158,7 +161,7 @@ class EngineFace(nn.Module):
         return self.training_config.global_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of one forward on one rank, in such a loop."""
+        """Rows of one forward on one rank."""
         return self.train_batch_size() // self.dp_world_size // self.accumulation
 
     def gradient_accumulation_steps(self) -> int:
@@ -204,7 +207,7 @@ class EngineFace(nn.Module):
         """The loader of `initialize`."""
         return self.loader
 
-    # checkpoints
+    # --- checkpoints ---
 
     def save_checkpoint(
         self,
@@ -217,19 +220,24 @@ class EngineFace(nn.Module):
         """Write model, optimizer, step and `client_state` (rank 0's) to `save_dir`/`tag`, a directory or URL that
         opens under any layout. Collective.
 
-        tag: the same on all ranks; default: global_step and their number. save_latest: note it in the file `latest`.
-        Raises ValueError, on all ranks: a client_state that JSON does not give back; frozen parameters left out.
+        tag: the same on all ranks; default: global_step and their number. save_latest: write its name into the file
+        `latest`. Raises ValueError, on all ranks: a client_state that JSON does not give back; frozen parameters
+        left out.
         """
         if exclude_frozen_parameters:
             raise ValueError("exclude_frozen_parameters=True leaves parameters out, 0 can be; give False")
-        name, ps = f"global_step{self.global_steps}" if tag is None else str(tag), self.optimizer.ps
-        text = from_first(lambda: _as_text(client_state or {}), ps)
-        state = self.checkpoints.state(self.global_steps) | {"client": {"state": text}}
-        where = parse_address(save_dir)
-        save(state, below(where, name), ps=ps)
+        ps = self.optimizer.ps
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        client_json = from_first(lambda: _client_json(client_state or {}), ps)
+        state = self.checkpoints.state(self.global_steps) | {"client": {"state": client_json}}
+        address = parse_address(save_dir)
+        save(state, below(address, name), ps=ps)
         if save_latest:
-            note = problem_of(lambda: open_dir(where).write("latest", name.encode())) if ps.rank == 0 else None
-            agree(note, ps)
+            # after the commit: `latest` never names a checkpoint that does not exist
+            problem = None
+            if ps.rank == 0:
+                problem = problem_of(lambda: open_dir(address).write("latest", name.encode()))
+            agree(problem, ps)
 
     def load_checkpoint(
         self,
@@ -241,20 +249,20 @@ class EngineFace(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from `load_dir`/`tag`, saved under any layout, with the loader's next batch: (path, client_state).
+        """Resume from `load_dir`/`tag`, saved under any layout, with the loader's next batch: (path, client_state).
 
-        tag: default: the one in the file `latest`; without one `load_dir` itself, if that is a checkpoint, else it is
-        told and (None, None). load_module_only: weights alone, updates begin anew. Collective.
+        tag: default: the one in the file `latest`; without one `load_dir` itself, if that is a checkpoint, else a
+        warning and (None, None). load_module_only: weights alone, updates begin anew. Collective.
         Raises ValueError: another model, another order of the data, states that can only be loaded together.
         """
-        everything = load_optimizer_states and load_lr_scheduler_states
-        if custom_load_fn is not None or not (load_module_only or everything):
+        all_states = load_optimizer_states and load_lr_scheduler_states
+        if custom_load_fn is not None or not (load_module_only or all_states):
             raise ValueError(
                 "load_checkpoint loads 2 things: all, or weights alone with load_module_only=True; the rate follows "
                 "the optimizer's count, and custom_load_fn has no place here"
             )
         ps = self.optimizer.ps
-        path = from_first(lambda: _found(parse_address(load_dir), tag), ps)
+        path = from_first(lambda: _find_checkpoint(parse_address(load_dir), tag), ps)
         if path is None:
             warnings.warn(
                 f"load_checkpoint: {load_dir} has no file `latest` and is no checkpoint; nothing is loaded: give a "
@@ -271,18 +279,18 @@ class EngineFace(nn.Module):
             self.micro_steps = step * self.gradient_accumulation_steps()
             if self.loader is not None:
                 self.loader.step = step
-        told = load({"client": {"state": "{}"}}, path, ps=ps, strict=False, verify=False)
-        return path, json.loads(told["client"]["state"])
+        client = load({"client": {"state": "{}"}}, path, ps=ps, strict=False, verify=False)
+        return path, json.loads(client["client"]["state"])
 
 
-def _as_text(client_state: Mapping[str, Any]) -> str:
-    """JSON. Raises ValueError: what it would not give back."""
+def _client_json(client_state: Mapping[str, Any]) -> str:
+    """The client state as JSON. Raises ValueError: a value that JSON would not give back."""
     for key, value in client_state.items():
         try:
-            same = json.loads(json.dumps({key: value})) == {key: value}
+            survives = json.loads(json.dumps({key: value})) == {key: value}
         except (TypeError, ValueError):
-            same = False
-        if not same:
+            survives = False
+        if not survives:
             raise ValueError(
                 f"client_state[{key!r}] is a {type(value).__name__} that JSON does not give back; save numbers, "
                 "texts, lists and dicts with text keys, tensors as .tolist()"
@@ -290,10 +298,12 @@ def _as_text(client_state: Mapping[str, Any]) -> str:
     return json.dumps(client_state)
 
 
-def _found(where: str, tag: str | int | None) -> str | None:
-    place = open_dir(where)
-    if tag is None and place.size("latest") is not None:
-        tag = place.read("latest").decode().strip()
-    if tag is None:
-        return where if place.size("manifest.json") is not None else None
-    return below(where, str(tag))
+def _find_checkpoint(address: str, tag: str | int | None) -> str | None:
+    """The address of the checkpoint that a tag, or else the file `latest`, names; None where there is none."""
+    directory = open_dir(address)
+    if tag is None and directory.size("latest") is not None:
+        tag = directory.read("latest").decode().strip()
+    if tag is not None:
+        return below(address, str(tag))
+    is_checkpoint = directory.size("manifest.json") is not None
+    return address if is_checkpoint else None

@@ -10,7 +10,10 @@ from core.pipeline import LossFn, StepResult
 
 
 class StepExecutor(Protocol):
-    """What the loop needs of an executor (`SingleStage`, `Pipeline`). step_index: of the next step, for its seeds."""
+    """What the loop needs of an executor (`SingleStage`, `Pipeline`).
+
+    step_index: of the next step; dropout seeds are a function of it.
+    """
 
     step_index: int
 
@@ -35,7 +38,7 @@ def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[T
 
 def evaluate_bits_per_byte(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> float:
     """Summed loss over all batches, per byte of the text they came from. Collective: every rank calls it."""
-    total = 0.0
+    total_loss = 0.0  # in nats
     for batch in batches:
-        total += float(executor.evaluate(batch, next_token_loss).loss_sum)
-    return bits_per_byte(total, num_bytes)
+        total_loss += float(executor.evaluate(batch, next_token_loss).loss_sum)
+    return bits_per_byte(total_loss, num_bytes)

@@ -54,35 +54,41 @@ def initialize(
     Raises ValueError: everything in the configuration that does not fit together, before a process group exists; a
     field that another rank has otherwise; a model built for another layout or vocabulary.
     """
-    _refuse_mixed_up(model, batches)
-    joined = not is_initialized()
-    run = _run_config(config).check(started_processes() if joined else world()[1])
+    _refuse_swapped_arguments(model, batches)
+    joins_world = not is_initialized()
+    world_size = started_processes() if joins_world else world()[1]
+    run = _run_config(config).check(world_size)
     device = join_world(run.device)
-    if joined and is_initialized():
+    if joins_world and is_initialized():
         atexit.register(destroy_world)
     same_on_all_ranks(run)
-    ps = _state(run, model, device)
-    corpus = open_corpus(run.data, run.training, ps) if batches is None and _is_gpt(model) else None
+    ps = _parallel_state(run, model, device)
+
+    # the text, the model, data parallelism and the optimizer, the executor, the checkpoints: as an example script
+    # does
+    corpus = None
+    if batches is None and _is_gpt(model):
+        corpus = open_corpus(run.data, run.training, ps)
     stages = _stages(run, model, corpus, ps)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     order = corpus.order if corpus is not None else None
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, _say(ps), order)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, _say_on_first_rank(ps), order)
     source = batches if corpus is None else corpus.train
     start = checkpoints.resume()
-    steps = run.training.train_steps
-    trained = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
+    train_steps = run.training.train_steps
+    training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
-        trained.accumulation = 1  # as in DeepSpeed: nobody said that `step` has to wait
+        training_model.accumulation = 1  # as in DeepSpeed: without a microbatch size every `step` updates
     if source is not None:
-        count = trained.gradient_accumulation_steps()
-        trained.loader = Loader(source, ps, steps, start, lambda: checkpoints.stopped, count)
-    atexit.register(checkpoints.close)  # before the world is left: what is registered last runs first
-    return Initialized(trained, optimizer, trained.lr_scheduler, trained.loader)
+        accumulation = training_model.gradient_accumulation_steps()
+        training_model.loader = Loader(source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation)
+    atexit.register(checkpoints.close)  # runs before the world is left: the last registered is the first
+    return Initialized(training_model, optimizer, training_model.lr_scheduler, training_model.loader)
 
 
-def _refuse_mixed_up(model: Any, batches: Any) -> None:
-    """Raise ValueError for what is easily given in the wrong place."""
+def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
+    """Raise ValueError for a model that is a class, and for batches without the method that is called."""
     if model is not None and not isinstance(model, nn.Module | Mapping):
         kind = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
         raise ValueError(f"model is {kind}, 1 nn.Module is needed; write initialize(MyModel(), config=...)")
@@ -102,24 +108,27 @@ def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
 
 
 def _is_gpt(model: nn.Module | Mapping[int, nn.Module] | None) -> bool:
-    parts = model.values() if isinstance(model, Mapping) else [model]
-    return model is None or all(isinstance(part, GPTModel) for part in parts)
+    modules = model.values() if isinstance(model, Mapping) else [model]
+    return model is None or all(isinstance(module, GPTModel) for module in modules)
 
 
-def _state(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, device: Any) -> ParallelState:
-    """The layout that the model was built for, or the current one, or a new one; it is the one that `run` says."""
-    parts = list(model.values()) if isinstance(model, Mapping) else [model]
-    built = next((part.parallel for part in parts if isinstance(part, GPTModel)), None)
-    if built is None and model_parallel_is_initialized():
-        built = current_state()
-    if built is None:
+def _parallel_state(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, device: Any) -> ParallelState:
+    """The layout that the model was built for, or the current one, or a new one.
+
+    Raises ValueError: it is not the one of `run`.
+    """
+    modules = list(model.values()) if isinstance(model, Mapping) else [model]
+    existing = next((module.parallel for module in modules if isinstance(module, GPTModel)), None)
+    if existing is None and model_parallel_is_initialized():
+        existing = current_state()
+    if existing is None:
         return ParallelState.build(run.parallel, device=device)
-    if built.config != run.parallel:
+    if existing.config != run.parallel:
         raise ValueError(
-            f"the model is laid out as {built.config}, the configuration says {run.parallel}; give both the same "
+            f"the model is laid out as {existing.config}, the configuration says {run.parallel}; give both the same "
             "sizes, or let initialize build the model"
         )
-    return built
+    return existing
 
 
 def _stages(
@@ -129,16 +138,23 @@ def _stages(
     ps: ParallelState,
 ) -> Mapping[int, nn.Module]:
     if model is None:
-        vocab = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
-        return build_stages(run.model, run.pipeline, vocab, run.data.sequence_length, ps)
-    stages = model if isinstance(model, Mapping) else {0: model}
-    for part in stages.values():
-        if corpus is not None and isinstance(part, GPTModel):
-            corpus.check_model(part.vocab_size, part.max_sequence_length, run.data.sequence_length)
-    dtype = torch.bfloat16 if run.model.bf16 else torch.float16 if run.model.fp16 else None  # None: as it is
-    return {i: part if isinstance(part, GPTModel) else part.to(ps.device, dtype) for i, part in stages.items()}
+        vocab_size = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
+        return build_stages(run.model, run.pipeline, vocab_size, run.data.sequence_length, ps)
+    dtype = None  # as it is
+    if run.model.bf16:
+        dtype = torch.bfloat16
+    elif run.model.fp16:
+        dtype = torch.float16
+    stages: dict[int, nn.Module] = {}
+    for index, module in (model if isinstance(model, Mapping) else {0: model}).items():
+        if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
+            stages[index] = module.to(ps.device, dtype)
+            continue
+        if corpus is not None:
+            corpus.check_model(module.vocab_size, module.max_sequence_length, run.data.sequence_length)
+        stages[index] = module
+    return stages
 
 
-def _say(ps: ParallelState) -> Callable[[str], None]:
-    """Print on rank 0 only."""
+def _say_on_first_rank(ps: ParallelState) -> Callable[[str], None]:
     return print if ps.rank == 0 else lambda text: None

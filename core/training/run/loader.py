@@ -1,4 +1,4 @@
-"""The schedule as an object, and batches as an iterator."""
+"""The learning rate schedule as an object, and global batches as an iterator."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +15,8 @@ from core.training.run.data import BatchSource, moved_to
 class Scheduler:
     """The learning rate of an optimizer that counts its own steps: read it here, or hand it to torch's optimizers.
 
-    `step()` moves nothing and is here for loops that call it: the rate follows `optimizer.rate_step`.
+    The rate follows the number of updates that the optimizer made (`optimizer.rate_step`); `step()` exists so that
+    existing loops run, and does nothing.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
@@ -27,7 +28,7 @@ class Scheduler:
         return self._rates.at(step)
 
     def step(self) -> None:
-        """Nothing: see the class."""
+        """Does nothing: the optimizer counts its own steps."""
 
     def get_last_lr(self) -> list[float]:
         """The rate of the last update (of the first one, before it), as torch's schedulers give it."""
@@ -35,16 +36,17 @@ class Scheduler:
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The same schedule for one of torch's optimizers, whose `step()` does count: a LambdaLR."""
+        # LambdaLR multiplies the initial rate by the function: 1 makes the function the rate itself
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = 1.0
         return torch.optim.lr_scheduler.LambdaLR(optimizer, self.at)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the optimizer's count is all."""
+        """Empty: the optimizer's checkpoint has the count."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes nothing: an order that depends on the step alone has no state."""
+        """Does nothing: the rate is a function of the optimizer's count."""
 
 
 class Loader:
@@ -52,7 +54,7 @@ class Loader:
 
     The order is a function of (seed, step): `step`, the number of the next batch, is all that resuming needs. It ends
     early where `stopped()` says so. microbatches: into how many `microbatches()` cuts a batch. gave_whole: whether
-    the last one was given uncut.
+    the last batch was yielded uncut.
     """
 
     def __init__(
@@ -66,32 +68,33 @@ class Loader:
     ) -> None:
         self.gave_whole, self._microbatches = False, microbatches
         self.batches, self.train_steps, self.step, self.stopped = batches, train_steps, step, stopped
-        self._rank, self._size, self._move = ps.index("dp"), ps.size("dp"), moved_to(ps.device)
+        self._data_rank, self._data_size = ps.index("dp"), ps.size("dp")
+        self._to_device = moved_to(ps.device)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while self.step < self.train_steps and not self.stopped():
-            self.step += 1  # before it is given: a loop that stops in the middle has used it
+            self.step += 1  # before the batch is yielded: a loop that stops in the middle has used it
             self.gave_whole = True
             yield self.batch(self.step - 1)
 
     def microbatches(self) -> Iterator[dict[str, Tensor]]:
-        """The same, cut into the microbatches of an update, for `backward` and `step` after each."""
+        """The same batches, cut into the microbatches of an update, for `backward` and `step` after each."""
         for batch in self:
             self.gave_whole = False
             yield from split_microbatches(batch, self._microbatches)
 
     def __len__(self) -> int:
-        """Batches that are left."""
+        """Batches that remain until `train_steps`."""
         return max(0, self.train_steps - self.step)
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """This rank's rows of global batch number `step`; does not move `self.step`."""
-        return self._move(self.batches.batch(step, self._rank, self._size))
+        return self._to_device(self.batches.batch(step, self._data_rank, self._data_size))
 
     def state_dict(self) -> dict[str, int]:
         """The number of the next batch."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there."""
+        """Continue with the batch of this number."""
         self.step = int(state["step"])

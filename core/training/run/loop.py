@@ -1,4 +1,4 @@
-"""The loop: step, optimizer, a line now and then. The same for every executor and layout."""
+"""The training loop: step, optimizer, a line now and then. The same for every executor and layout."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ class Optimizer(Protocol):
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """What the next loss is multiplied by."""
+        """The next loss is multiplied by this (mixed precision with float16)."""
         ...
 
     def step(self, num_tokens: float | Tensor | None = None) -> StepStats:
@@ -54,26 +54,27 @@ class CheckpointHook(Protocol):
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What the first step saw, to compare layouts by: loss in nats per token, and the gradient norm."""
+    """Loss in nats per token and gradient norm of the first step, to compare layouts by."""
 
     loss: float
     grad_norm: float
 
     def against(self, other: "FirstStep") -> str:
         """One line that compares this with the same step computed by one process."""
-        apart = (abs(self.loss - other.loss), abs(self.grad_norm - other.grad_norm))
-        difference = max(apart, key=lambda value: value if value == value else float("inf"))  # NaN is the largest
+        differences = (abs(self.loss - other.loss), abs(self.grad_norm - other.grad_norm))
+        is_nan = any(difference != difference for difference in differences)
+        largest = float("nan") if is_nan else max(differences)
         return (
             f"first step here and in one process: loss {self.loss:.6f} and {other.loss:.6f}, gradient norm "
-            f"{self.grad_norm:.6f} and {other.grad_norm:.6f}, max |difference| {difference:.1e}"
+            f"{self.grad_norm:.6f} and {other.grad_norm:.6f}, max |difference| {largest:.1e}"
         )
 
 
-class _Meter:
+class _ThroughputMeter:
     """Time, tokens and skipped steps since the last record; sums stay on the device until they are read."""
 
     def __init__(self, start: int) -> None:
-        self._last, self._since = time.perf_counter(), start
+        self._last_read, self._first_step = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
 
@@ -83,22 +84,20 @@ class _Meter:
 
     def read(self, step: int) -> tuple[float, float, int]:
         """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
-        tokens, skipped, now = float(self._tokens), int(self._skipped), time.perf_counter()
-        seconds, steps = now - self._last, step + 1 - self._since
-        self._last, self._since, self._tokens, self._skipped = now, step + 1, 0.0, 0
+        tokens, skipped = float(self._tokens), int(self._skipped)  # waits for the device: take the time afterwards
+        now = time.perf_counter()
+        seconds, steps = now - self._last_read, step + 1 - self._first_step
+        self._last_read, self._first_step = now, step + 1
+        self._tokens, self._skipped = 0.0, 0
         return tokens / seconds, seconds / steps, skipped
 
     def leave_out(self, seconds: float) -> None:
-        """Time that was no training."""
-        self._last += seconds
+        """Time that was no training, such as validation or a save."""
+        self._last_read += seconds
 
 
-def _due(step: int, interval: int) -> bool:
+def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and (step + 1) % interval == 0
-
-
-def _not_finite(optimizer: Optimizer) -> str:
-    return ", ".join(optimizer.non_finite()[:5]) or "the norm"
 
 
 def train(
@@ -121,60 +120,87 @@ def train(
     Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` gives bits per byte every `eval_interval` steps; `checkpoints` saves, and may end the run early.
-    Returns what the first step saw. Raises RuntimeError: a loss that is no number. ValueError: no step left to run.
+    Returns what the first step computed. Raises RuntimeError: a loss that is NaN. ValueError: no step left to run.
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
-    executor.step_index = start  # what dropout draws in a step depends on it
-    seen, meter = None, _Meter(start)
+    executor.step_index = start  # dropout seeds are a function of the step
+    first_step, meter = None, _ThroughputMeter(start)
     for step in range(start, config.train_steps):
+        # forward, backward, gradient reduction; gradient clipping and the update are the optimizer's
         optimizer.zero_grad()
-        rate = optimizer.learning_rate
+        learning_rate = optimizer.learning_rate
         result = executor.step(batch_of(step), next_token_loss, optimizer.loss_scale)
         if checkpoints is not None:
             checkpoints.before_update()
         stats = optimizer.step(num_tokens=result.num_tokens)
         meter.add(result.num_tokens, stats.skipped)
+
+        # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
-        logged = last or step == start or _due(step, config.log_interval)
-        # decided by the configuration alone: ranks differ in who shows a bar, and validation is collective
-        validated = validate is not None and _due(step, config.eval_interval)
-        if logged or validated or every_step is not None:  # else nothing waits for the device
+        is_logged = last or step == start or _is_due(step, config.log_interval)
+        is_validated = validate is not None and _is_due(step, config.eval_interval)
+        if is_logged or is_validated or every_step is not None:  # otherwise nothing waits for the device
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
-            seen = seen or FirstStep(loss, float(stats.grad_norm))
-            if loss != loss and logged:  # where every rank looks, so that none is left waiting
-                raise RuntimeError(f"the loss of step {step} is not a number; lower the learning rate")
-            if logged:
-                record = _record(step, loss, rate, stats, result.num_tokens, meter, flops_per_token, peak_flops)
-                log.add(record)
-                say(record.line(config.train_steps))
-                if bool(stats.skipped):  # the same on every rank
-                    say(f"step {step + 1} was skipped; not finite: {_not_finite(optimizer)}")
+            first_step = first_step or FirstStep(loss, float(stats.grad_norm))
+            if is_logged:
+                tokens = result.num_tokens
+                record = _record(step, loss, learning_rate, stats, tokens, meter, flops_per_token, peak_flops)
+                _log_step(record, stats, optimizer, config, log, say)
             if every_step is not None:
                 every_step(step + 1, loss)
+
+        # validate and save, outside of the throughput
         begin = time.perf_counter()
-        if (bits := validate() if validated and validate is not None else None) is not None:
-            say(f"step {step + 1:5d}/{config.train_steps} | validation {bits:.4f} bits per byte")
+        bits = _validate(step, validate, config, say) if is_validated and validate is not None else None
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break
-    assert seen is not None
-    return seen
+    assert first_step is not None
+    return first_step
 
 
-def _metrics(result: StepResult, bits: float | None) -> dict[str, SupportsFloat]:
+def _log_step(
+    record: StepRecord,
+    stats: StepStats,
+    optimizer: Optimizer,
+    config: TrainingConfig,
+    log: MetricsLog,
+    say: Callable[[str], None],
+) -> None:
+    # every rank logs the same steps: all raise here, or all take part in the collective of `non_finite`
+    if record.loss != record.loss:
+        raise RuntimeError(f"the loss of step {record.step - 1} is not a number; lower the learning rate")
+    log.add(record)
+    say(record.line(config.train_steps))
+    if bool(stats.skipped):
+        names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
+        say(f"step {record.step} was skipped; not finite: {names}")
+
+
+def _validate(step: int, validate: Callable[[], float], config: TrainingConfig, say: Callable[[str], None]) -> float:
+    """Bits per byte; collective."""
+    bits_per_byte = validate()
+    say(f"step {step + 1:5d}/{config.train_steps} | validation {bits_per_byte:.4f} bits per byte")
+    return bits_per_byte
+
+
+def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, SupportsFloat]:
     """By which checkpoints may be kept: `core.training.config` knows the names."""
-    return {"loss": result.loss} | ({} if bits is None else {"validation.bits_per_byte": bits})
+    metrics: dict[str, SupportsFloat] = {"loss": result.loss}
+    if bits_per_byte is not None:
+        metrics["validation.bits_per_byte"] = bits_per_byte
+    return metrics
 
 
 def _record(
     step: int,
     loss: float,
-    rate: float,
+    learning_rate: float,
     stats: StepStats,
     tokens: Tensor,
-    meter: _Meter,
+    meter: _ThroughputMeter,
     flops_per_token: int,
     peak_flops: float | None,
 ) -> StepRecord:
@@ -184,7 +210,7 @@ def _record(
         step=step + 1,
         loss=loss,
         grad_norm=float(stats.grad_norm),
-        learning_rate=rate,
+        learning_rate=learning_rate,
         tokens_per_s=tokens_per_s,
         tflops_per_s=flops_per_s / 1e12,
         step_ms=1e3 * seconds,

@@ -1,5 +1,6 @@
-"""What a run tells before and after: who holds what, the loss against baselines that need no model, the last step."""
+"""What a run reports before and after: who holds what, the loss against simple baselines, the last step drawn."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from core.training.run.data import Corpus
 
 
 def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
-    """title -> timeline of a pipeline's last step, and of what the player predicts for its times. Collective."""
+    """title -> timeline of a pipeline's last step, and of what the simulator predicts for its times. Collective."""
     if isinstance(executor, SingleStage):
         return {}
     measured = executor.timeline()
@@ -31,7 +32,7 @@ def headline(title: str, timeline: Timeline) -> str:
 
 
 def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None]) -> None:
-    """What this run was told, once: every value that is no default; all of them in `run.toml` of its output."""
+    """Say every setting that differs from its default, and write all of them to `run.toml` of the output."""
     path = Path(loaded.run.training.output) / "run.toml"
     if ps.rank == 0:
         loaded.to_toml(path)
@@ -42,15 +43,15 @@ def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None])
 
 
 def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
-    """Where records go: metrics.jsonl, and what the run asks for beside it; written by rank 0.
+    """Where records go: metrics.jsonl, and TensorBoard or W&B if the run has them; written by rank 0.
 
     start: steps that a resumed run does not make again. Raises ImportError, on every rank: a missing extra.
     """
-    output, asked = Path(run.training.output), run.training
+    output = Path(run.training.output)
     sinks = open_sinks(
         output,
-        tensorboard=asked.tensorboard,
-        wandb_project=asked.wandb_project,
+        tensorboard=run.training.tensorboard,
+        wandb_project=run.training.wandb_project,
         config=run.flat(),
         start=start,
         rank=ps.rank,
@@ -62,10 +63,10 @@ def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, 
     """Who holds what, before a run. All-gather over pp."""
     say(f"{ps.config.world_size} ranks on {ps.device.type}, sequence parallel: {ps.config.sequence_parallel}")
     say(ps.grid.table())
-    total, here = count_parameters(stages, ps)
-    say(f"parameters: {total:,} in all, {here:,} on rank 0 (with padding)")
-    train, valid = corpus.num_tokens
-    say(f"text: {train:,} tokens to train on, {valid:,} to validate")
+    total, local = count_parameters(stages, ps)
+    say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
+    train_tokens, valid_tokens = corpus.num_tokens
+    say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
 
 
 def tell(
@@ -81,7 +82,9 @@ def tell(
     """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the `validation`
     text (None: there is none) beside the baselines."""
     output = Path(loaded.run.training.output)
-    baselines = corpus.baselines | ({"validation": validation} if validation is not None else {})
+    baselines = dict(corpus.baselines)
+    if validation is not None:
+        baselines["validation"] = validation
     write_report(output / "report.png", records, corpus.bytes_per_token, baselines=baselines, timelines=timelines)
     write_page(
         output / "report.html",
@@ -100,10 +103,8 @@ def tell(
     say(f"--- a sample ---\n{sample}\n----------------")
     if baselines:
         say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
-    say(
-        "written: "
-        + ", ".join(str(output / name) for name in ("run.toml", "metrics.jsonl", "report.html", "report.png"))
-    )
+    names = ("run.toml", "metrics.jsonl", "report.html", "report.png")
+    say("written: " + ", ".join(str(output / name) for name in names))
 
 
 def write_report(
@@ -124,42 +125,45 @@ def write_report(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("report.png needs matplotlib: pip install 'paracore[train]'") from error
-    lanes = dict(timelines or {})
-    heights = [0.35 * len(timeline.rows) + 0.6 for timeline in lanes.values()]
+    timelines = dict(timelines or {})
+    heights = [0.35 * len(timeline.rows) + 0.6 for timeline in timelines.values()]
     figure = Figure(figsize=(9, 6 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom, *rest = figure.subplots(2 + len(lanes), 1, height_ratios=(4.2, 1.4, *heights))
-    top.sharex(bottom)
-    top.tick_params(labelbottom=False)
-    steps = [r.step for r in records]
-    scale = 1 / (0.6931471805599453 * bytes_per_token)
-    top.plot(steps, [r.loss * scale for r in records], label="training", color="tab:blue")
-    for (name, value), color in zip(
-        baselines.items(), ("tab:red", "tab:green", "tab:orange", "tab:purple"), strict=False
-    ):
-        top.axhline(value, label=f"{name} {value:.3f}", color=color, linestyle="--", linewidth=1)
-    top.set_ylabel("bits per byte")
-    top.legend()
-    bottom.plot(steps, [r.grad_norm for r in records], color="tab:gray")
-    bottom.set_ylabel("gradient norm")
-    bottom.set_xlabel("step")
-    for axes, (title, timeline) in zip(rest, lanes.items(), strict=True):
-        _draw(axes, title, timeline)
+    loss_axes, norm_axes, *timeline_axes = figure.subplots(2 + len(timelines), 1, height_ratios=(4.2, 1.4, *heights))
+    loss_axes.sharex(norm_axes)
+    loss_axes.tick_params(labelbottom=False)
+    steps = [record.step for record in records]
+    bits_per_nat = 1 / math.log(2)
+    scale = bits_per_nat / bytes_per_token  # nats per token to bits per byte
+    loss_axes.plot(steps, [record.loss * scale for record in records], label="training", color="tab:blue")
+    colours = ("tab:red", "tab:green", "tab:orange", "tab:purple")
+    for (name, value), color in zip(baselines.items(), colours, strict=False):
+        loss_axes.axhline(value, label=f"{name} {value:.3f}", color=color, linestyle="--", linewidth=1)
+    loss_axes.set_ylabel("bits per byte")
+    loss_axes.legend()
+    norm_axes.plot(steps, [record.grad_norm for record in records], color="tab:gray")
+    norm_axes.set_ylabel("gradient norm")
+    norm_axes.set_xlabel("step")
+    for axes, (title, timeline) in zip(timeline_axes, timelines.items(), strict=True):
+        _draw_timeline(axes, title, timeline)
     figure.savefig(path, dpi=110)
 
 
-def _draw(axes: Any, title: str, timeline: Timeline) -> None:
+def _draw_timeline(axes: Any, title: str, timeline: Timeline) -> None:
     """One lane per rank, a colour per kind of action, white where the rank is idle."""
-    kinds: dict[str, str] = {}
+    colour_of_kind: dict[str, str] = {}  # for the legend
     for rank, row in enumerate(timeline.rows):
         stages = sorted({event.action.stage for event in row})
         for action, start, end in row:
             colour = shade(action.kind, stages.index(action.stage), len(stages))
-            kinds.setdefault(action.kind, shade(action.kind, 0, 1))
+            colour_of_kind.setdefault(action.kind, shade(action.kind, 0, 1))
             axes.broken_barh([(1e3 * start, 1e3 * (end - start))], (rank - 0.42, 0.84), color=colour, linewidth=0)
     axes.set_yticks(range(len(timeline.rows)), [f"rank {rank}" for rank in range(len(timeline.rows))])
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * timeline.makespan)
     axes.set_title(headline(title, timeline), fontsize=9)
-    handles = [axes.barh(0, 0, color=kinds[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    handles = []
+    for kind, meaning in MEANING.items():
+        if kind in colour_of_kind:
+            handles.append(axes.barh(0, 0, color=colour_of_kind[kind], label=meaning))
     axes.legend(handles=handles, fontsize=7, ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.25))

@@ -1,0 +1,128 @@
+"""How a tensor of ours is made of tensors of theirs: the same blocks serve to read, to slice and to write.
+
+Ours are fused and grouped for tensor parallelism: query, key and value are one [g, r+2, d, h] (g query groups, r
+query heads per group, d head size), the two halves of a gated MLP one [2, f, h]. Theirs are [out, in] matrices, but
+for GPT-2's, which are [in, out].
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from core.transformer.transformer_config import TransformerConfig
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`theirs`, of their tensor `name`, holds the numbers of `ours`, counted within the box that was asked for."""
+
+    name: str
+    theirs: Slices
+    ours: Slices
+    transposed: bool = False
+
+    def to_ours(self, values: Tensor, box: Tensor) -> None:
+        """Copies their block into the tensor of our box."""
+        target = box[self.ours]
+        target.copy_((values.t() if self.transposed else values).reshape(target.shape))
+
+    def to_theirs(self, box: Tensor, values: Tensor) -> None:
+        """Copies ours into their block."""
+        target = values.t() if self.transposed else values
+        target.copy_(box[self.ours].reshape(target.shape))
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to lie.
+
+    blocks(their names, a box of ours, the model) -> the blocks of which the box is made. our_shape(shape of their
+    first tensor, the model) -> the shape of ours.
+    """
+
+    blocks: Callable[[tuple[str, ...], Slices, TransformerConfig], Iterator[Block]]
+    our_shape: Callable[[Shape, TransformerConfig], Shape]
+
+
+def _same(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    yield Block(names[0], box, ())
+
+
+def _transposed(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    yield Block(names[0], box[::-1], (), transposed=len(box) == 2)
+
+
+def _qkv_apart(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    yield from _qkv(names, (0, 0, 0), box, config, transposed=False)
+
+
+def _qkv_in_rows(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    yield from _qkv(names * 3, _qkv_starts(config), box, config, transposed=False)
+
+
+def _qkv_in_columns(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    yield from _qkv(names * 3, _qkv_starts(config), box, config, transposed=True)
+
+
+def _qkv_shape(columns: Shape, config: TransformerConfig) -> Shape:
+    return config.groups, config.num_attention_heads // config.groups + 2, config.head_size, *columns
+
+
+def _qkv_starts(config: TransformerConfig) -> tuple[int, int, int]:
+    queries, keys = config.num_attention_heads * config.head_size, config.groups * config.head_size
+    return 0, queries, queries + keys
+
+
+def _qkv(
+    names: tuple[str, ...], starts: tuple[int, ...], box: Slices, config: TransformerConfig, *, transposed: bool
+) -> Iterator[Block]:
+    groups, heads, dims, *rest = box  # bias: no rest
+    per_group = config.num_attention_heads // config.groups
+    assert (heads.start, heads.stop) == (0, per_group + 2) and (dims.start, dims.stop) == (0, config.head_size), (
+        "tensor parallelism splits groups, never a head"
+    )
+    # of a group: per_group query heads, one key head, one value head
+    for name, start, first, count in zip(
+        names, starts, (0, per_group, per_group + 1), (per_group, 1, 1), strict=True
+    ):
+        width = count * config.head_size
+        rows = slice(start + groups.start * width, start + groups.stop * width)
+        theirs = (rows, *rest)
+        flip = transposed and bool(rest)
+        ours = (slice(None), slice(first, first + count))
+        yield Block(name, theirs[::-1] if flip else theirs, ours, flip)
+
+
+def _gate_up_apart(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    yield from _gate_up(names, 0, box)
+
+
+def _gate_up_in_rows(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    yield from _gate_up(names * 2, config.ffn, box)
+
+
+def _gate_up(names: tuple[str, ...], offset: int, box: Slices) -> Iterator[Block]:
+    halves, width, *rest = box
+    for half in range(halves.start, halves.stop):
+        rows = slice(half * offset + width.start, half * offset + width.stop)
+        yield Block(names[half], (rows, *rest), (half - halves.start,))
+
+
+# the tensor itself
+same = Kind(_same, lambda theirs, config: theirs)
+# GPT-2's Conv1D keeps [in, out]
+transposed = Kind(_transposed, lambda theirs, config: theirs[::-1])
+# query, key and value, a tensor each: rows are (group, head of the group, dim)
+qkv = Kind(_qkv_apart, lambda theirs, config: _qkv_shape(theirs[1:], config))
+# all queries, then all keys, then all values: in the rows of one tensor (Phi-3), or in its columns (GPT-2)
+qkv_fused = Kind(_qkv_in_rows, lambda theirs, config: _qkv_shape(theirs[1:], config))
+qkv_fused_transposed = Kind(_qkv_in_columns, lambda theirs, config: _qkv_shape(theirs[:-1], config))
+# the two halves of a gated MLP, a tensor each; or all gates, then all ups, in the rows of one (Phi-3)
+gate_up = Kind(_gate_up_apart, lambda theirs, config: (2, config.ffn, *theirs[1:]))
+gate_up_fused = Kind(_gate_up_in_rows, lambda theirs, config: (2, config.ffn, *theirs[1:]))

@@ -1,0 +1,99 @@
+"""The fields of a Hugging Face configuration, which remember who asked for them: none that counts is overlooked."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# Fields that change no number of a forward or backward pass of a causal language model.
+IRRELEVANT = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "n_ctx",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "reorder_and_upcast_attn",
+        "return_dict",
+        "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_bfloat16",
+        "use_cache",
+    }
+)
+
+
+class Facts:
+    """One configuration: a dict, a transformers configuration object, or what `config.json` of a folder says."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._asked = set[str]()
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> "Facts":
+        """Raises ValueError: no `config.json`, or none that can be read."""
+        path = Path(folder) / "config.json"
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{path} does not exist; give a folder that save_pretrained or the Hub made") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path} holds a {type(fields).__name__}, a configuration is an object; restore it")
+        return cls(fields)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, `default` where the configuration does not say."""
+        self._asked.add(name)
+        if isinstance(self._source, Mapping):
+            return self._source.get(name, default)
+        return getattr(self._source, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        """A field that every configuration of the family has. Raises ValueError: this one has not."""
+        missing = object()
+        value = self.get(name, missing)
+        if value is missing:
+            raise ValueError(f"the configuration has no {name}, which its model type needs; restore it")
+        return value
+
+    def overlooked(self) -> list[str]:
+        """Fields that are set and that nobody asked for."""
+        return sorted(name for name in self._names() if name not in self._asked and name not in IRRELEVANT)
+
+    def _names(self) -> Iterator[str]:
+        fields = self._source
+        if hasattr(fields, "to_dict"):
+            fields = fields.to_dict()
+        if isinstance(fields, Mapping):
+            yield from (name for name, value in fields.items() if value is not None)

@@ -1,0 +1,111 @@
+"""Which of our parameters is made of which tensors of theirs: one row each, of one layer or of the whole model."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from core.models.huggingface.blocks import (
+    Block,
+    Kind,
+    Slices,
+    gate_up,
+    gate_up_fused,
+    qkv,
+    qkv_fused,
+    qkv_fused_transposed,
+    same,
+    transposed,
+)
+from core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Row:
+    """`ours <- kind(theirs...)`; `{n}` stands for the number of a layer in both."""
+
+    ours: str
+    kind: Kind
+    theirs: tuple[str, ...]
+
+    def of_layer(self, number: int) -> "Row":
+        """The row of one layer."""
+        name = self.ours.replace("{n}", str(number))
+        return Row(name, self.kind, tuple(theirs.replace("{n}", str(number)) for theirs in self.theirs))
+
+    def blocks(self, box: Slices, config: TransformerConfig) -> list[Block]:
+        """Of which their blocks a box of ours is made; the box has starts and stops."""
+        return list(self.kind.blocks(self.theirs, box, config))
+
+    def their_shapes(self, shape: tuple[int, ...], config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+        """Their name -> shape, where ours is a tensor of `shape`."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for block in self.blocks(tuple(slice(0, size) for size in shape), config):
+            stops = tuple(part.stop for part in block.theirs)
+            before = shapes.get(block.name, stops)
+            shapes[block.name] = tuple(map(max, before, stops))
+        return shapes
+
+
+def rows_of(table: Iterable[Row], num_layers: int) -> dict[str, Row]:
+    """Our name -> row, for every layer of a model."""
+    rows: dict[str, Row] = {}
+    for row in table:
+        numbered = [row.of_layer(n) for n in range(num_layers)] if "{n}" in row.ours else [row]
+        rows |= {one.ours: one for one in numbered}
+    return rows
+
+
+def _with_biases(table: Mapping[tuple[str, Kind], tuple[str, ...]]) -> tuple[Row, ...]:
+    """Weights and biases lie alike: a row for each. One that a model does not have is passed over."""
+    return tuple(
+        Row(f"{ours}.{part}", kind, tuple(f"{name}.{part}" for name in theirs))
+        for (ours, kind), theirs in table.items()
+        for part in ("weight", "bias")
+    )
+
+
+_OURS = "decoder.layers.{n}."
+_LLAMA = "model.layers.{n}."
+_GPT2 = "transformer.h.{n}."
+
+_LLAMA_OUTSIDE = {
+    ("embedding.word_embeddings", same): ("model.embed_tokens",),
+    ("decoder.final_layernorm", same): ("model.norm",),
+    ("output_layer", same): ("lm_head",),
+    (f"{_OURS}input_layernorm", same): (f"{_LLAMA}input_layernorm",),
+    (f"{_OURS}pre_mlp_layernorm", same): (f"{_LLAMA}post_attention_layernorm",),
+    (f"{_OURS}self_attention.linear_proj", same): (f"{_LLAMA}self_attn.o_proj",),
+    (f"{_OURS}mlp.linear_fc2", same): (f"{_LLAMA}mlp.down_proj",),
+}
+
+LLAMA_ROWS = _with_biases(
+    _LLAMA_OUTSIDE
+    | {
+        (f"{_OURS}self_attention.linear_qkv", qkv): tuple(f"{_LLAMA}self_attn.{part}_proj" for part in "qkv"),
+        (f"{_OURS}self_attention.q_layernorm", same): (f"{_LLAMA}self_attn.q_norm",),
+        (f"{_OURS}self_attention.k_layernorm", same): (f"{_LLAMA}self_attn.k_norm",),
+        (f"{_OURS}mlp.linear_fc1", gate_up): (f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),
+    }
+)
+
+PHI3_ROWS = _with_biases(
+    _LLAMA_OUTSIDE
+    | {
+        (f"{_OURS}self_attention.linear_qkv", qkv_fused): (f"{_LLAMA}self_attn.qkv_proj",),
+        (f"{_OURS}mlp.linear_fc1", gate_up_fused): (f"{_LLAMA}mlp.gate_up_proj",),
+    }
+)
+
+GPT2_ROWS = _with_biases(
+    {
+        ("embedding.word_embeddings", same): ("transformer.wte",),
+        ("embedding.position_embeddings", same): ("transformer.wpe",),
+        ("decoder.final_layernorm", same): ("transformer.ln_f",),
+        ("output_layer", same): ("lm_head",),
+        (f"{_OURS}input_layernorm", same): (f"{_GPT2}ln_1",),
+        (f"{_OURS}pre_mlp_layernorm", same): (f"{_GPT2}ln_2",),
+        (f"{_OURS}self_attention.linear_qkv", qkv_fused_transposed): (f"{_GPT2}attn.c_attn",),
+        (f"{_OURS}self_attention.linear_proj", transposed): (f"{_GPT2}attn.c_proj",),
+        (f"{_OURS}mlp.linear_fc1", transposed): (f"{_GPT2}mlp.c_fc",),
+        (f"{_OURS}mlp.linear_fc2", transposed): (f"{_GPT2}mlp.c_proj",),
+    }
+)

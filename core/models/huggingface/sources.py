@@ -1,0 +1,149 @@
+"""Where the tensors of a Hugging Face model come from: a state_dict, or the safetensors files of a folder."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from core.models.huggingface.blocks import Slices
+
+# masks and rotary tables that older transformers stored beside the weights; we compute them
+_BUFFERS = re.compile(r"(transformer\.h\.\d+\.attn\.(masked_)?bias|model\..*rotary_emb\.inv_freq)")
+
+
+class Source(Protocol):
+    """Tensors by name, read in parts."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, part: Slices) -> Tensor: ...
+
+
+class StateDict:
+    """A state_dict in memory."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+
+    def names(self) -> Iterable[str]:
+        return self._state.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._state[name].shape)
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        return self._state[name][part]
+
+
+class Folder:
+    """The `.safetensors` files of a folder: each read takes the bytes of the part from the file, no more.
+
+    Raises ValueError: no such files (pickles are not read), an index that names a missing file, a truncated file.
+    ImportError: safetensors is missing.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._files: dict[str, Any] = {}
+        self._file_of = self._located()
+
+    def _located(self) -> dict[str, str]:
+        """Name of each tensor -> its file."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                located: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{index} cannot be read: {error!r}; restore it") from None
+            files = sorted(set(located.values()))
+        else:
+            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            located = {}
+        if missing := [file for file in files if not (self.folder / file).is_file()]:
+            raise ValueError(
+                f"{self.folder} lacks {len(missing)} of {len(files)} files, {missing[0]}; fetch it again"
+            )
+        if not files:
+            pickles = sorted(path.name for path in self.folder.glob("*.bin"))
+            found = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
+            raise ValueError(
+                f"{self.folder} holds {found}, .safetensors files are needed; "
+                "model.save_pretrained(folder, safe_serialization=True) writes them"
+            )
+        held = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        if lost := sorted(located.keys() - held.keys()):
+            raise ValueError(f"{self.folder}: {lost[0]} is not in {located[lost[0]]}, as the index says; restore it")
+        return held
+
+    def _open(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.folder / file} is damaged or truncated ({error}); fetch it again") from None
+        return self._files[file]
+
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Of its files together."""
+        return sum((self.folder / file).stat().st_size for file in set(self._file_of.values()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors names it: "BF16"."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        values: Tensor = self._slice(name)[part]
+        return values
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._file_of[name]).get_slice(name)
+
+
+class Recorded:
+    """A source that remembers which tensors were asked for, and names what is missing."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._known = set(source.names())
+        self.used = set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def first_names(self, count: int) -> list[str]:
+        """Some names, for messages."""
+        return list(self._source.names())[:count]
+
+    def use(self, name: str) -> None:
+        """Raises ValueError: there is no such tensor."""
+        if name not in self._known:
+            raise ValueError(
+                f"the Hugging Face weights lack {name}, which the configuration asks for; are both of one model?"
+            )
+        self.used.add(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self.use(name)
+        return self._source.shape(name)
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        self.use(name)
+        return self._source.read(name, part)
+
+    def unused(self) -> list[str]:
+        """Tensors nobody asked for, without the buffers that are computed here."""
+        return [name for name in self._source.names() if name not in self.used and not _BUFFERS.fullmatch(name)]

@@ -1,0 +1,292 @@
+"""What a training loop written for one process gets wrong around a pipeline, without an error of torch's:
+gradient clipping by the norm of one stage, a DDP over ranks of other stages, another batch per rank."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.collectives import all_gather, all_gather_objects
+from core.parallel_state.collectives.checks import checksum
+from core.parallel_state.collectives.groups import ranks_of
+from core.parallel_state.state import ParallelState
+
+SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
+SAMPLED_ELEMENTS = 2  # of each, the largest ones
+UNIFORM = 1e-4  # relative: elements scaled by one factor differ by rounding only
+DIFFERENT = 0.01  # relative: ranks whose factors differ by more clipped by different norms
+
+
+def _is_watched_step(steps: int) -> bool:
+    """Steps 1, 2, 4, 8 ...: checks cost a collective, mistakes of a loop show early."""
+    return steps > 0 and not steps & (steps - 1)  # a power of two has one bit, which minus 1 clears
+
+
+@dataclass(frozen=True)
+class _SampledElements:
+    """The largest elements of a gradient as a pipeline's step left them."""
+
+    parameter: nn.Parameter
+    flat: Tensor
+    indices: Tensor
+    before: Tensor
+
+    @classmethod
+    def sample(cls, parameter: nn.Parameter) -> "_SampledElements":
+        assert parameter.grad is not None
+        flat = parameter.grad.reshape(-1)
+        indices = flat.abs().topk(min(SAMPLED_ELEMENTS, flat.numel())).indices
+        return cls(parameter, flat, indices, flat[indices])
+
+    def factors(self) -> Tensor:
+        """By what each was multiplied since; [0] if the gradient is another tensor now (a sum over replicas)."""
+        gradient = self.parameter.grad
+        ratios = self.flat[self.indices] / self.before
+        if gradient is None or gradient.data_ptr() != self.flat.data_ptr():
+            return ratios[:0]
+        return ratios
+
+
+class ScaleWatch:
+    """Finds gradient clipping by the norm of one rank's stages.
+
+    `torch.nn.utils.clip_grad_norm_` on each rank multiplies all its gradients by one factor, which differs from that
+    of other ranks. So a few elements per rank are remembered when a pipeline's step ends, and looked at again when
+    an optimizer steps; the factors of all ranks are compared at the end of steps 2, 3, 5, 9 ... by one all-gather of
+    one number over the world. Noise, clipping by value, signs or a rate per parameter change elements by factors of
+    their own: there is nothing to compare.
+    """
+
+    def __init__(self, ps: ParallelState) -> None:
+        self._ps, self._steps = ps, 0
+        self._samples: list[_SampledElements] = []
+        self._factor: Tensor | None = None  # [1]: of this rank's gradients, NaN if they have not one factor
+        self._gradient_watch: _GradientWatch | None = None
+        weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            watch = weak_self()
+            if watch is not None:
+                watch._look_at_factors(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def before_call(self) -> None:
+        """A call of the pipeline begins: what it does with parameters is not by hand."""
+        if self._gradient_watch is not None:
+            self._gradient_watch.close()
+
+    @torch.no_grad()
+    def after_step(self, modules: Sequence[nn.Module]) -> None:
+        """Compare what the optimizer's last step saw, and sample the smallest of the new gradients.
+
+        Raises ValueError, on every rank: factors that differ.
+        """
+        if _is_watched_step(self._steps):
+            self._compare_factors()
+        self._steps += 1
+        self._samples, self._factor = [], None
+        if not _is_watched_step(self._steps):
+            return
+        # parameters in order, each once; sparse gradients are left out
+        parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+        candidates = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        for parameter in sorted(candidates, key=Tensor.numel)[:SAMPLED_GRADIENTS]:
+            if parameter.numel():
+                self._samples.append(_SampledElements.sample(parameter))
+        if self._gradient_watch is None:
+            self._gradient_watch = _GradientWatch(modules)
+        self._gradient_watch.open()
+
+    def _look_at_factors(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "
+                "ranks; use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
+            )
+        if not self._samples or self._factor is not None:
+            return
+        optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        factors = [sample.factors() for sample in self._samples if id(sample.parameter) in optimized_ids]
+        if not factors:
+            return
+        all_factors = torch.cat(factors).double()
+        all_factors = all_factors[all_factors.isfinite()]  # a zero element has no factor
+        if all_factors.numel():
+            is_uniform = (all_factors - all_factors[0]).abs().max() <= UNIFORM * all_factors[0].abs()
+            self._factor = torch.where(is_uniform, all_factors[:1], torch.nan)
+
+    def _compare_factors(self) -> None:
+        local_factor = self._factor
+        if local_factor is None:
+            local_factor = torch.full((1,), torch.nan, dtype=torch.float64)
+        factors = all_gather(local_factor.to(self._ps.device), self._ps.world)
+        known = factors[factors.isfinite()]
+        if known.numel() and known.max() - known.min() > DIFFERENT * known.max():
+            raise ValueError(
+                f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
+                f"another before the optimizer's step {self._steps}: torch.nn.utils.clip_grad_norm_ takes the "
+                "norm of one rank's stages; use core.optimizer.clip_grad_norm_, which takes the model's"
+            )
+
+
+class _GradientWatch:
+    """Warns of norms and reductions of gradients, taken by hand between a pipeline's steps.
+
+    It listens after steps 1, 2, 4, 8 ... A norm over several gradients of one rank is not the model's, which is over
+    all stages. The same goes for norms, products and random draws of weights that tensor ranks split.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._reduced_ids: set[int] = set()  # of parameters whose gradients were reduced
+        self._by_hand: ByHand | None = ByHand(self._hear, gradients=True)
+
+    def open(self) -> None:
+        if self._by_hand is not None:
+            self._reduced_ids.clear()
+            self._by_hand.open(parameter for module in self._modules for parameter in module.parameters())
+
+    def close(self) -> None:
+        if self._by_hand is not None:
+            self._by_hand.close()
+
+    def _hear(self, heard: Heard) -> None:
+        is_reduction = heard.kind == "reduction"
+        if heard.sees_only_shard:
+            self._warn_once(heard.message(*self._modules))
+        elif is_reduction and heard.joined and not heard.of_gradient:
+            self._warn_once(
+                f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
+                "parallel_state.get_pipeline_model_parallel_group()"
+            )
+        elif is_reduction and heard.of_gradient:
+            # one gradient alone may be looked at; two in a row are on their way to a norm
+            self._reduced_ids.add(id(heard.parameter))
+            if len(self._reduced_ids) > 1 or heard.joined:
+                self._warn_once(
+                    "gradients were reduced by hand (norm, max, mean): together they are of this rank's stages. "
+                    "core.optimizer.get_grad_norm(parameters) is the model's norm, core.optimizer.clip_grad_norm_ "
+                    "clips by it"
+                )
+
+    def _warn_once(self, message: str) -> None:
+        if self._by_hand is not None:
+            self._by_hand.end()
+            self._by_hand = None
+        warnings.warn(message, stacklevel=5)
+
+
+class BatchWatch:
+    """Compares, in steps 1, 2, 4, 8 ..., the batches that the pipeline ranks of a replica were given.
+
+    The first stage reads its inputs from one, the last its labels from another: a sampler over all ranks, or a seed
+    per rank, pairs inputs with other samples' labels. One all-gather of a few numbers over pp, at the end of such a
+    step, when every rank is known to be there.
+    """
+
+    def __init__(self, ps: ParallelState) -> None:
+        self._group, self._steps, self._has_warned = ps.group("pp"), 0, False
+        self._fingerprints: dict[str, list[Any]] | None = None  # name -> dtype, shape, checksum
+
+    def before_step(self, batch: Any) -> None:
+        """Remember a fingerprint of every tensor that this rank was given."""
+        self._steps += 1
+        if self._group is None or self._has_warned or not _is_watched_step(self._steps):
+            return
+        leaves = pytree.tree_flatten_with_path(batch)[0] if batch is not None else []
+        self._fingerprints = {}
+        for path, leaf in leaves:
+            is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+            if is_dense and leaf.numel():
+                self._fingerprints[pytree.keystr(path)] = [str(leaf.dtype), *leaf.shape, int(checksum(leaf))]
+
+    def after_step(self) -> None:
+        """Warns, once, on all pipeline ranks: tensors of one name and shape whose values differ."""
+        if self._fingerprints is None or self._group is None:
+            return
+        per_rank = all_gather_objects(self._fingerprints, self._group)
+        self._fingerprints = None
+        for rank, fingerprints in enumerate(per_rank):
+            for name, fingerprint in fingerprints.items():
+                other = _first_different(per_rank, name, fingerprint)
+                if other is not None:
+                    self._has_warned = True
+                    ranks = self._group.ranks
+                    warnings.warn(
+                        f"the batch{name} of rank {ranks[rank]} is not that of rank {ranks[other]}, and both belong "
+                        "to one pipeline: the first stage reads inputs from its own, the last one labels. Give all "
+                        "the same (sampler: rank=parallel_state.get_data_parallel_rank(), num_replicas="
+                        "parallel_state.get_data_parallel_world_size(), one seed), or None where nothing is read",
+                        stacklevel=4,
+                    )
+                    return
+
+
+def _first_different(per_rank: Sequence[dict[str, list[Any]]], name: str, fingerprint: list[Any]) -> int | None:
+    """The first rank whose tensor of this name has the same dtype and shape, but other values."""
+    for rank, fingerprints in enumerate(per_rank):
+        other = fingerprints.get(name)
+        if other is not None and other[:-1] == fingerprint[:-1] and other != fingerprint:
+            return rank
+    return None
+
+
+class LossWatch:
+    """Listens to `loss_fn` in a pipeline's first step: a penalty over the modules' weights there counts for the
+    stages of the rank that computes the loss, and for no others."""
+
+    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._has_warned = modules, False
+        self._by_hand = ByHand(self._hear) if ps.size("pp") > 1 else None
+
+    def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss_fn`, listened to; itself from the second step on."""
+        by_hand, self._by_hand = self._by_hand, None
+        if by_hand is None:
+            return loss_fn
+
+        def listened(*arguments: Any) -> Any:
+            by_hand.open(parameter for module in self._modules for parameter in module.parameters())
+            try:
+                return loss_fn(*arguments)
+            finally:
+                by_hand.close()
+
+        return listened
+
+    def _hear(self, heard: Heard) -> None:
+        if heard.kind == "reduction" and not heard.of_gradient and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"loss_fn takes a {heard.name} of weights: only those of this rank's stages count, it is called "
+                "where the last stage is. Use weight_decay, or call backward() on every rank, after step, for a "
+                "penalty of its own stages",
+                stacklevel=5,
+            )
+
+
+def refuse_other_groups(modules: Sequence[nn.Module], ps: ParallelState) -> None:
+    """Raise ValueError for a DistributedDataParallel whose ranks are not the replicas of its stage."""
+    group = ps.group("dp-cp")
+    replicas = group.ranks if group is not None else (ps.rank,)
+    for module in modules:
+        for submodule in module.modules():
+            if not isinstance(submodule, DistributedDataParallel):
+                continue
+            ddp_ranks = ranks_of(submodule.process_group)
+            if ddp_ranks != replicas:
+                raise ValueError(
+                    f"DistributedDataParallel averages over ranks {list(ddp_ranks)}, the replicas of this stage "
+                    f"are {list(replicas)}: others hold other stages; use "
+                    "core.data_parallel.DistributedDataParallel, or "
+                    "process_group=parallel_state.get_data_parallel_group()"
+                )

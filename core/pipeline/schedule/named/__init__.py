@@ -1,0 +1,1 @@
+"""The schedules of the papers, one function each: on looped placements, and on a V."""

@@ -1,0 +1,262 @@
+"""Today's families: scaled rotary positions, windows, fused projections; and every field of a configuration."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers.models.mistral import modeling_mistral
+from transformers.models.phi3 import modeling_phi3
+
+from core.models.gpt import GPTModel
+from core.models.huggingface import FAMILIES, canonical, from_huggingface, load_huggingface
+from core.models.huggingface.sources import Folder
+from core.parallel_state import ParallelState, layout_of
+from core.transformer import attention
+from tests.models.test_huggingface import COMMON, CONFIGS, in_float64
+from tests.parity.whole import assert_same, whole_gradients
+from tests.states import state
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e2}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+PHI3 = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+NO_PADDING = {"pad_token_id": None}  # whose row of the embedding gets no gradient there
+SLIDES = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+TODAY = {
+    "llama3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=dict(LLAMA3)),
+    "linear": lambda: transformers.LlamaConfig(
+        **COMMON, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=5, head_dim=6),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON, **SLIDES),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, **SLIDES, head_dim=12),
+    "phi3": lambda: transformers.Phi3Config(
+        **COMMON, pad_token_id=None, sliding_window=7, rope_parameters=dict(PHI3)
+    ),
+}
+
+
+def frequencies(config, d):
+    """Of Llama 3.1's and linear scaling, in float64; transcribed from their publications."""
+    rope, out = config.rope_parameters, []
+    for i in range(0, d, 2):
+        frequency = rope["rope_theta"] ** -(i / d)
+        wavelength = 2 * math.pi / frequency
+        if rope["rope_type"] == "linear":
+            frequency /= rope["factor"]
+        elif rope["rope_type"] == "llama3":
+            long = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+            short = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+            if wavelength > long:
+                frequency /= rope["factor"]
+            elif wavelength > short:
+                smooth = rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]
+                smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
+                frequency = (1 - smooth) * frequency / rope["factor"] + smooth * frequency
+        out.append(frequency)
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def exactly(patch):
+    """Their parts that compute in float32, in float64."""
+    in_float64(patch)
+
+    def norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def rotary(self, x, position_ids):
+        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
+        return torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+
+    for module, kind in ((modeling_mistral, "Mistral"), (modeling_phi3, "Phi3")):
+        patch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
+        patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
+    patch.setattr(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
+
+
+def random_model(config):
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+    for p in model.parameters():  # biases start at zero and norms at one: make every number matter
+        torch.nn.init.normal_(p, std=0.2, mean=float(p.dim() == 1))
+    return model
+
+
+def compare(kind, tp):
+    theirs = random_model(TODAY[kind]())
+    tokens = torch.randint(101, (2, 16))
+    with pytest.MonkeyPatch.context() as patch:
+        exactly(patch)
+        want = theirs(tokens).logits
+        want.sin().sum().backward()
+    ps = state(tp=tp)
+    model = GPTModel(**from_huggingface(theirs.config, params_dtype=torch.float64).arguments(), parallel=ps)
+    load_huggingface(model, theirs.state_dict())
+    got = model.gather_logits(model(tokens))
+    got.sin().sum().backward()
+    assert_same({"logits": got}, {"logits": want}, 1e-9)
+    gradients = {n: p.grad for n, p in theirs.named_parameters()}
+    assert_same(whole_gradients(model, ps), canonical(gradients, model.config), 1e-9)
+
+
+@pytest.mark.parametrize("kind", TODAY)
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_logits_and_gradients_equal_transformers(ranks, kind, tp):
+    ranks(compare, kind, tp, world=tp)
+
+
+@pytest.mark.parametrize("strip", [1, 3, 16])
+def test_a_window_is_attended_to_strip_by_strip(monkeypatch, strip):
+    """Nothing of size [s, s], and the same numbers, also with a mask of the user's own."""
+    monkeypatch.setattr(attention, "STRIP", strip)
+    model = GPTModel(**from_huggingface(TODAY["mistral"]()).arguments(), parallel=ParallelState.single("cpu")).eval()
+    core, window = model.decoder.layers[0].self_attention.core_attention, 5
+    q, k, v = torch.randn(2, 8, 16, 6), torch.randn(2, 4, 16, 6), torch.randn(2, 4, 16, 6)
+    distance = torch.arange(16)[:, None] - torch.arange(16)
+    seen = (distance >= 0) & (distance < window)
+    mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
+    mask[1, :, 9:, 8] = True
+    sizes = []
+    monkeypatch.setattr(
+        attention.F,
+        "scaled_dot_product_attention",
+        lambda *a, _true=torch.nn.functional.scaled_dot_product_attention, **k: (
+            (sizes.append(a[3].shape[-2:].numel()) if a[3] is not None else None) or _true(*a, **k)
+        ),
+    )
+    got = [core(q, k, v), core(q, k, v, mask)]
+    assert max(sizes) <= min(strip, 16) * (min(strip, 16) + window - 1)
+    monkeypatch.undo()
+    for one, hidden in zip(got, (torch.zeros_like(mask), mask), strict=True):
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen & ~hidden, enable_gqa=True)
+        torch.testing.assert_close(one, want)
+
+
+SMALL = {"initializer_range", "rms_norm_eps", "layer_norm_epsilon"}  # numbers that would not matter if they grew by 1
+
+
+def changed(name, value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1 if name in ("vocab_size", "sliding_window") else 2 * value or 1
+    if isinstance(value, float):
+        return 100 * value if name in SMALL else value / 2 or 0.5
+    return None
+
+
+def fields():
+    for kind, config in [*CONFIGS.items(), *TODAY.items()]:
+        for name, value in config().to_dict().items():
+            if changed(name, value) is not None and name != "transformers_version":
+                yield pytest.param(config, name, id=f"{kind}-{name}", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("config, name", list(fields()))
+def test_a_changed_field_gives_their_numbers_or_is_refused(config, name):
+    """Flips each numeric and boolean field: never another number without a word."""
+    flipped = config()
+    try:
+        setattr(flipped, name, changed(name, getattr(flipped, name)))
+        theirs = random_model(flipped).eval()
+        tokens = torch.randint(100, (2, 12), generator=torch.Generator().manual_seed(0))
+        want = theirs(tokens).logits
+    except Exception as error:
+        pytest.xfail(f"transformers itself refuses it: {error}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a field that nobody reads is told
+        try:
+            ours = from_huggingface(theirs.config, params_dtype=torch.float64)
+            model = GPTModel(**ours.arguments(), parallel=ParallelState.single("cpu")).eval()
+        except (ValueError, UserWarning) as error:
+            assert name in str(error)
+            return
+    load_huggingface(model, theirs.state_dict())
+    torch.testing.assert_close(model(tokens), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_field_that_nobody_reads_is_told():
+    config = {**CONFIGS["llama"]().to_dict(), "logit_scale": 0.5}
+    with pytest.warns(UserWarning, match="the configuration says logit_scale, which nothing here reads"):
+        from_huggingface(config)
+
+
+def test_every_family_is_compared():
+    assert {config().model_type for config in [*CONFIGS.values(), *TODAY.values()]} == FAMILIES.keys()
+
+
+# a folder of safetensors files
+
+
+def saved(tmp_path, kind, **options):
+    model = random_model({**CONFIGS, **TODAY}[kind]()).float()
+    model.save_pretrained(tmp_path / "hf", **options)
+    return model, tmp_path / "hf"
+
+
+class Counted(Folder):
+    """Counts the elements that are read."""
+
+    elements = 0
+
+    def read(self, name, part):
+        values = super().read(name, part)
+        Counted.elements += values.numel()
+        return values
+
+
+def read_on_a_rank(folder, kind):
+    from core.models.huggingface import reading
+
+    ps = state(tp=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "Folder", Counted)
+        model = GPTModel(**from_huggingface(folder).arguments(), parallel=ps)
+        Counted.elements = 0
+        load_huggingface(model, folder)
+    needed = sum(
+        math.prod(part.stop - part.start for part in layout_of(p).box(ps.coordinate, ps.sizes))
+        for p in model.parameters()
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    other = GPTModel(**from_huggingface(folder).arguments(), parallel=ps)
+    load_huggingface(other, theirs.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return Counted.elements / needed
+
+
+@pytest.mark.parametrize("kind", ["llama3", "phi3", "gpt2-untied"])
+def test_each_rank_reads_its_own_rows_and_columns(ranks, tmp_path, kind):
+    """Bytes read by all ranks over bytes of their boxes, at TP=4: at most 1.05."""
+    _, folder = saved(tmp_path, kind, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert max(ranks(read_on_a_rank, folder, kind, world=4)) <= 1.05
+
+
+def test_folders_that_cannot_be_read(tmp_path):
+    _, folder = saved(tmp_path, "llama", max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    model = GPTModel(**from_huggingface(folder).arguments(), parallel=ParallelState.single("cpu"))
+    whole = shards[1].read_bytes()
+    shards[1].write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=f"{shards[1].name} is damaged or truncated"):
+        load_huggingface(model, folder)
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=f"lacks 1 of {len(shards)} files, {shards[1].name}; fetch it again"):
+        load_huggingface(model, folder)
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle that could run code"):
+        load_huggingface(model, str(folder))
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"holds a list, a configuration is an object"):
+        from_huggingface(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": {"bits": 4}}))
+    with pytest.raises(ValueError, match=r"quantization_config=\{'bits': 4\} is not supported; dequantize"):
+        from_huggingface(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config.json does not exist; give a folder"):
+        from_huggingface(folder)
