@@ -289,7 +289,7 @@ class CheckpointRoot:
     def sweep(self, name: int | str | None = None, *, thorough: bool = False) -> list[str]:
         """Removes what killed jobs left, and puts back a checkpoint whose replacement was never finished.
 
-        With a `name`: in an object store only what belongs to it. `thorough`: there also what the index does not list.
+        `name`: in an object store only what belongs to it. `thorough`: there also what the index does not list.
         """
         return self._strategy.sweep(self.stale_s, "" if name is None else self._checked_name(name), thorough=thorough)
 
