@@ -1,8 +1,8 @@
-"""Arithmetic that a user's own code does with weights and gradients of which other ranks hold the rest.
+"""Detects arithmetic that a program does by hand with weights and gradients of which other ranks hold the rest.
 
-`p.norm()`, `p @ p.T`, `torch.randn_like(p)`, `p[0]` call nothing of ours, fail nowhere and are of one rank's part. So
-now and then, in steps 1, 2, 4, 8 ... of a model, between its forwards, parameters are of a class that sees which
-functions are called on them. In all other steps they are plain ones: nothing is slower.
+`p.norm()`, `p @ p.T`, `torch.randn_like(p)`, `p[0]` call nothing of ours, raise nothing and silently use one rank's
+shard. So in steps 1, 2, 4, 8 ... of a model, between its forwards, parameters get a class that sees which functions
+are called on them. In all other steps they are plain ones: nothing is slower.
 """
 
 import sys
@@ -27,34 +27,34 @@ _REDUCTIONS = """
     matrix_rank cosine_similarity dist cdist cov corrcoef nansum nanmean trace
 """
 _PRODUCTS = "matmul mm bmm mv dot inner outer vdot linear einsum tensordot addmm baddbmm chain_matmul multi_dot kron"
-# one seed on all ranks draws the same for every part
+# with one seed on all ranks every shard gets the same numbers
 _DRAWS = """
     randn_like rand_like randint_like normal_ uniform_ bernoulli bernoulli_ dropout feature_dropout exponential_
     cauchy_ geometric_ log_normal_ random_ trunc_normal_ multinomial
 """
-# rows by number are other rows of the whole one
+# row numbers of a shard are not row numbers of the full tensor
 _INDICES = """
     getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
     index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy
     tolist
 """
-_WHOLE = {
+_KIND_OF_FUNCTION = {
     **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
     **dict.fromkeys(_PRODUCTS.split(), "product"),
     **dict.fromkeys(_DRAWS.split(), "draw"),
     **dict.fromkeys(_INDICES.split(), "index"),
 }
-NOT_OF_PARTS = {"reduction", "product", "draw", "index"}  # of a part they are not the part of the whole one's
+WRONG_ON_SHARDS = {"reduction", "product", "draw", "index"}  # their result on a shard is not the shard of the result
 # torch's own frames between a program and `__torch_function__`
-_BETWEEN = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
-_BETWEEN |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"}
+_TORCH_FRAMES = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
+_TORCH_FRAMES |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"}
 
 
-def _is_users(frame: Any) -> bool:
+def _called_by_program(frame: Any) -> bool:
     """Whether a program called, not torch's or our own code; torch.nn.utils is a program's hand."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module not in _BETWEEN and not module.startswith("torch.nn.utils."):
+        if module not in _TORCH_FRAMES and not module.startswith("torch.nn.utils."):
             return not module.startswith(("torch.", "core.")) and module != "torch"
         frame = frame.f_back
     return False
@@ -72,29 +72,29 @@ def _makes_parameter(frame: Any) -> bool:
     return frame is not None and frame.f_globals.get("__name__") == "torch.nn.parameter"
 
 
-def _name(func: Any) -> str:
+def _function_name(func: Any) -> str:
     """vector_norm of `torch.linalg.vector_norm`, matmul of `@`, grad of `p.grad`."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return str(func.__self__.__name__)
-    return name if name in _WHOLE else name.removeprefix("linalg_").removeprefix("__r").strip("_")
+    return name if name in _KIND_OF_FUNCTION else name.removeprefix("linalg_").removeprefix("__r").strip("_")
 
 
 class ByHand:
-    """Tells `hear(Heard)` of the functions that a program calls on the parameters it was opened with.
+    """Calls `report(Heard)` for the functions that a program calls on the parameters it was opened with.
 
-    Nothing is told of elementwise functions, views and facts. While an optimizer steps, parameters are plain.
+    Elementwise functions, views and attributes are not reported. While an optimizer steps, parameters are plain.
     saw_step: an optimizer has stepped while it was open (fused ones leave no other trace).
     """
 
-    def __init__(self, hear: Callable[["Heard"], None], *, gradients: bool = False) -> None:
-        self._hear, self._gradients, self.is_open, self.saw_step = hear, gradients, False, False
+    def __init__(self, report: Callable[["Heard"], None], *, gradients: bool = False) -> None:
+        self._report, self._gradients, self.is_open, self.saw_step = report, gradients, False, False
         self._parameters: list[Parameter] = []
         self._followed: list[weakref.ref[Tensor]] = []  # results and gradients, to be given their own class back
         self._wrapped: list[tuple[dict, int, Callable]] = []  # a tensor's hooks, which one, what it was
         self._parameter, self._result = _classes(self)
         self._hooks = [
-            weakref.finalize(self, register(_on(self, method)).remove)
+            weakref.finalize(self, register(_weak_hook(self, method)).remove)
             for register, method in (
                 (register_optimizer_step_pre_hook, ByHand._plain),
                 (register_optimizer_step_post_hook, ByHand._stepped),
@@ -140,8 +140,8 @@ class ByHand:
         self._plain_results()
 
     def _plain_results(self) -> None:
-        for kept in self._followed:
-            if hasattr(tensor := kept(), "listener"):
+        for reference in self._followed:
+            if hasattr(tensor := reference(), "listener"):
                 tensor.listener = None  # type: ignore[union-attr]
             elif type(tensor) is self._result:
                 tensor.__class__ = Parameter if getattr(tensor, "_is_param", False) else Tensor
@@ -151,13 +151,13 @@ class ByHand:
         """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
 
         def listened(hook: Callable, gradient: Tensor) -> Any:
-            outside, self._followed = self._followed, []
+            outer_followed, self._followed = self._followed, []
             self._follow(gradient, Heard(parameter, True))
             try:
                 return hook(gradient)
             finally:
                 self._plain_results()
-                self._followed = outside
+                self._followed = outer_followed
 
         hooks: dict = parameter._backward_hooks or {}
         for key, hook in hooks.items():
@@ -170,11 +170,11 @@ class ByHand:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             caller = sys._getframe(2)
-            if not self.is_open or not (_is_users(caller) or _makes_parameter(caller)):
+            if not self.is_open or not (_called_by_program(caller) or _makes_parameter(caller)):
                 return result
-            name = _name(func)
-            kind = _WHOLE.get(name)  # None: elementwise, a view, a fact
-            source, part = self._listened((*args, *kwargs.values()))
+            name = _function_name(func)
+            kind = _KIND_OF_FUNCTION.get(name)  # None: elementwise, a view, a fact
+            source, tensor = self._listened((*args, *kwargs.values()))
             if name == "grad":
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
@@ -183,34 +183,34 @@ class ByHand:
                     self._followed.append(weakref.ref(result))
                 return result
             if name == "all_reduce":
-                self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
+                self._report(replace(source, kind="sum", name=name, group=kwargs.get("group")))
             if kind is not None:
-                many = name.startswith("foreach")
-                self._hear(replace(source, kind=kind, name=name, joined=source.joined or many))
+                on_list = name.startswith("foreach")
+                self._report(replace(source, kind=kind, name=name, joined=source.joined or on_list))
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
             source = replace(source, joined=source.joined or joins)
-            if kind is None and type(result) is Tensor and (joins or result.numel() == part.numel()):
+            if kind is None and type(result) is Tensor and (joins or result.numel() == tensor.numel()):
                 self._follow(result, source)
         return result
 
     def _called_inside(self, source: "Heard", func: Any, result: Any) -> None:
         """A gradient that lies in buckets was given to an operator of aten."""
-        if not self.is_open or not _is_users(sys._getframe(2)):
+        if not self.is_open or not _called_by_program(sys._getframe(2)):
             return
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
-        if name in _WHOLE:
-            self._hear(replace(source, kind=_WHOLE[name], name=name))
+        if name in _KIND_OF_FUNCTION:
+            self._report(replace(source, kind=_KIND_OF_FUNCTION[name], name=name))
         elif type(result) is Tensor and result.shape == source.parameter.shape:
             self._follow(result, source)
 
-    def _listened(self, given: Iterable[Any]) -> tuple["Heard", Tensor]:
-        for value in given:
+    def _listened(self, values: Iterable[Any]) -> tuple["Heard", Tensor]:
+        for value in values:
             if isinstance(value, self._parameter):
                 return Heard(value, False), value
             if isinstance(value, self._result):
                 return value.heard, value  # type: ignore[attr-defined]
             if isinstance(value, (list, tuple)) and any(
-                isinstance(v, (self._parameter, self._result)) for v in value
+                isinstance(value, (self._parameter, self._result)) for value in value
             ):
                 return self._listened(value)
         raise AssertionError("called without a tensor of these classes")
@@ -221,17 +221,21 @@ class ByHand:
             self._followed.append(weakref.ref(result))
 
 
-_WHOLE_IS = (
+_FULL_TENSOR_REMEDY = (
     "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
     "parallel_state.get_tensor_model_parallel_group()"
 )
-_NORM_IS = "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
+_NORM_REMEDY = (
+    "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
+)
 
 
 @dataclass(frozen=True)
 class Heard:
-    """kind: one of `NOT_OF_PARTS`, or "sum", by the function `name`, on a parameter or its gradient, or on what came
-    of either by elementwise functions."""
+    """A function `name` of one of the kinds `WRONG_ON_SHARDS`, or "sum".
+
+    Called on a parameter or its gradient, or on what elementwise functions made of either.
+    """
 
     parameter: Parameter
     of_gradient: bool
@@ -241,55 +245,57 @@ class Heard:
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
 
     @property
-    def is_of_part(self) -> bool:
+    def sees_only_shard(self) -> bool:
         """Whether tensor ranks hold the rest of what was reduced, multiplied or drawn for."""
         layout = layout_of(self.parameter)
-        part = "tp" in layout.split and tuple(self.parameter.shape) != layout.padded_shape()
-        return part and self.kind in NOT_OF_PARTS
+        tensor = "tp" in layout.split and tuple(self.parameter.shape) != layout.padded_shape()
+        return tensor and self.kind in WRONG_ON_SHARDS
 
-    def words(self, *modules: nn.Module) -> str:
+    def message(self, *modules: nn.Module) -> str:
         """What a user reads of a function of a part; the parameter is one of the modules'."""
         named = (pair for module in modules for pair in module.named_parameters())
         name = next((name for name, p in named if p is self.parameter), "a parameter")
-        shape, whole = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
-        of = "the gradient of " if self.of_gradient else ""
+        shape, full_shape = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
+        subject = "the gradient of " if self.of_gradient else ""
         if self.kind == "index":
-            other = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
+            remedy = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
         elif self.of_gradient:
-            other = _NORM_IS
+            remedy = _NORM_REMEDY
         elif self.kind == "draw":
-            other = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
+            remedy = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
         else:
-            other = _WHOLE_IS
-        return f"{self.name} by hand sees {shape} of {of}{name}, this tensor rank's part of {whole}: {other}"
+            remedy = _FULL_TENSOR_REMEDY
+        return (
+            f"{self.name} by hand sees {shape} of {subject}{name}, this tensor rank's part of {full_shape}: {remedy}"
+        )
 
 
-def _on(by_hand: ByHand, method: Callable[[ByHand], None]) -> Callable[..., None]:
+def _weak_hook(by_hand: ByHand, method: Callable[[ByHand], None]) -> Callable[..., None]:
     """A hook that does not keep `by_hand` alive."""
-    kept = weakref.ref(by_hand)
+    reference = weakref.ref(by_hand)
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (found := kept()) is not None and found.is_open:
-            method(found)
+        if (listener := reference()) is not None and listener.is_open:
+            method(listener)
 
     return hook
 
 
 def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
     """The classes of parameters and of results that report to `by_hand`; copies and files hold plain ones."""
-    kept = weakref.ref(by_hand)
+    reference = weakref.ref(by_hand)
 
     def called(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if (found := kept()) is not None:
-            return found.called(func, args, kwargs or {})
+        if (listener := reference()) is not None:
+            return listener.called(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def copied(self: Tensor, memo: dict) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             plain: Tensor = self.detach().clone()
-        memo[id(self)] = made = Parameter(plain, self.requires_grad) if isinstance(self, Parameter) else plain
-        return made
+        memo[id(self)] = copy = Parameter(plain, self.requires_grad) if isinstance(self, Parameter) else plain
+        return copy
 
     def reduced(self: Tensor, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,23 +1,23 @@
-"""How many ways each axis splits the world. Pure: all mistakes are told before any process group exists."""
+"""How many ways each axis splits the world. Pure: all mistakes are named before any process group exists."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 
 AXES = ("pp", "dp", "cp", "tp")
-_TRIED = 65536  # divisors are for messages: a number with a typing error in it must not take minutes
+_LARGEST_TRIED = 65536  # divisors are for messages: a mistyped number must not take minutes
 
 
 def divisors(n: int) -> list[int]:
     """Every divisor of `n`, ascending; above 2**32 only those that are at most 65536, or `n` over one of these."""
-    small = [d for d in range(1, min(isqrt(max(n, 0)), _TRIED) + 1) if n % d == 0]
+    small = [d for d in range(1, min(isqrt(max(n, 0)), _LARGEST_TRIED) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def raise_all(what: str, rules: Iterable[tuple[bool, str]]) -> None:
+def raise_all(subject: str, rules: Iterable[tuple[bool, str]]) -> None:
     """Raise one ValueError with the message of every rule (holds, message) that does not hold."""
     if wrong := [message for holds, message in rules if not holds]:
-        raise ValueError(f"{what}: " + "; ".join(wrong))
+        raise ValueError(f"{subject}: " + "; ".join(wrong))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,10 @@ class ParallelConfig:
 
     def _world_rules(self, world: int) -> Iterator[tuple[bool, str]]:
         ranks = self.model_ranks
-        below = world // ranks * ranks
-        nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
+        next_smaller = world // ranks * ranks
+        nearest = f"{next_smaller} or {next_smaller + ranks}" if next_smaller else f"{ranks}"
         others = world // self.pipeline // self.context if world % (self.pipeline * self.context) == 0 else 0
-        remedy = f"; with {world} ranks tensor may be {_list(divisors(others))}" if others else ""
+        remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}" if others else ""
         yield (
             world % ranks == 0,
             f"world size {world} is not a multiple of tensor({self.tensor}) x pipeline({self.pipeline}) x "
@@ -106,11 +106,11 @@ class ParallelConfig:
         yield (
             folded % self.expert == 0,
             f"expert={self.expert} does not divide data({data}) x context({self.context}) x tensor({self.tensor})"
-            f" = {folded}; valid: {_list(divisors(folded))}",
+            f" = {folded}; valid: {_listed(divisors(folded))}",
         )
         yield (
             data % self.replicate == 0,
-            f"replicate={self.replicate} does not divide data({data}); valid: {_list(divisors(data))}",
+            f"replicate={self.replicate} does not divide data({data}); valid: {_listed(divisors(data))}",
         )
 
     def sizes(self) -> dict[str, int]:
@@ -127,5 +127,5 @@ class ParallelConfig:
         return prod((self.model_ranks, self.data))
 
 
-def _list(values: list[int]) -> str:
+def _listed(values: list[int]) -> str:
     return ", ".join(map(str, values))

@@ -17,23 +17,25 @@ def local_device(kind: str | None = None) -> torch.device:
     Raises ValueError: an accelerator that this machine lacks, a local rank beyond its devices.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    have = accelerator.type if accelerator is not None else "none"
-    if kind is not None and kind.partition(":")[0] not in ("cpu", "meta", have):
-        raise ValueError(f"device {kind!r} asked for, but this machine's accelerator is: {have}; use device='cpu'")
-    wanted = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
-    if wanted.type in ("cpu", "meta"):
-        return torch.device(wanted.type)
-    index = wanted.index if wanted.index is not None else torch.accelerator.current_device_index()
+    available = accelerator.type if accelerator is not None else "none"
+    if kind is not None and kind.partition(":")[0] not in ("cpu", "meta", available):
+        raise ValueError(
+            f"device {kind!r} asked for, but this machine's accelerator is: {available}; use device='cpu'"
+        )
+    requested = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
+    if requested.type in ("cpu", "meta"):
+        return torch.device(requested.type)
+    index = requested.index if requested.index is not None else torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
-    if wanted.index is None and index == 0 and count > 1:  # nobody chose, and there is something to choose
+    if requested.index is None and index == 0 and count > 1:  # nobody chose, and there is something to choose
         index = int(os.environ.get("LOCAL_RANK", 0))
     if index >= count:
         raise ValueError(
-            f"this process wants device {index} of type {wanted.type}, this machine has {count}; start fewer "
+            f"this process wants device {index} of type {requested.type}, this machine has {count}; start fewer "
             "processes, name one as device='type:index', or use device='cpu'"
         )
     torch.accelerator.set_device_index(index)
-    return torch.device(wanted.type, index)
+    return torch.device(requested.type, index)
 
 
 def started_processes() -> int:
@@ -41,11 +43,11 @@ def started_processes() -> int:
 
     Raises ValueError: it is no number.
     """
-    text = os.environ.get("WORLD_SIZE") or "1"
+    world_size_text = os.environ.get("WORLD_SIZE") or "1"
     try:
-        return int(text)
+        return int(world_size_text)
     except ValueError:
-        raise ValueError(f"WORLD_SIZE={text!r} is no number of ranks; unset it") from None
+        raise ValueError(f"WORLD_SIZE={world_size_text!r} is no number of ranks; unset it") from None
 
 
 def expect_world(world_size: int) -> None:
@@ -66,10 +68,10 @@ def join_world(
     The backend is gloo for CPU tensors and the accelerator's own beside it.
     Raises ValueError: a device that is not there.
     """
-    place = local_device(device)
+    this_device = local_device(device)
     if started_processes() > 1 and not pg.is_initialized():
-        pg.init_world(backend or ("gloo" if place.type == "cpu" else None), timeout_s)
-    return place
+        pg.init_world(backend or ("gloo" if this_device.type == "cpu" else None), timeout_s)
+    return this_device
 
 
 @contextmanager
@@ -77,9 +79,9 @@ def launch(
     device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S
 ) -> Iterator[torch.device]:
     """`join_world`, and leave it at the end, error or not. Yields this rank's device."""
-    here = not pg.is_initialized()
+    joins = not pg.is_initialized()
     try:
         yield join_world(device, backend=backend, timeout_s=timeout_s)
     finally:
-        if here:
+        if joins:
             pg.destroy_world()

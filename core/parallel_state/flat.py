@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from math import prod
+from operator import itemgetter
 
 Box = tuple[tuple[int, int], ...]
 
@@ -29,16 +30,17 @@ def volume(box: Box) -> int:
     return elements
 
 
-def intersect(a: Box, b: Box) -> Box | None:
+def intersect(box: Box, other: Box) -> Box | None:
     """What two boxes of one tensor share; None if nothing."""
-    both = []
-    for (start, stop), (other_start, other_stop) in zip(a, b, strict=True):
-        first = start if start > other_start else other_start  # max() and min() take most of a plan's time
+    shared = []
+    for (start, stop), (other_start, other_stop) in zip(box, other, strict=True):
+        # comparisons instead of max() and min(), whose calls took most of the time of a checkpoint's plan
+        first = start if start > other_start else other_start
         last = stop if stop < other_stop else other_stop
         if first >= last:
             return None
-        both.append((first, last))
-    return tuple(both)
+        shared.append((first, last))
+    return tuple(shared)
 
 
 def relative(box: Box, outer: Box) -> Box:
@@ -67,6 +69,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [()]
+    # Rows of the first dim: the first and the last may be cut, those between are one box.
     row = prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     head, tail = start - first * row, stop - last * row
@@ -90,19 +93,21 @@ def flat_intervals(shape: tuple[int, ...], box: Box) -> list[tuple[int, int]]:
         return []
     if not shape:
         return [(0, 1)]
-    cut = max((d for d in range(len(shape)) if box[d] != (0, shape[d])), default=0)  # whole rows behind it
+    # behind the last dim that the box cuts everything is contiguous
+    cut = max((d for d in range(len(shape)) if box[d] != (0, shape[d])), default=0)
     row, starts = prod(shape[cut + 1 :]), [0]
     for dim in range(cut):
-        starts = [at * shape[dim] + i for at in starts for i in range(*box[dim])]
+        starts = [offset * shape[dim] + i for offset in starts for i in range(*box[dim])]
     first, last = box[cut]
-    return [((at * shape[cut] + first) * row, (at * shape[cut] + last) * row) for at in starts]
+    return [((offset * shape[cut] + first) * row, (offset * shape[cut] + last) * row) for offset in starts]
 
 
-PART_ALIGN = 64  # elements: where a rank's part begins, so that kernels treat an element alike wherever it is cut
+# elements: every rank's shard begins at a multiple, so that vector kernels group elements alike on any layout
+PART_ALIGN = 64
 
 
 def is_vector(name: str, shape: Sequence[int]) -> bool:
-    """A bias, or of at most one dim: not decayed, and small enough to be gathered with its stage."""
+    """A bias, or of at most one dim: not decayed, and small enough to be gathered with its pipeline stage."""
     return name.rpartition(".")[2] == "bias" or len(shape) <= 1
 
 
@@ -152,9 +157,9 @@ class Bucket:
     size: int
 
     def cut(self, ranks: int, rank: int) -> tuple[int, int]:
-        """The equal part of `rank`: half-open, in elements of the bucket."""
-        part = self.size // ranks
-        return rank * part, (rank + 1) * part
+        """The equal shard of `rank`: half-open, in elements of the bucket."""
+        shard_size = self.size // ranks
+        return rank * shard_size, (rank + 1) * shard_size
 
 
 def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size: int) -> tuple[Bucket, ...]:
@@ -162,13 +167,14 @@ def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size
 
     entries: in the order of execution, as modules name their parameters. ranks: over how many each group is cut. A
     bucket takes parameters of one key, last used first, until it has `bucket_size` elements; it is padded at its end
-    to a multiple of ranks x PART_ALIGN, so that every rank's part is equal and begins at a multiple of PART_ALIGN.
+    to a multiple of ranks x PART_ALIGN, so that every rank's shard is equal and begins at a multiple of PART_ALIGN.
     Inside it, sizes that are no multiple of PART_ALIGN come last: the others begin where kernels want them.
     Raises ValueError: bucket_size below 1.
     """
     if bucket_size < 1:
         raise ValueError(f"bucket_size={bucket_size} must be at least 1 element")
-    closed: list[tuple[int, list[Entry]]] = []  # (position of the last one, entries)
+    # Walk backwards, as backward does: the bucket that is full first is complete first.
+    closed: list[tuple[int, list[Entry]]] = []  # (position of its last entry, entries)
     filling: dict[tuple, list[Entry]] = {}
     sizes: dict[tuple, int] = {}
     for position, entry in enumerate(reversed(entries)):
@@ -180,15 +186,15 @@ def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size
             del sizes[key]
     last = {entry.name: position for position, entry in enumerate(reversed(entries))}
     closed += [(last[members[-1].name], members) for members in filling.values()]
-    return tuple(_bucket(members, ranks[members[0].group]) for _, members in sorted(closed, key=lambda c: c[0]))
+    return tuple(_bucket(members, ranks[members[0].group]) for _, members in sorted(closed, key=itemgetter(0)))
 
 
 def _bucket(members: list[Entry], ranks: int) -> Bucket:
-    slots, at = [], 0
-    for entry in sorted(members, key=lambda e: e.size % PART_ALIGN != 0):
-        slots.append(Slot(entry.name, at, at + entry.size))
-        at += entry.size
+    slots, offset = [], 0
+    for entry in sorted(members, key=lambda entry: entry.size % PART_ALIGN != 0):
+        slots.append(Slot(entry.name, offset, offset + entry.size))
+        offset += entry.size
     first, step = members[0], ranks * PART_ALIGN
     unit = "" if first.vector else first.unit
-    size = -(-at // step) * step or step  # parameters without elements have a bucket too
+    size = -(-offset // step) * step or step  # parameters without elements have a bucket too
     return Bucket(first.stage, unit, first.group, first.dtype, first.vector, tuple(slots), size)

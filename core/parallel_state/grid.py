@@ -34,19 +34,20 @@ class Grid:
     @cached_property
     def _strides(self) -> dict[str, int]:
         order = self.config.order
-        return {a: prod(self.sizes[b] for b in order[i + 1 :]) for i, a in enumerate(order)}
+        # the innermost axis has stride 1, as in a row-major array
+        return {axis: prod(self.sizes[a] for a in order[position + 1 :]) for position, axis in enumerate(order)}
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """axis -> position of `rank`, for pp dp cp tp ep edp."""
         if not 0 <= rank < self.config.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.config.world_size} ranks")
-        at = {a: rank // self._strides[a] % self.sizes[a] for a in self.config.order}
-        index = self._stage_ranks(at["pp"]).index(rank)
-        return at | {"ep": index % self.sizes["ep"], "edp": index // self.sizes["ep"]}
+        coordinate = {axis: rank // self._strides[axis] % self.sizes[axis] for axis in self.config.order}
+        index = self._stage_ranks(coordinate["pp"]).index(rank)
+        return coordinate | {"ep": index % self.sizes["ep"], "edp": index // self.sizes["ep"]}
 
-    def rank_at(self, **at: int) -> int:
+    def rank_at(self, **coordinate: int) -> int:
         """The rank at a dense coordinate; axes left out are 0."""
-        return sum(position * self._strides[axis] for axis, position in at.items())
+        return sum(position * self._strides[axis] for axis, position in coordinate.items())
 
     def _stage_ranks(self, stage: int) -> Sequence[int]:
         """Every rank of a pipeline stage, ascending; their order is the expert view's."""
@@ -54,13 +55,17 @@ class Grid:
         if self.config.order[0] == "pp":
             return range(first, first + stride)
         world = range(self.config.world_size)
-        return [r for r in world if r // stride % self.sizes["pp"] == stage]
+        return [rank for rank in world if rank // stride % self.sizes["pp"] == stage]
 
     def _vary(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, ascending."""
-        ranks = [rank - sum((rank // self._strides[a] % self.sizes[a]) * self._strides[a] for a in axes)]
+        first = rank
+        for axis in axes:  # the member with position 0 along all of them
+            first -= rank // self._strides[axis] % self.sizes[axis] * self._strides[axis]
+        ranks = [first]
         for axis in axes:
-            ranks = [r + i * self._strides[axis] for r in ranks for i in range(self.sizes[axis])]
+            stride, size = self._strides[axis], self.sizes[axis]
+            ranks = [member + position * stride for member in ranks for position in range(size)]
         return tuple(sorted(ranks))
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
@@ -70,14 +75,19 @@ class Grid:
             ends = (stages[0], stages[-1]) if len(stages) > 1 else stages
             return ends if rank in ends else (rank,)
         if group in ("ep", "edp"):
-            at = self.coordinate(rank)
-            block, ep = self._stage_ranks(at["pp"]), self.sizes["ep"]
-            index = at["edp"] * ep
-            return tuple(block[index : index + ep] if group == "ep" else block[at["ep"] :: ep])
+            coordinate = self.coordinate(rank)
+            block, ep = self._stage_ranks(coordinate["pp"]), self.sizes["ep"]
+            if group == "edp":
+                return tuple(block[coordinate["ep"] :: ep])
+            first = coordinate["edp"] * ep
+            return tuple(block[first : first + ep])
         if group in ("shard", "replicate"):
             ranks = self._vary(rank, ("dp", "cp"))
-            n, i = len(ranks) // self.config.replicate, ranks.index(rank)
-            return ranks[i // n * n :][:n] if group == "shard" else ranks[i % n :: n]
+            copy_size, position = len(ranks) // self.config.replicate, ranks.index(rank)
+            if group == "replicate":
+                return ranks[position % copy_size :: copy_size]
+            first = position // copy_size * copy_size
+            return ranks[first : first + copy_size]
         if unknown := set(group.split("-")) - set(self.config.order):
             raise ValueError(f"unknown axis {sorted(unknown)}; known: {', '.join(GROUPS)}")
         return self._vary(rank, group.split("-"))
@@ -96,10 +106,10 @@ class Grid:
 
     def table(self) -> str:
         """The rank layout as text, one line per replica of the tensor axis."""
-        at = {r: self.coordinate(r) for r in range(self.config.world_size)}
         rows: dict[tuple[int, int, int], list[int]] = {}
-        for rank, c in at.items():
-            rows.setdefault((c["pp"], c["dp"], c["cp"]), []).append(rank)
+        for rank in range(self.config.world_size):
+            coordinate = self.coordinate(rank)
+            rows.setdefault((coordinate["pp"], coordinate["dp"], coordinate["cp"]), []).append(rank)
         return "\n".join(
             f"pp {pp}  dp {dp}  cp {cp}  tp 0..{len(ranks) - 1}: ranks {', '.join(map(str, ranks))}"
             for (pp, dp, cp), ranks in rows.items()

@@ -26,19 +26,19 @@ def initialize_parameters(
     module: nn.Module,
     *,
     seed: int,
-    at: Mapping[str, int],
+    coordinate: Mapping[str, int],
     sizes: Mapping[str, int],
     draw_on_cpu: bool = True,
 ) -> None:
-    """Fill every parameter that carries an `Init` with its part of the whole tensor's initial values; not on meta.
+    """Fill every parameter that carries an `Init` with its shard of the full tensor's initial values; not on meta.
 
-    Each rank draws only the blocks that touch its part. With `draw_on_cpu` the values are the same on every
+    Each rank draws only the blocks that touch its shard. With `draw_on_cpu` the values are the same on every
     kind of device; without it each device draws for itself, faster, from the same seeds.
     """
     for name, parameter in module.named_parameters():
         init = getattr(parameter, "initial", None)
         if init is not None and not parameter.is_meta:
-            fill(parameter, name, init, seed=seed, at=at, sizes=sizes, draw_on_cpu=draw_on_cpu)
+            fill(parameter, name, init, seed=seed, coordinate=coordinate, sizes=sizes, draw_on_cpu=draw_on_cpu)
 
 
 @torch.no_grad()
@@ -48,45 +48,46 @@ def fill(
     init: Init,
     *,
     seed: int,
-    at: Mapping[str, int],
+    coordinate: Mapping[str, int],
     sizes: Mapping[str, int],
     draw_on_cpu: bool = True,
 ) -> None:
     """Fill one local tensor: `mean + std * normal`, float32 draws, block b of `name` from mix32(seed, name, b)."""
     layout = layout_of(parameter)
     parameter.zero_()
-    mine = true_part(parameter, layout, at, sizes)
+    target = true_part(parameter, layout, coordinate, sizes)
     if init.std == 0.0:
-        mine.fill_(init.mean)
+        target.fill_(init.mean)
         return
     columns = layout.shape[-1]
-    rows = max(1, DRAW_BLOCK // columns)  # of one block
+    rows = max(1, DRAW_BLOCK // columns)  # of one block: blocks are the same whatever a rank holds of them
     total = prod(layout.shape[:-1])
-    box = layout.box(at, sizes)
-    drawn, values = -1, torch.empty(0)
+    box = layout.box(coordinate, sizes)
+    drawn_block, values = -1, torch.empty(0)
     device = torch.device("cpu") if draw_on_cpu else parameter.device
-    for first, count, target in _row_segments(layout, box, mine):
-        done = 0
-        while done < count:
-            block, offset = divmod(first + done, rows)
-            if block != drawn:
+    for first_row, count, local in _row_segments(layout, box, target):
+        filled = 0
+        while filled < count:
+            block, offset = divmod(first_row + filled, rows)
+            if block != drawn_block:
                 generator = torch.Generator(device).manual_seed(mix32(seed, name, block))
                 size = (min(rows, total - block * rows), columns)
                 values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
-                values, drawn = values.mul_(init.std).add_(init.mean), block
-            n = min(count - done, rows - offset)
-            target[done : done + n].copy_(values[offset : offset + n, box[-1]])
-            done += n
+                values, drawn_block = values.mul_(init.std).add_(init.mean), block
+            count_now = min(count - filled, rows - offset)
+            local[filled : filled + count_now].copy_(values[offset : offset + count_now, box[-1]])
+            filled += count_now
 
 
-def _row_segments(layout: Layout, box: tuple[slice, ...], mine: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+def _row_segments(layout: Layout, box: tuple[slice, ...], target: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """(first global row, rows, local view [rows, columns]) of each run of rows that is contiguous globally."""
-    shape, lead = layout.shape[:-1], box[:-1]
-    if not lead:
-        yield 0, 1, mine[None]
+    shape, row_slices = layout.shape[:-1], box[:-1]
+    if not row_slices:
+        yield 0, 1, target[None]
         return
-    for index in product(*(range(s.stop - s.start) for s in lead[:-1])):
-        first = 0
-        for i, s, n in zip(index, lead, shape, strict=False):
-            first = first * n + i + s.start
-        yield first * shape[-1] + lead[-1].start, lead[-1].stop - lead[-1].start, mine[index]
+    for index in product(*(range(interval.stop - interval.start) for interval in row_slices[:-1])):
+        first_row = 0
+        for position, interval, size in zip(index, row_slices, shape, strict=False):
+            first_row = first_row * size + position + interval.start
+        innermost = row_slices[-1]
+        yield first_row * shape[-1] + innermost.start, innermost.stop - innermost.start, target[index]

@@ -15,7 +15,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """How one whole tensor of `shape` lies over the ranks. Pure, hashable, the same on every rank.
+    """How one full tensor of `shape` lies over the ranks. Pure, hashable, the same on every rank.
 
     shape: the true global shape; padded rows are not in it.
     split: axis -> the dim that it cuts into equal contiguous parts.
@@ -36,16 +36,16 @@ class Layout:
         object.__setattr__(self, "split", dict(self.split))
         object.__setattr__(self, "partial", frozenset(self.partial))
         object.__setattr__(self, "padding", {dim: n for dim, n in self.padding.items() if n})
-        if both := self.partial & self.split.keys():
-            raise ValueError(f"axis {sorted(both)} cannot both split a tensor and hold partial gradients")
-        if bad := [d for d in (*self.split.values(), *self.padding) if not 0 <= d < len(self.shape)]:
-            raise ValueError(f"dim {bad} does not exist in shape {self.shape}")
+        if contradictory := self.partial & self.split.keys():
+            raise ValueError(f"axis {sorted(contradictory)} cannot both split a tensor and hold partial gradients")
+        if missing_dims := [d for d in (*self.split.values(), *self.padding) if not 0 <= d < len(self.shape)]:
+            raise ValueError(f"dim {missing_dims} does not exist in shape {self.shape}")
 
     def __hash__(self) -> int:
         return hash((self.shape, *sorted(self.split.items()), self.partial, *sorted(self.padding.items())))
 
     def padded_shape(self) -> tuple[int, ...]:
-        """The whole shape in memory, padding included."""
+        """The full shape in memory, padding included."""
         return tuple(n + self.padding.get(dim, 0) for dim, n in enumerate(self.shape))
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -64,29 +64,32 @@ class Layout:
             shape[dim] //= size
         return tuple(shape)
 
-    def box(self, at: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """The true part of the whole tensor held at coordinate `at`: slices, empty where all is padding."""
+    def box(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
+        """The true elements of the full tensor that lie at `coordinate`: slices, empty where all is padding."""
         local = self.local_shape(sizes)
         start = [0] * len(self.shape)
         for dim in range(len(self.shape)):
             block = self.padded_shape()[dim]
-            for axis, cut in self.split.items():  # several axes on one dim: the first named is outermost
-                if cut == dim:
+            for axis, split_dim in self.split.items():  # several axes on one dim: the first named is outermost
+                if split_dim == dim:
                     block //= sizes.get(axis, 1)
-                    start[dim] += at.get(axis, 0) * block
-        ends = (min(a + n, whole) for a, n, whole in zip(start, local, self.shape, strict=True))
-        return tuple(slice(min(a, b), b) for a, b in zip(start, ends, strict=True))
+                    start[dim] += coordinate.get(axis, 0) * block
+        box = []
+        for begin, size, full_size in zip(start, local, self.shape, strict=True):
+            end = min(begin + size, full_size)  # rows beyond the true shape are padding
+            box.append(slice(min(begin, end), end))
+        return tuple(box)
 
-    def owned_by(self, at: Mapping[str, int]) -> bool:
-        """True on exactly one rank per distinct piece: who counts it in norms and writes it to disk.
+    def owned_by(self, coordinate: Mapping[str, int]) -> bool:
+        """True on exactly one rank per distinct shard: who counts it in norms and writes it to disk.
 
-        `at` holds the coordinates along which the parameter may repeat (dp, cp, tp or ep, edp, and for one
+        `coordinate` holds the positions along which the parameter may repeat (dp, cp, tp or ep, edp, and for one
         that is tied over `embedding` that too; not pp: stages hold different parameters).
         """
         repeats: tuple[str, ...] = ("edp",) if "ep" in self.split else ("dp", "cp", "tp")
         if "embedding" in self.partial:  # only then does the last stage repeat the first's
             repeats += ("embedding",)
-        return all(at.get(axis, 0) == 0 for axis in repeats if axis not in self.split)
+        return all(coordinate.get(axis, 0) == 0 for axis in repeats if axis not in self.split)
 
     @property
     def gradient_groups(self) -> tuple[str, ...]:
@@ -96,28 +99,28 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """True elements of the whole tensor."""
+        """True elements of the full tensor."""
         return prod(self.shape)
 
 
 def set_layout(parameter: Tensor, layout: Layout) -> None:
-    """State how `parameter` is spread; said once, where the parameter is made."""
+    """State how `parameter` is spread; done once, where the parameter is made."""
     parameter.parallel_layout = layout  # type: ignore[attr-defined]  # (`Tensor.layout` is torch.strided)
 
 
 def layout_of(parameter: Tensor) -> Layout:
     """The layout of a parameter; one without (a foreign module's) is replicated everywhere."""
-    found = getattr(parameter, "parallel_layout", None)
-    return found if found is not None else Layout(tuple(parameter.shape))
+    layout = getattr(parameter, "parallel_layout", None)
+    return layout if layout is not None else Layout(tuple(parameter.shape))
 
 
 def has_layout(parameter: Tensor) -> bool:
-    """Whether somebody said how `parameter` is spread."""
+    """Whether it was stated how `parameter` is spread."""
     return getattr(parameter, "parallel_layout", None) is not None
 
 
-def true_part(local: Tensor, layout: Layout, at: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
+def true_part(local: Tensor, layout: Layout, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
     """The view of a local tensor (parameter, gradient, moment) without its padded rows."""
     if not layout.padding:
         return local
-    return local[tuple(slice(0, s.stop - s.start) for s in layout.box(at, sizes))]
+    return local[tuple(slice(0, s.stop - s.start) for s in layout.box(coordinate, sizes))]

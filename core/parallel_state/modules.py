@@ -10,7 +10,7 @@ from core.parallel_state.spread import keep_layouts
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]  # a mapping names the stages
 T = TypeVar("T", bound=Tensor)
-_Named = Callable[[nn.Module, str], Iterator[tuple[str, T]]]
+_NamedTensors = Callable[[nn.Module, str], Iterator[tuple[str, T]]]
 
 
 def modules_of(modules: Modules) -> dict[int, nn.Module]:
@@ -34,23 +34,29 @@ def named_parameters(modules: Modules) -> Iterator[tuple[str, Parameter]]:
 
 def named_buffers(modules: Modules) -> Iterator[tuple[str, Tensor]]:
     """Every buffer that belongs to the modules' state once, named as parameters are."""
-    parts = (part for module in modules_of(modules).values() for part in module.modules())
-    aside = {id(part._buffers[name]) for part in parts for name in part._non_persistent_buffers_set}
-    found = _named(modules, lambda module, prefix: module.named_buffers(prefix))
-    return ((name, buffer) for name, buffer in found if id(buffer) not in aside)
+    non_persistent: set[int] = set()
+    for module in modules_of(modules).values():
+        for submodule in module.modules():
+            names = submodule._non_persistent_buffers_set
+            non_persistent.update(id(submodule._buffers[name]) for name in names)
+    buffers = _named(modules, lambda module, prefix: module.named_buffers(prefix))
+    return ((name, buffer) for name, buffer in buffers if id(buffer) not in non_persistent)
 
 
-def _named(modules: Modules, of: _Named[T]) -> Iterator[tuple[str, T]]:
+def _named(modules: Modules, named: _NamedTensors[T]) -> Iterator[tuple[str, T]]:
     stages = modules_of(modules)
     if isinstance(modules, Mapping):
         prefixed = any(not named_stacks(module) for module in stages.values())
     else:
-        first: dict[str, T] = {}
-        every = (found for module in stages.values() for found in of(module, ""))
-        prefixed = any(first.setdefault(name, tensor) is not tensor for name, tensor in every)
+        # prefixes only where two different tensors have the same name
+        tensor_of: dict[str, T] = {}
+        prefixed = False
+        for module in stages.values():
+            for name, tensor in named(module, ""):
+                prefixed = prefixed or tensor_of.setdefault(name, tensor) is not tensor
     seen: set[int] = set()
     for number, module in stages.items():
-        for name, tensor in of(module, f"stages.{number}" if prefixed else ""):
+        for name, tensor in named(module, f"stages.{number}" if prefixed else ""):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor
@@ -61,9 +67,9 @@ def named_stacks(modules: Modules) -> dict[str, int]:
 
     A module says so itself: `stacks = {"decoder.layers": 24}`, of names below it.
     """
-    found: dict[str, int] = {}
+    stacks: dict[str, int] = {}
     for module in modules_of(modules).values():
-        for prefix, part in module.named_modules():
-            for name, layers in getattr(part, "stacks", {}).items():
-                found[f"{prefix}.{name}" if prefix else name] = layers
-    return found
+        for prefix, submodule in module.named_modules():
+            for name, layers in getattr(submodule, "stacks", {}).items():
+                stacks[f"{prefix}.{name}" if prefix else name] = layers
+    return stacks

@@ -11,19 +11,21 @@ _MASK = (1 << 64) - 1
 
 
 @cache
-def _word(text: str) -> int:
+def _name_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def mix32(*parts: int | str) -> int:
+def mix32(*values: int | str) -> int:
     """A well-mixed seed of 32 bits from integers and names (splitmix64, finalised after every part).
 
     32 on purpose: CPU generators ignore all higher bits of a seed, so packing facts into them would
     silently repeat random numbers.
     """
     state = 0x9E3779B97F4A7C15
-    for part in parts:
-        state = (state ^ (_word(part) if isinstance(part, str) else part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+    for value in values:
+        state = (
+            state ^ (_name_hash(value) if isinstance(value, str) else value & _MASK)
+        ) + 0x9E3779B97F4A7C15 & _MASK
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
         state ^= state >> 31
@@ -35,8 +37,8 @@ def chosen_seed(default: int) -> int:
 
     A process that nobody seeds starts from 64 random bits, other ones on every rank.
     """
-    found = torch.initial_seed()
-    return mix32("chosen", found) if found < 2**32 else default
+    torch_seed = torch.initial_seed()
+    return mix32("chosen", torch_seed) if torch_seed < 2**32 else default
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -52,8 +54,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Every generator that code on a device may draw from: its own, and the CPU's."""
-    own, cpu = default_generator(device), torch.default_generator
-    return [cpu] if own is cpu else [cpu, own]
+    device_generator, cpu = default_generator(device), torch.default_generator
+    return [cpu] if device_generator is cpu else [cpu, device_generator]
 
 
 @contextmanager

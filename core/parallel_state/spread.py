@@ -1,7 +1,7 @@
-"""A module keeps how its parameters are spread: whatever replaces one gets the layout, or is refused.
+"""A module remembers how its parameters are spread: what replaces one gets its layout, or is refused.
 
 `load_state_dict(assign=True)`, `to("meta")`, `to_empty`, a copy and `module.weight = Parameter(...)` put new objects
-into a module, which know nothing. The facts are therefore the module's, by the parameter's name.
+into a module, without a layout. The module therefore remembers the layouts, by the parameters' names.
 """
 
 import warnings
@@ -16,12 +16,12 @@ from torch.nn import Parameter
 from core.parallel_state.initial import Init
 from core.parallel_state.layout import Layout, has_layout, layout_of, set_layout
 
-_KEPT = "_spread_parameters"  # attribute of a module: name -> Spread
+_SPREAD_ATTRIBUTE = "_spread_parameters"  # attribute of a module: name -> Spread
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What a module knows of one parameter. shape: of this rank's part. renew: what else a new one needs (hooks)."""
+    """What a module knows of one parameter. shape: of this rank's shard. renew: what else a new one needs (hooks)."""
 
     layout: Layout
     initial: Init | None
@@ -29,21 +29,22 @@ class Spread:
     renew: Callable[[Parameter], None] | None = None
 
     @property
-    def is_part(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether other ranks hold the rest."""
         return self.shape != self.layout.padded_shape()
 
     def check(self, name: str, parameter: Tensor) -> None:
         """Raise ValueError for a parameter of another shape."""
         if tuple(parameter.shape) != self.shape:
-            of = f"this rank's part of {list(self.layout.shape)}" if self.is_part else "built"
+            origin = f"this rank's part of {list(self.layout.shape)}" if self.is_sharded else "built"
             raise ValueError(
-                f"{name} is {list(self.shape)}, {of}, and cannot be replaced by {list(parameter.shape)}; give every "
-                "rank its own part (whole tensors: dist_checkpointing.load), or build the model with the new size"
+                f"{name} is {list(self.shape)}, {origin}, and cannot be replaced by {list(parameter.shape)}; give "
+                "every rank its own part (whole tensors: dist_checkpointing.load), or build the model with the new "
+                "size"
             )
 
-    def give(self, parameter: Parameter) -> None:
-        """Make `parameter` what the module's own was."""
+    def apply_to(self, parameter: Parameter) -> None:
+        """Give `parameter` the layout, initial values and hooks of the one it replaces."""
         set_layout(parameter, self.layout)
         if self.initial is not None:
             parameter.initial = self.initial  # type: ignore[attr-defined]
@@ -51,12 +52,12 @@ class Spread:
             self.renew(parameter)
 
 
-def remember(module: nn.Module, name: str, renew: Callable[[Parameter], None] | None = None) -> None:
+def remember_spread(module: nn.Module, name: str, renew: Callable[[Parameter], None] | None = None) -> None:
     """Note how `module`'s parameter `name` is spread now."""
     parameter = module._parameters[name]
     assert parameter is not None
-    facts = Spread(layout_of(parameter), getattr(parameter, "initial", None), tuple(parameter.shape), renew)
-    module.__dict__.setdefault(_KEPT, {})[name] = facts
+    spread = Spread(layout_of(parameter), getattr(parameter, "initial", None), tuple(parameter.shape), renew)
+    module.__dict__.setdefault(_SPREAD_ATTRIBUTE, {})[name] = spread
 
 
 def keep_layouts(module: nn.Module) -> None:
@@ -65,40 +66,40 @@ def keep_layouts(module: nn.Module) -> None:
     Raises ValueError: a replacement of another shape; a split parameter that is computed from others now.
     Warns: a parametrization of a split parameter.
     """
-    for prefix, part in module.named_modules():
-        _keep(part, f"{prefix}." if prefix else "")
+    for prefix, submodule in module.named_modules():
+        _keep_layouts_of(submodule, f"{prefix}." if prefix else "")
 
 
-def _keep(module: nn.Module, prefix: str = "") -> None:
-    kept: dict[str, Spread] = module.__dict__.get(_KEPT, {})
+def _keep_layouts_of(module: nn.Module, prefix: str = "") -> None:
+    known_spreads: dict[str, Spread] = module.__dict__.get(_SPREAD_ATTRIBUTE, {})
     for name, parameter in module._parameters.items():
-        known = kept.get(name)
+        spread = known_spreads.get(name)
         if parameter is None:
-            kept.pop(name, None)
+            known_spreads.pop(name, None)
         elif has_layout(parameter):
-            if known is None or known.layout is not layout_of(parameter):
-                remember(module, name, known.renew if known is not None else None)
-        elif known is not None:
-            known.check(prefix + name, parameter)
-            known.give(parameter)
-    for name in kept.keys() - module._parameters.keys():
-        _computed(module, name, kept.pop(name), prefix + name)
+            if spread is None or spread.layout is not layout_of(parameter):
+                remember_spread(module, name, spread.renew if spread is not None else None)
+        elif spread is not None:
+            spread.check(prefix + name, parameter)
+            spread.apply_to(parameter)
+    for name in known_spreads.keys() - module._parameters.keys():
+        _check_computed(module, name, known_spreads.pop(name), prefix + name)
 
 
-def _computed(module: nn.Module, name: str, spread: Spread, words: str) -> None:
+def _check_computed(module: nn.Module, name: str, spread: Spread, full_name: str) -> None:
     """The parameter is no longer there: deleted, renamed (pruning), or computed from others."""
-    if not spread.is_part or not isinstance(getattr(module, name, None), Tensor):
+    if not spread.is_sharded or not isinstance(getattr(module, name, None), Tensor):
         return
     if not any(layout == spread.layout for layout in map(layout_of, module.parameters())):
         raise ValueError(
-            f"{words} of {list(spread.layout.shape)} is split, this rank holding {list(spread.shape)}, and is now "
-            "computed from other parameters (weight_norm? a right_inverse?): nobody knows how those are spread; put "
-            "the computation around the module, or use tensor_model_parallel_size=1"
+            f"{full_name} of {list(spread.layout.shape)} is split, this rank holding {list(spread.shape)}, and is "
+            "now computed from other parameters (weight_norm? a right_inverse?): nobody knows how those are spread; "
+            "put the computation around the module, or use tensor_model_parallel_size=1"
         )
     warnings.warn(
-        f"{words} of {list(spread.layout.shape)} is split, and now computed by a parametrization (or pruned), which "
-        f"sees this rank's {list(spread.shape)} only. Elementwise ones are right; norms, ranks and thresholds of the "
-        "whole matrix are not: use tensor_model_parallel_size=1 for those",
+        f"{full_name} of {list(spread.layout.shape)} is split, and now computed by a parametrization (or pruned), "
+        f"which sees this rank's {list(spread.shape)} only. Elementwise ones are right; norms, ranks and thresholds "
+        "of the whole matrix are not: use tensor_model_parallel_size=1 for those",
         stacklevel=2,
     )
 
@@ -108,27 +109,27 @@ class SpreadModule(nn.Module):
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         """As torch's. Raises ValueError: a replacement of another shape."""
-        known = self.__dict__.get(_KEPT, {}).get(name)
-        if known is not None and param is not None and not has_layout(param):
-            known.check(f"{type(self).__name__}.{name}", param)
+        spread = self.__dict__.get(_SPREAD_ATTRIBUTE, {}).get(name)
+        if spread is not None and param is not None and not has_layout(param):
+            spread.check(f"{type(self).__name__}.{name}", param)
         super().register_parameter(name, param)
         if param is not None and has_layout(param):
-            remember(self, name)
-        elif known is not None:
-            _keep(self)
+            remember_spread(self, name)
+        elif spread is not None:
+            _keep_layouts_of(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SpreadModule":
         super()._apply(fn, recurse)
-        _keep(self)
+        _keep_layouts_of(self)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)  # which may swap tensors with all their attributes
-        _keep(self)
+        _keep_layouts_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _keep(self)
+        _keep_layouts_of(self)
 
 
 def building_device(device: torch.device) -> torch.device:

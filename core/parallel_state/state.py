@@ -1,4 +1,4 @@
-"""This rank's place in the grid, and the groups it belongs to: built once, passed down, never read from a global."""
+"""This rank's coordinate in the grid, and its process groups: built once, passed down, never read from a global."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class ParallelState:
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> "ParallelState":
         """One process, every axis of size 1, no group. Raises ValueError: a device that this machine lacks."""
-        return cls(ParallelConfig().for_world(1), device=_place(device, {}))
+        return cls(ParallelConfig().for_world(1), device=checked_device(device, {}))
 
     @classmethod
     def build(
@@ -64,7 +64,7 @@ class ParallelState:
         expect_world(world_size)
         config = (config or ParallelConfig()).for_world(world_size)
         served = pg.backends() if pg.is_initialized() else {}
-        place = _place(device, served)
+        this_device = checked_device(device, served)
         grid = Grid(config)
         timeout_s = timeout_s if timeout_s is not None else pg.world_timeout_s()
         world = pg.world_group(timeout_s, checked=debug)
@@ -74,7 +74,7 @@ class ParallelState:
             if ranks not in by_ranks:
                 by_ranks[ranks] = pg.create_group(name, ranks, timeout_s)
             groups[name] = Group(name, ranks, ranks.index(rank), by_ranks[ranks], timedelta(seconds=timeout_s), debug)
-        return cls(config, rank, place, groups, world)
+        return cls(config, rank, this_device, groups, world)
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
         return self  # frozen: a copied model lives on the same ranks
@@ -92,9 +92,9 @@ class ParallelState:
     @cached_property
     def coordinate(self) -> dict[str, int]:
         """axis -> position of this rank; `embedding` is 1 on a last stage that repeats the first's weights."""
-        at = self.grid.coordinate(self.rank)
-        repeats = self.config.pipeline > 1 and at["pp"] == self.config.pipeline - 1
-        return at | {"embedding": int(repeats)}
+        position = self.grid.coordinate(self.rank)
+        repeats = self.config.pipeline > 1 and position["pp"] == self.config.pipeline - 1
+        return position | {"embedding": int(repeats)}
 
     def group(self, name: str) -> Group | None:
         """The group of an axis (tp, cp, dp, pp, ep, edp) or a combination (`grid.GROUPS`); None if of size 1."""
@@ -115,8 +115,8 @@ class ParallelState:
     def pipeline_neighbours(self) -> tuple[int, int]:
         """Global ranks of (previous, next) pipeline stage, cyclic."""
         stages = self.grid.members(self.rank, "pp")
-        i = stages.index(self.rank)
-        return stages[i - 1], stages[(i + 1) % len(stages)]
+        stage = stages.index(self.rank)
+        return stages[stage - 1], stages[(stage + 1) % len(stages)]
 
     @property
     def _timeout_s(self) -> float:
@@ -146,13 +146,14 @@ class ParallelState:
             return None
         fixed = {a: p for a, p in self.coordinate.items() if a in self.config.order and a not in axes}
 
-        def nested(at: dict[str, int], rest: list[str]) -> Any:
-            if not rest:
-                return self.grid.rank_at(**at)
-            return [nested(at | {rest[0]: i}, rest[1:]) for i in range(self.sizes[rest[0]])]
+        def ranks_at(position: dict[str, int], remaining: list[str]) -> Any:
+            if not remaining:
+                return self.grid.rank_at(**position)
+            axis, *inner = remaining
+            return [ranks_at(position | {axis: index}, inner) for index in range(self.sizes[axis])]
 
         groups = [self.torch_group(axis).process_group for axis in axes]
-        return pg.mesh(groups, self.device.type, nested(fixed, axes), tuple(axes))
+        return pg.mesh(groups, self.device.type, ranks_at(fixed, axes), tuple(axes))
 
     def torch_group(self, name: str) -> Group:
         """Like `group`, but for code outside `core/` that wants a torch process group even for one rank.
@@ -172,16 +173,16 @@ class ParallelState:
         new link carries one message at once, so that backends which connect at the first one do it here, in one
         order, and not where a receive posted ahead would wait for it.
         """
-        mine = sorted({link for link in links if self.rank in link})
-        for sender, receiver in mine:
+        own_links = sorted({link for link in links if self.rank in link})
+        for sender, receiver in own_links:
             if (sender, receiver) not in self._links:
                 ranks = (min(sender, receiver), max(sender, receiver))
-                made = pg.create_group("link", ranks, self._timeout_s)
+                process_group = pg.create_group("link", ranks, self._timeout_s)
                 self._links[sender, receiver] = group = Group(
-                    "link", ranks, ranks.index(self.rank), made, timedelta(seconds=self._timeout_s)
+                    "link", ranks, ranks.index(self.rank), process_group, timedelta(seconds=self._timeout_s)
                 )
                 greet(group, ranks.index(sender), self.device)
-        return {link: self._links[link] for link in mine}
+        return {link: self._links[link] for link in own_links}
 
     def traffic(self) -> dict[str, Traffic]:
         """Calls, bytes and seconds so far, per group name; `link` is all messages between pipeline stages."""
@@ -198,11 +199,11 @@ class ParallelState:
 
     def destroy(self) -> None:
         """Leave the groups made by `build` (not the default group)."""
-        own = {g.ranks: g.process_group for g in self.groups.values()}
+        unique_groups = {g.ranks: g.process_group for g in self.groups.values()}
         if self.world is not None:
-            own.pop(self.world.ranks, None)
+            unique_groups.pop(self.world.ranks, None)
         others = [g.process_group for g in (*self._alone.values(), *self._links.values())]
-        for process_group in (*own.values(), *others):
+        for process_group in (*unique_groups.values(), *others):
             pg.destroy_group(process_group)
         self.groups.clear()
         self._alone.clear()
@@ -220,14 +221,14 @@ class ParallelState:
         pg.destroy_world()
 
 
-def _place(device: torch.device | str | None, served: dict[str, str]) -> torch.device:
+def checked_device(device: torch.device | str | None, served: dict[str, str]) -> torch.device:
     """The device of this process, checked against the machine and what the default group's backends serve."""
-    place = local_device(None if device is None else str(device))
-    if device is None and served.get(place.type) in (None, "gloo") and served:
-        place = torch.device("cpu")  # a gloo world on a machine with accelerators trains on the CPU
-    if served and place.type not in served:
+    this_device = local_device(None if device is None else str(device))
+    if device is None and served.get(this_device.type) in (None, "gloo") and served:
+        this_device = torch.device("cpu")  # a gloo world on a machine with accelerators trains on the CPU
+    if served and this_device.type not in served:
         raise ValueError(
-            f"device {place.type} is not served by the process group's backends {served}; use a device of "
-            f"type {', '.join(served)}, or init_process_group with a backend for {place.type}"
+            f"device {this_device.type} is not served by the process group's backends {served}; use a device of "
+            f"type {', '.join(served)}, or init_process_group with a backend for {this_device.type}"
         )
-    return place
+    return this_device

@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.parallel_state.by_hand import ByHand, Heard, is_foreign
-from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
@@ -122,10 +122,10 @@ class SplitWatch:
 
     def _tell_by_hand(self, module: weakref.ref, heard: Heard) -> None:
         mixed = heard.kind == "sum" and len(set(ranks_of(heard.group)) & set(self._group.ranks)) > 1
-        if (here := module()) is not None and self._by_hand is not None and (heard.is_of_part or mixed):
+        if (here := module()) is not None and self._by_hand is not None and (heard.sees_only_shard or mixed):
             self._by_hand.end()
             self._by_hand, self._told_of_hands = None, True
-            warnings.warn(_MIXED if mixed else heard.words(here), stacklevel=5)
+            warnings.warn(_MIXED if mixed else heard.message(here), stacklevel=5)
 
     def _tell_of_hooks(self, module: nn.Module) -> None:
         """Warns, once: a user's forward hook sees parts, and what it brings along is in no layout."""

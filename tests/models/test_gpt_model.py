@@ -197,7 +197,7 @@ def test_each_device_draws_for_itself_only_if_told_so():
     """The meta device cannot draw: that it is asked to shows that the option is heard."""
     nowhere = ParallelState(ParallelConfig().for_world(1), device=torch.device("meta"))
     weight = gpt(parallel=nowhere).output_layer.weight
-    there = {"at": nowhere.coordinate, "sizes": nowhere.sizes, "seed": 1}
+    there = {"coordinate": nowhere.coordinate, "sizes": nowhere.sizes, "seed": 1}
     fill(weight, "output_layer.weight", weight.initial, draw_on_cpu=True, **there)
     with pytest.raises(RuntimeError, match="META device"):
         fill(weight, "output_layer.weight", weight.initial, draw_on_cpu=False, **there)

@@ -82,7 +82,7 @@ def test_wrong_layouts_are_refused():
 def initial(layout, sizes, at, name="w", seed=3):
     local = torch.full(layout.local_shape(sizes), float("nan"))
     set_layout(local, layout)
-    fill(local, name, Init(std=0.02, mean=1.0), seed=seed, at=at, sizes=sizes)
+    fill(local, name, Init(std=0.02, mean=1.0), seed=seed, coordinate=at, sizes=sizes)
     return local
 
 

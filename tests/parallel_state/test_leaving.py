@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives import all_reduce
-from core.parallel_state.state import _place
+from core.parallel_state.state import checked_device
 from tests.pool import Pool
 
 
@@ -71,13 +71,13 @@ def test_a_gloo_world_trains_on_the_cpu_whatever_the_machine_has(ranks):
 def test_the_device_on_a_machine_with_an_accelerator(monkeypatch, asked, served, want):
     with_accelerator(monkeypatch)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert _place(asked, served) == torch.device(want)
+    assert checked_device(asked, served) == torch.device(want)
 
 
 def test_an_accelerator_that_the_world_does_not_serve_is_refused(monkeypatch):
     with_accelerator(monkeypatch)
     with pytest.raises(ValueError, match=r"device cuda is not served by .*cpu.*gloo"):
-        _place("cuda", {"cpu": "gloo"})
+        checked_device("cuda", {"cpu": "gloo"})
 
 
 def test_torchruns_processes_that_never_joined_are_refused(monkeypatch):

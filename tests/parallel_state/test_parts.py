@@ -20,7 +20,7 @@ def sums_on(wire):
     group = state().group("dp")
     mine = buffer_of(group.rank, group.size)
     before = mine.clone()
-    pending = start_sum_into_own(mine, group, wire=wire)
+    pending = start_sum_into_own(mine, group, reduce_dtype=wire)
     own = pending.wait()
     assert own.data_ptr() == own_part(mine, group).data_ptr(), "in place"
     for rank, (now, then) in enumerate(zip(mine.split(N), before.split(N), strict=True)):
@@ -63,7 +63,7 @@ def at_different_buckets():
     group = ps.group("dp")
     try:
         with pytest.raises(RuntimeError) as told:
-            start_gather_parts(torch.ones(4), group, tag=group.rank, what=f"layer {group.rank}").wait()
+            start_gather_parts(torch.ones(4), group, tag=group.rank, label=f"layer {group.rank}").wait()
     finally:
         ps.destroy()
     return group.ranks, str(told.value)

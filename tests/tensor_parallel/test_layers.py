@@ -34,7 +34,7 @@ def place_of(ps, sp):
 
 
 def fill(module, ps):
-    initialize_parameters(module, seed=7, at=ps.coordinate, sizes=ps.sizes)
+    initialize_parameters(module, seed=7, coordinate=ps.coordinate, sizes=ps.sizes)
     with torch.no_grad():
         for name, p in module.named_parameters():
             if name.endswith("bias"):  # biases start at zero: make their place visible
@@ -245,6 +245,6 @@ def test_uneven_splits_are_refused(ranks):
 def test_a_layer_is_loudly_empty_until_it_is_filled():
     layer = ColumnParallelLinear(4, 6)
     assert layer(torch.ones(1, 1, 4)).isnan().all()
-    initialize_parameters(layer, seed=1, at={}, sizes={})
+    initialize_parameters(layer, seed=1, coordinate={}, sizes={})
     assert layer(torch.ones(1, 1, 4)).isfinite().all()
     assert layer.weight.parallel_layout == Layout((6, 4), {"tp": 0})

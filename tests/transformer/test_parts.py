@@ -88,15 +88,15 @@ def test_rms_norm_equals_torchs():
 
     same_gradient(ours, lambda x, w: F.rms_norm(x, (16,), w, norm.eps), x, weight)
     wide = torch.randn(8, 16)
-    initialize_parameters(norm, seed=0, at={}, sizes={})
+    initialize_parameters(norm, seed=0, coordinate={}, sizes={})
     half = RMSNorm(build(params_dtype=torch.bfloat16), 16)
-    initialize_parameters(half, seed=0, at={}, sizes={})
+    initialize_parameters(half, seed=0, coordinate={}, sizes={})
     torch.testing.assert_close(half(wide.bfloat16()).float(), F.rms_norm(wide, (16,), eps=1e-5), rtol=2e-2, atol=2e-2)
 
 
 def test_layer_norm_equals_torchs():
     norm = LayerNorm(build(params_dtype=torch.float64), 16)
-    initialize_parameters(norm, seed=0, at={}, sizes={})
+    initialize_parameters(norm, seed=0, coordinate={}, sizes={})
     x = torch.randn(5, 3, 16, **torch64)
     torch.testing.assert_close(norm(x), F.layer_norm(x, (16,)))
 

@@ -155,9 +155,9 @@ class Buffer(Weights):
         self._summing = start_sum_into_own(
             self._grad_storage.flat,
             self.ranks,
-            wire=self._reduce_dtype,
+            reduce_dtype=self._reduce_dtype,
             tag=2 * self.number + 1,
-            what=f"the gradient sum of {self.label}",
+            label=f"the gradient sum of {self.label}",
         )
 
     @property
@@ -194,7 +194,7 @@ class Buffer(Weights):
         if self.stage or self.ranks is None:
             return None
         return start_gather_parts(
-            self._grad_storage.flat, self.ranks, tag=2 * self.number + 1, what=f"the gradients of {self.label}"
+            self._grad_storage.flat, self.ranks, tag=2 * self.number + 1, label=f"the gradients of {self.label}"
         )
 
     def zero(self) -> None:

@@ -122,7 +122,8 @@ def _fill_module(
     elif len(with_initial) == len(own_parameters):
         for name, parameter in own_parameters.items():
             tensor: Tensor = submodule._parameters[name]  # type: ignore[assignment]
-            fill(tensor, name_of[id(parameter)], parameter.initial, seed=seed, at=ps.coordinate, sizes=ps.sizes)  # type: ignore[attr-defined]
+            initial = parameter.initial  # type: ignore[attr-defined]
+            fill(tensor, name_of[id(parameter)], initial, seed=seed, coordinate=ps.coordinate, sizes=ps.sizes)
     elif callable(reset := getattr(submodule, "reset_parameters", None)):
         reset()
     else:

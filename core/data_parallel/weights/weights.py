@@ -142,7 +142,7 @@ class Weights:
         with torch.no_grad():
             own_part(flat, self.ranks).copy_(self.weights)
         self._gathering = start_gather_parts(
-            flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.label}"
+            flat, self.ranks, tag=2 * self.number, label=f"the gather of {self.label}"
         )
 
     def gather(self) -> None:
@@ -247,7 +247,7 @@ class Weights:
             torch._C._autograd._unsafe_set_version_counter(self._parameter_tuple, versions)
         if self.stage in (1, 2) and self.ranks is not None:
             self._gathering = start_gather_parts(
-                self._storage.flat, self.ranks, tag=2 * self.number, what=f"the gather of {self.label}"
+                self._storage.flat, self.ranks, tag=2 * self.number, label=f"the gather of {self.label}"
             )
         elif self.stage == 3:
             if self.lent:

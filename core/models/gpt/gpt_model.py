@@ -120,7 +120,7 @@ class GPTModel(nn.Module):
 
     def _fill(self) -> None:
         ps, on_cpu = self.parallel, self.config.use_cpu_initialization
-        initialize_parameters(self, seed=self.seed, at=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu)
+        initialize_parameters(self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Debug mode: are all ranks of a group making the same call?"""
+"""Comparing ranks: are all of a group making the same call (debug mode), do they hold the same bits (checksum)?"""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 from core.parallel_state.collectives.groups import Group
 
 _HERE = str(Path(__file__).parent)
-_BYTES = 240  # of a description on the wire
+_BYTES = 240  # of a description: all ranks send as many, longer ones are cut
 
 
 def _call_site() -> str:
@@ -26,18 +26,29 @@ def compare_across_ranks(op: str, x: Tensor, group: Group) -> None:
     Raises RuntimeError on every rank, naming what each rank was about to do, where one differs;
     or on those that came, where one did not within the group's timeout.
     """
-    mine = f"{op} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} at {_call_site()}"
+    description = f"{op} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} at {_call_site()}"
     text = torch.zeros(_BYTES, dtype=torch.uint8)
-    encoded = mine.encode()[:_BYTES]
+    encoded = description.encode()[:_BYTES]
     text[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     text = text.to(x.device)
-    everyone = [torch.empty_like(text) for _ in range(group.size)]
-    work = dist.all_gather(everyone, text, group=group.process_group, async_op=True)
+    encoded_descriptions = [torch.empty_like(text) for _ in range(group.size)]
+    work = dist.all_gather(encoded_descriptions, text, group=group.process_group, async_op=True)
     try:
         work.wait(group.timeout)
     except RuntimeError as error:
-        raise RuntimeError(f"group {group.name}: not every one of the ranks {group.ranks} came to {mine}") from error
-    said = [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyone]
-    if len(set(said)) > 1:
-        lines = "\n".join(f"  rank {rank}: {line}" for rank, line in zip(group.ranks, said, strict=True))
+        raise RuntimeError(
+            f"group {group.name}: not every one of the ranks {group.ranks} came to {description}"
+        ) from error
+    descriptions = [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in encoded_descriptions]
+    if len(set(descriptions)) > 1:
+        lines = "\n".join(f"  rank {rank}: {line}" for rank, line in zip(group.ranks, descriptions, strict=True))
         raise RuntimeError(f"the ranks of group {group.name} make different collective calls:\n{lines}")
+
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of the bits, read as integers of the elements' size: int64, shape []; nothing waits for a device."""
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return flat.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[flat.itemsize]).sum(dtype=torch.int64)

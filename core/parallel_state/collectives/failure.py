@@ -1,7 +1,8 @@
-"""The failure of a job: a board on the rendezvous store, which needs no working group, says who it was on every rank.
+"""The failure of a job: every rank finds out who failed first, through the rendezvous store, which needs no group.
 
-A rank that fails by itself says so. One that waited in vain says for whom, and looks a moment at what the others
-say: whoever is waited for and says nothing is the one, and everybody names that one.
+A rank that fails by itself reports it. One that waited in vain reports for whom, and reads for a moment what the
+others report: a rank that is waited for and reports nothing failed first, and all ranks name it. No deadlock is
+silent.
 """
 
 import json
@@ -18,10 +19,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from core.parallel_state.collectives.groups import Group, is_initialized
 
-_HERE = __name__.rpartition(".")[0]
+_PACKAGE = __name__.rpartition(".")[0]
 POLL_S = 0.02
 LONGEST = 20_000  # characters of what an exception says
-LINGER_S = 5.0  # how long the store outlives the first who know, for those that are late
+LINGER_S = 5.0  # how long the store outlives the first ranks that know the verdict, for late ones
 HOST_LINGER_S = 30.0  # on the rank whose process the store lives in
 GONE_S = 1.0  # a connection that closed needs no patience: whoever closed it has told why, or cannot
 
@@ -36,24 +37,24 @@ class Unanswered(RuntimeError):
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What one rank tells when a call ends with an exception.
+    """What one rank reports when a call ends with an exception.
 
-    call: what it was in, such as "step 3". text: for people. late: its own patience had an end, in contrast to a
-    connection that somebody closed. waits_for: global ranks; empty if the exception is its own. wrong: whether the
+    call: what it was in, such as "step 3". text: for people. timed_out: its own wait reached the timeout, in contrast
+    to a connection that a peer closed. waits_for: global ranks; empty if the exception is its own. wrong: whether the
     first failure was a ValueError.
     """
 
     rank: int
     call: str
     text: str
-    late: bool = False
+    timed_out: bool = False
     waits_for: tuple[int, ...] = ()
     wrong: bool = False
     guilty: tuple[int, ...] = ()  # of a verdict: who will not come to read it
 
 
 def said(error: BaseException) -> str:
-    """Its text, of a length that a store takes; somebody's own exception may have none."""
+    """Its text, of a length that a store takes; a program's own exception class may fail to make one."""
     try:
         text = str(error)
     except Exception:
@@ -61,27 +62,27 @@ def said(error: BaseException) -> str:
     return text if len(text) < LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
 
 
-def _lost(error: BaseException) -> bool:
-    """Whether the transport says so, not our code or the user's."""
+def _is_transport_failure(error: BaseException) -> bool:
+    """Whether the transport raised it, not our code or the user's."""
     text = said(error)
     return isinstance(error, (Unanswered, dist.DistError)) or (
         isinstance(error, RuntimeError) and ("gloo/" in text or "was closed after a failure" in text)
     )
 
 
-def waited(error: BaseException, everyone: Collection[int], rank: int) -> tuple[tuple[int, ...], bool]:
+def waited(error: BaseException, all_ranks: Collection[int], rank: int) -> tuple[tuple[int, ...], bool]:
     """(the ranks that an exception is the want of, whether by a timeout); no ranks if the exception is no such."""
     chain: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in chain:
-        chain.append(found)
-        found = found.__cause__ or found.__context__
-    lost = next((e for e in reversed(chain) if _lost(e)), None)
-    if lost is None:
+    result: BaseException | None = error
+    while result is not None and result not in chain:
+        chain.append(result)
+        result = result.__cause__ or result.__context__
+    transport_failure = next((e for e in reversed(chain) if _is_transport_failure(e)), None)
+    if transport_failure is None:
         return (), False
     named = next((e.ranks for e in chain if isinstance(e, Unanswered)), None)
-    ranks = named or next((g.ranks for e in chain for g in _groups(e)), None) or tuple(everyone)
-    return tuple(r for r in ranks if r != rank), "imed out" in said(lost)
+    ranks = named or next((g.ranks for e in chain for g in _groups(e)), None) or tuple(all_ranks)
+    return tuple(r for r in ranks if r != rank), "imed out" in said(transport_failure)
 
 
 def _groups(error: BaseException) -> Iterator[Group]:
@@ -91,7 +92,7 @@ def _groups(error: BaseException) -> Iterator[Group]:
         frames.append(step.tb_frame)
         step = step.tb_next
     for frame in reversed(frames):
-        if frame.f_globals.get("__name__", "").startswith(_HERE):
+        if frame.f_globals.get("__name__", "").startswith(_PACKAGE):
             names = frame.f_locals
             group = names.get("group")
             if isinstance(names, dict):  # a copy (before Python 3.13), which the frame would keep
@@ -101,39 +102,39 @@ def _groups(error: BaseException) -> Iterator[Group]:
 
 
 class Board:
-    """What the ranks of a job tell each other under `key` when it fails. Made before the groups are left.
+    """What the ranks of a job report to each other under `key` when it fails. Made before the groups are left.
 
-    world: how many ranks. moment_s: how long to wait for what others tell, after a timeout of one's own.
+    world: how many ranks. moment_s: how long to wait for others' reports, after a timeout of one's own.
     """
 
     def __init__(self, key: str, rank: int, world: int, moment_s: float) -> None:
         self._store: Any = c10d._get_default_store() if is_initialized() else None
         self._key, self.rank, self.world, self.moment_s = f"paracore/failure/{key}", rank, world, moment_s
 
-    def tell(self, mine: FailureReport) -> None:
+    def tell(self, own_report: FailureReport) -> None:
         """Before leaving the groups: whoever fails because of that finds it here. An exception of one's own is the
         job's first failure, unless there is one."""
 
         def write() -> None:
-            self._store.set(f"{self._key}/{mine.rank}", json.dumps(asdict(mine)))
-            if not mine.waits_for:
-                self._settle(mine)
+            self._store.set(f"{self._key}/{own_report.rank}", json.dumps(asdict(own_report)))
+            if not own_report.waits_for:
+                self._settle_first(own_report)
 
-        self._asked(write, GONE_S + self.moment_s)
+        self._call_store(write, GONE_S + self.moment_s)
 
-    def first_failure(self, mine: FailureReport) -> FailureReport:
+    def first_failure(self, own_report: FailureReport) -> FailureReport:
         """After `tell`: what everybody is to name, found within a moment."""
 
-        def ask() -> FailureReport:
-            verdict = self._settle(self._judge(mine))
+        def read_report() -> FailureReport:
+            verdict = self._settle_first(self._decide(own_report))
             self._store.add(f"{self._key}/known", 1)
             return verdict
 
-        return self._asked(ask, GONE_S + 2 * self.moment_s) or self._without_store(mine)
+        return self._call_store(read_report, GONE_S + 2 * self.moment_s) or self._without_store(own_report)
 
     def linger(self, verdict: FailureReport) -> None:
-        """Until everybody who will come knows, or for a while: the store may live in this process, and a launcher
-        may end all others when one has ended."""
+        """Wait until all ranks that will come know the verdict, or for a while: the store may live in this process,
+        and a launcher may end all others when one has ended."""
         seconds = LINGER_S if self.rank or _launcher_keeps_it() else HOST_LINGER_S
 
         def wait() -> None:
@@ -143,57 +144,57 @@ class Board:
                     return
                 time.sleep(POLL_S)
 
-        self._asked(wait, seconds + GONE_S)
+        self._call_store(wait, seconds + GONE_S)
 
-    def _asked(self, call: Callable[[], Any], seconds: float) -> Any:
+    def _call_store(self, call: Callable[[], Any], seconds: float) -> Any:
         """What `call` says, or None: the store is gone, or its process is stopped, where no timeout of its own
         would end a call."""
-        found: list[Any] = []
+        result: list[Any] = []
 
         def run() -> None:
             with suppress(RuntimeError):  # torch.distributed.DistError and its kin
-                found.append(call())
+                result.append(call())
 
         if self._store is not None:
             thread = threading.Thread(target=run, daemon=True)
             thread.start()
             thread.join(seconds)
-            if not found:
+            if not result:
                 self._store = None
-        return found[0] if found else None
+        return result[0] if result else None
 
-    def _settle(self, verdict: FailureReport) -> FailureReport:
+    def _settle_first(self, verdict: FailureReport) -> FailureReport:
         """The first verdict stands."""
         return _read(self._store.compare_set(f"{self._key}/first", "", json.dumps(asdict(verdict))))
 
-    def _told(self, name: Any) -> FailureReport | None:
+    def _report_at(self, name: Any) -> FailureReport | None:
         name = f"{self._key}/{name}"
         return _read(self._store.get(name)) if self._store.check([name]) else None
 
-    def _judge(self, mine: FailureReport) -> FailureReport:
-        """What this rank takes for the first failure."""
-        if not mine.waits_for:
-            return mine
-        end = time.monotonic() + (self.moment_s if mine.late else min(GONE_S, self.moment_s))
+    def _decide(self, own_report: FailureReport) -> FailureReport:
+        """The first failure, as far as this rank can know."""
+        if not own_report.waits_for:
+            return own_report
+        end = time.monotonic() + (self.moment_s if own_report.timed_out else min(GONE_S, self.moment_s))
         while True:
-            if (first := self._told("first")) is not None:
+            if (first := self._report_at("first")) is not None:
                 return first
-            told = {mine.rank: mine}
-            silent = _silent(mine, told, self._told)
-            dead = not mine.late and len(mine.waits_for) == 1 and silent == set(mine.waits_for)
+            reports = {own_report.rank: own_report}
+            silent = _silent(own_report, reports, self._report_at)
+            dead = not own_report.timed_out and len(own_report.waits_for) == 1 and silent == set(own_report.waits_for)
             if dead or not silent or time.monotonic() > end:
-                return _verdict(mine, told, silent)
+                return _verdict(own_report, reports, silent)
             time.sleep(POLL_S)
 
-    def _without_store(self, mine: FailureReport) -> FailureReport:
+    def _without_store(self, own_report: FailureReport) -> FailureReport:
         """The store went with its process: rank 0's, if no launcher keeps it."""
-        if not mine.waits_for or self.rank == 0 or _launcher_keeps_it():
-            return mine
+        if not own_report.waits_for or self.rank == 0 or _launcher_keeps_it():
+            return own_report
         text = (
             f"rank 0 is gone or stopped, and with it the store in which ranks tell who failed first: see what rank 0 "
-            f"printed last\n{mine.text}"
+            f"printed last\n{own_report.text}"
         )
-        return replace(mine, text=text, guilty=(0,))
+        return replace(own_report, text=text, guilty=(0,))
 
 
 def _launcher_keeps_it() -> bool:
@@ -201,44 +202,52 @@ def _launcher_keeps_it() -> bool:
 
 
 def _read(text: bytes) -> FailureReport:
-    found = json.loads(text)
-    return FailureReport(**found | {name: tuple(found[name]) for name in ("waits_for", "guilty")})
+    result = json.loads(text)
+    return FailureReport(**result | {name: tuple(result[name]) for name in ("waits_for", "guilty")})
 
 
-def _silent(mine: FailureReport, told: dict[int, FailureReport], ask: Any) -> set[int]:
-    """Who is waited for, by way of those who told (they are added to `told`), and has told nothing."""
-    silent, todo = set(), list(mine.waits_for)
-    while todo:
-        rank = todo.pop()
-        if rank in told or rank in silent:
+def _silent(own_report: FailureReport, reports: dict[int, FailureReport], read_report: Any) -> set[int]:
+    """Ranks that are waited for, directly or by others, and have reported nothing; reports found are added."""
+    silent, to_visit = set(), list(own_report.waits_for)
+    while to_visit:
+        rank = to_visit.pop()
+        if rank in reports or rank in silent:
             continue
-        found = ask(rank)
-        if found is None:
+        result = read_report(rank)
+        if result is None:
             silent.add(rank)
         else:
-            told[rank] = found
-            todo += found.waits_for
+            reports[rank] = result
+            to_visit += result.waits_for
     return silent
 
 
-def _verdict(mine: FailureReport, told: Mapping[int, FailureReport], silent: Collection[int]) -> FailureReport:
-    """Whoever was waited for and told nothing; else those in another call than most; else those who only saw that
-    others had given up: they came too late. If all waited for each other, all of them."""
-    lines = [told[rank].text for rank in sorted(told)]
-    calls = [report.call for report in told.values()]
-    usual = max(calls, key=calls.count)
-    apart = [rank for rank in sorted(told) if told[rank].call != usual]
-    late = [rank for rank in sorted(told) if not told[rank].late]
+def _verdict(
+    own_report: FailureReport, reports: Mapping[int, FailureReport], silent: Collection[int]
+) -> FailureReport:
+    """Who is to blame, from all reports.
+
+    Ranks that were waited for and reported nothing; else those in another call than most; else those who only saw
+    that others had given up: they came too late. If all waited for each other, all of them.
+    """
+    lines = [reports[rank].text for rank in sorted(reports)]
+    calls = [report.call for report in reports.values()]
+    common_call = max(calls, key=calls.count)
+    elsewhere = [rank for rank in sorted(reports) if reports[rank].call != common_call]
+    came_late = [rank for rank in sorted(reports) if not reports[rank].timed_out]
     if silent:
         why = "told nothing: killed, stopped, in a loop, in another call, or never came"
-        blame = f"{_ranks(silent)} {why if mine.late else 'is gone: it ended without a word, or was killed'}"
-    elif apart:
-        blame = f"{_ranks(apart)} was in {told[apart[0]].call}, the others in {usual}: all ranks must make one call"
-    elif late and len(late) < len(told):
-        blame = f"{_ranks(late)} came when the others had given up"
+        if not own_report.timed_out:
+            why = "is gone: it ended without a word, or was killed"
+        blame = f"{_ranks(silent)} {why}"
+    elif elsewhere:
+        other_call = reports[elsewhere[0]].call
+        blame = f"{_ranks(elsewhere)} was in {other_call}, the others in {common_call}: all ranks must make one call"
+    elif came_late and len(came_late) < len(reports):
+        blame = f"{_ranks(came_late)} came when the others had given up"
     else:
-        blame = f"{_ranks(told)} waited for each other"
-    return replace(mine, text="\n".join([blame, *lines]), guilty=tuple(sorted(silent)))
+        blame = f"{_ranks(reports)} waited for each other"
+    return replace(own_report, text="\n".join([blame, *lines]), guilty=tuple(sorted(silent)))
 
 
 def _ranks(ranks: Collection[int]) -> str:

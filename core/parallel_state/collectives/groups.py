@@ -30,7 +30,7 @@ class Traffic:
 
 
 class Closed:
-    """Stands where a process group was. gloo closes its connections when the last reference is gone."""
+    """Stands where a process group was: gloo closes its connections when the last reference is gone."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -68,7 +68,7 @@ class Group:
         return self  # a copied model talks to the same peers
 
     def close(self) -> None:
-        """Leave the group, whoever still waits in it: their calls fail at once. Nothing can be sent afterwards."""
+        """Leave the group; calls of ranks that still wait in it fail at once. Nothing can be sent afterwards."""
         while self.under_way:  # who holds one of them holds the connection
             self.under_way.pop().forget()
         group, self.process_group = self.process_group, Closed(self.name)  # type: ignore[assignment]
@@ -116,9 +116,9 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
 
 
-def init_world(backend: str | None, timeout_s: float, **where: Any) -> None:
+def init_world(backend: str | None, timeout_s: float, **init_options: Any) -> None:
     """Join the default group; `where` is what torch.distributed.init_process_group takes beside."""
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **init_options)
 
 
 def destroy_world() -> None:
@@ -131,9 +131,11 @@ def destroy_world() -> None:
         dist.destroy_process_group()
     module = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(module).values() if module is not None else ():
-        given = getattr(function, "__defaults__", None) or ()
-        if any(isinstance(default, ProcessGroup) for default in given):
-            function.__defaults__ = tuple(None if isinstance(d, ProcessGroup) else d for d in given)
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(default, ProcessGroup) for default in defaults):
+            function.__defaults__ = tuple(
+                None if isinstance(default, ProcessGroup) else default for default in defaults
+            )
 
 
 def world_group(timeout_s: float, *, checked: bool = False) -> Group | None:
@@ -152,12 +154,12 @@ def world_timeout_s() -> float:
         return DEFAULT_TIMEOUT_S
     group = dist.group.WORLD
     assert group is not None
-    told = [
+    timeouts = [
         group._get_backend(device).options._timeout.total_seconds()
         for device in group._device_types
         if hasattr(group._get_backend(device), "options")
     ]
-    return min(told, default=DEFAULT_TIMEOUT_S)
+    return min(timeouts, default=DEFAULT_TIMEOUT_S)
 
 
 def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
@@ -172,10 +174,12 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
     world = dist.group.WORLD
     assert world is not None
     members = "_".join(map(str, ranks))
-    times = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
-    original = c10d._process_group_name
-    bound, world.bound_device_id = world.bound_device_id, None
-    c10d._process_group_name = lambda *_, **__: c10d.GroupName(f"paracore_{world.group_name}_{members}_{times}")
+    times_created = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
+    torch_naming = c10d._process_group_name
+    bound_device, world.bound_device_id = world.bound_device_id, None
+    c10d._process_group_name = lambda *_, **__: c10d.GroupName(
+        f"paracore_{world.group_name}_{members}_{times_created}"
+    )
     try:
         group = dist.new_group(
             list(ranks),
@@ -184,7 +188,7 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
             group_desc=f"{name}:{members}",
         )
     finally:
-        c10d._process_group_name, world.bound_device_id = original, bound
+        c10d._process_group_name, world.bound_device_id = torch_naming, bound_device
     assert isinstance(group, ProcessGroup)
     return group
 

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.groups import Group
 
-TAG = 0x7A11  # of the messages inside a composed collective, so that they never meet a user's
+TAG = 0x7A11  # of the messages inside a composed collective, so that they never match a user's
 
 
 class PendingCollective(Protocol):
@@ -32,14 +32,14 @@ def _options(op: Any) -> Any:
     return options
 
 
-_OP: dict[str, tuple[Any, Any]] = {
+_REDUCTIONS: dict[str, tuple[Any, Any]] = {
     "sum": (_options(ReduceOp.SUM), torch.add),
     "max": (_options(ReduceOp.MAX), torch.maximum),
     "min": (_options(ReduceOp.MIN), torch.minimum),
 }
 
 
-class _Done:
+class Done:
     """A result that is already there, or one that a backend is still working on."""
 
     __slots__ = ("_result", "_work")
@@ -53,7 +53,8 @@ class _Done:
         return self._result
 
 
-def _composes(x: Tensor, group: Group) -> bool:
+def composes(x: Tensor, group: Group) -> bool:
+    """Whether this collective is made of messages: CPU tensors over gloo."""
     return group.composed and x.device.type == "cpu"
 
 
@@ -61,32 +62,32 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
     """Reduce `x` in place over `group` with sum, max or min; every rank gets the same bits. Returns `x`."""
     if group is None:
         return x
-    begin = perf_counter()
+    start_time = perf_counter()
     if group.checked:
         compare_across_ranks(f"all_reduce[{op}]", x, group)
-    options, combine = _OP[op]
-    pg = group.process_group
-    if group.size == 2 and _composes(x, group):
-        other = torch.empty_like(x, memory_format=torch.contiguous_format)
-        part = x.contiguous()
-        sent = pg.send([part], 1 - group.rank, TAG)
-        pg.recv([other], 1 - group.rank, TAG).wait(group.timeout)
+    options, combine = _REDUCTIONS[op]
+    process_group = group.process_group
+    if group.size == 2 and composes(x, group):
+        received_shard = torch.empty_like(x, memory_format=torch.contiguous_format)
+        local_sum = x.contiguous()
+        sent = process_group.send([local_sum], 1 - group.rank, TAG)
+        process_group.recv([received_shard], 1 - group.rank, TAG).wait(group.timeout)
         sent.wait(group.timeout)
-        combine(part, other, out=x)
+        combine(local_sum, received_shard, out=x)
     else:
-        pg.allreduce([x], options).wait()
-    group.traffic.add(x.nbytes, perf_counter() - begin)
+        process_group.allreduce([x], options).wait()
+    group.traffic.add(x.nbytes, perf_counter() - start_time)
     return x
 
 
 def start_all_reduce(x: Tensor, group: Group | None) -> PendingCollective:
     """Sum `x` in place over `group` beside other work; `wait()` returns it."""
-    if group is None or _composes(x, group):  # gloo's copies need the cores that compute: nothing to overlap
-        return _Done(all_reduce(x, group))
+    if group is None or composes(x, group):  # gloo's copying competes for CPU cores: no overlap
+        return Done(all_reduce(x, group))
     if group.checked:
         compare_across_ranks("start_all_reduce", x, group)
     group.traffic.add(x.nbytes, 0.0)
-    return _Done(x, dist.all_reduce(x, group=group.process_group, async_op=True))
+    return Done(x, dist.all_reduce(x, group=group.process_group, async_op=True))
 
 
 def all_gather(x: Tensor, group: Group | None) -> Tensor:
@@ -97,22 +98,22 @@ def all_gather(x: Tensor, group: Group | None) -> Tensor:
 def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
     """`all_gather` beside other work; `wait()` returns the whole."""
     if group is None:
-        return _Done(x)
-    begin = perf_counter()
+        return Done(x)
+    start_time = perf_counter()
     x = x.contiguous()
     if group.checked:
         compare_across_ranks("all_gather", x, group)
-    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    gathered = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
     work = None
-    if _composes(x, group):
-        parts = whole.chunk(group.size)
-        parts[group.rank].copy_(x)
-        _exchange([x] * group.size, list(parts), group)
+    if composes(x, group):
+        shards = gathered.chunk(group.size)
+        shards[group.rank].copy_(x)
+        _exchange([x] * group.size, list(shards), group)
     else:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(whole, x, group=group.process_group, async_op=True)
-    group.traffic.add(whole.nbytes, perf_counter() - begin)
-    return _Done(whole, work)
+        work = gather(gathered, x, group=group.process_group, async_op=True)
+    group.traffic.add(gathered.nbytes, perf_counter() - start_time)
+    return Done(gathered, work)
 
 
 def reduce_scatter(x: Tensor, group: Group | None) -> Tensor:
@@ -126,8 +127,8 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
     Raises ValueError: dim 0 does not divide over the group.
     """
     if group is None:
-        return _Done(x)
-    begin = perf_counter()
+        return Done(x)
+    start_time = perf_counter()
     if x.shape[0] % group.size:
         raise ValueError(
             f"reduce_scatter: dim 0 of {tuple(x.shape)} does not divide over {group.size} ranks; pad it to "
@@ -137,36 +138,37 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
     if group.checked:
         compare_across_ranks("reduce_scatter", x, group)
     work = None
-    if _composes(x, group):
-        part = _exchange_and_sum(x, group)
+    if composes(x, group):
+        local_sum = _exchange_and_sum(x, group)
     else:
-        part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+        local_sum = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = scatter(part, x, group=group.process_group, async_op=True)
-    group.traffic.add(x.nbytes, perf_counter() - begin)
-    return _Done(part, work)
+        work = scatter(local_sum, x, group=group.process_group, async_op=True)
+    group.traffic.add(x.nbytes, perf_counter() - start_time)
+    return Done(local_sum, work)
 
 
-def _exchange(out: list[Tensor], into: list[Tensor], group: Group) -> None:
-    """Send out[j] to rank j and receive into[j] from it, for every other rank j; both contiguous."""
-    pg, size, rank = group.process_group, group.size, group.rank
-    peers = [(rank + d) % size for d in range(1, size)]
-    sent = [pg.send([out[peer]], peer, TAG) for peer in peers]
-    received = [pg.recv([into[peer]], peer, TAG) for peer in reversed(peers)]
-    for work in received + sent:
+def _exchange(send_buffers: list[Tensor], receive_buffers: list[Tensor], group: Group) -> None:
+    """Send send_buffers[j] to rank j and receive receive_buffers[j] from it, for every other rank j; contiguous."""
+    process_group, size, rank = group.process_group, group.size, group.rank
+    # every rank begins with its next neighbour, so that not all send to rank 0 first
+    peers = [(rank + distance) % size for distance in range(1, size)]
+    sends = [process_group.send([send_buffers[peer]], peer, TAG) for peer in peers]
+    receives = [process_group.recv([receive_buffers[peer]], peer, TAG) for peer in reversed(peers)]
+    for work in receives + sends:
         work.wait(group.timeout)
 
 
 def _exchange_and_sum(x: Tensor, group: Group) -> Tensor:
-    parts = x.chunk(group.size)
-    mine = parts[group.rank]
+    shards = x.chunk(group.size)
+    local = shards[group.rank]
     if group.size == 2:
-        other = torch.empty_like(mine)
-        _exchange(list(parts), [other, other], group)
-        return other.add_(mine)
-    scratch = x.new_empty((group.size, *mine.shape))
-    scratch[group.rank].copy_(mine)
-    _exchange(list(parts), list(scratch), group)
+        received_shard = torch.empty_like(local)
+        _exchange(list(shards), [received_shard, received_shard], group)
+        return received_shard.add_(local)
+    scratch = x.new_empty((group.size, *local.shape))
+    scratch[group.rank].copy_(local)
+    _exchange(list(shards), list(scratch), group)
     return scratch.sum(0, dtype=x.dtype)  # in rank order, and in float32 inside for 16-bit types
 
 
@@ -180,26 +182,26 @@ def all_to_all(
     """[n, ...] -> [m, ...]: rows go to the ranks in order, `send_rows[j]` of them to rank j (default: equal)."""
     if group is None:
         return x
-    begin = perf_counter()
+    start_time = perf_counter()
     x = x.contiguous()
     if group.checked and send_rows is None:
         compare_across_ranks("all_to_all", x, group)
     rows = sum(receive_rows) if receive_rows is not None else x.shape[0]
-    out = x.new_empty((rows, *x.shape[1:]))
-    dist.all_to_all_single(out, x, receive_rows, send_rows, group=group.process_group)
-    group.traffic.add(x.nbytes, perf_counter() - begin)
-    return out
+    received = x.new_empty((rows, *x.shape[1:]))
+    dist.all_to_all_single(received, x, receive_rows, send_rows, group=group.process_group)
+    group.traffic.add(x.nbytes, perf_counter() - start_time)
+    return received
 
 
 def broadcast(x: Tensor, group: Group | None, source: int = 0) -> Tensor:
     """Copy `x` in place from the group's rank `source` (its index in the group) to all. Returns `x`."""
     if group is None:
         return x
-    begin = perf_counter()
+    start_time = perf_counter()
     if group.checked:
         compare_across_ranks("broadcast", x, group)
     dist.broadcast(x, group.ranks[source], group=group.process_group)
-    group.traffic.add(x.nbytes, perf_counter() - begin)
+    group.traffic.add(x.nbytes, perf_counter() - start_time)
     return x
 
 

@@ -40,8 +40,8 @@ class Received:
 class Sent:
     """A message under way; holds its tensor until `wait()`."""
 
-    def __init__(self, tensor: Tensor, works: list[Any], group: Group, extra: Tensor | None = None) -> None:
-        self._held: tuple[Tensor | None, ...] = (tensor, extra)
+    def __init__(self, tensor: Tensor, works: list[Any], group: Group, header_tensor: Tensor | None = None) -> None:
+        self._tensors: tuple[Tensor | None, ...] = (tensor, header_tensor)
         self._works, self._group, self._version = works, group, version_of(tensor)
 
     def wait(self, *, arrived: bool = False) -> None:
@@ -49,16 +49,18 @@ class Sent:
 
         Raises RuntimeError: somebody wrote into the tensor meanwhile; what arrived is anyone's guess.
         """
-        held, group = self._held[0] if self._held else None, self._group
-        if not arrived or (held is not None and held.device.type != "cpu"):  # elsewhere a stream waits, not we
+        tensor, group = self._tensors[0] if self._tensors else None, self._group
+        if not arrived or (
+            tensor is not None and tensor.device.type != "cpu"
+        ):  # on an accelerator the stream waits, not the host
             for work in self._works:
                 work.wait(group.timeout)
-        if held is not None and version_of(held) != self._version:
+        if tensor is not None and version_of(tensor) != self._version:
             raise RuntimeError(
-                f"a tensor of shape {list(held.shape)} was written while it was being sent; clone what is "
+                f"a tensor of shape {list(tensor.shape)} was written while it was being sent; clone what is "
                 "changed in place before it is handed over"
             )
-        self._held = ()
+        self._tensors = ()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -75,10 +77,10 @@ def _header(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool = True) -> Sent:
     """Start sending to the group's rank `peer`. With `header` the receiver checks shape and dtype first."""
     tensor = tensor.contiguous()
-    head = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device) if header else None
-    works = [group.process_group.send([t], peer, tag) for t in (head, tensor) if t is not None]
+    header_tensor = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device) if header else None
+    works = [group.process_group.send([part], peer, tag) for part in (header_tensor, tensor) if part is not None]
     group.traffic.add(tensor.nbytes, 0.0)
-    return Sent(tensor, works, group, head)
+    return Sent(tensor, works, group, header_tensor)
 
 
 def irecv(
@@ -97,12 +99,12 @@ def irecv(
     """
     if header:
         expected = _header(tuple(shape), dtype)
-        head = torch.empty_like(expected, device=device)
-        group.process_group.recv([head], peer, tag).wait(group.timeout)
-        kind, dims, *sent = head.tolist()
-        if head.tolist() != expected.tolist():
+        header_tensor = torch.empty_like(expected, device=device)
+        group.process_group.recv([header_tensor], peer, tag).wait(group.timeout)
+        dtype_index, num_dims, *sent = header_tensor.tolist()
+        if header_tensor.tolist() != expected.tolist():
             raise ValueError(
-                f"rank {group.ranks[peer]} sends shape {tuple(sent[:dims])} of {DTYPES[kind]}, rank "
+                f"rank {group.ranks[peer]} sends shape {tuple(sent[:num_dims])} of {DTYPES[dtype_index]}, rank "
                 f"{group.ranks[group.rank]} expects {tuple(shape)} of {dtype}: both sides must agree"
             )
     tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -111,7 +113,7 @@ def irecv(
 
 def greet(group: Group, sender: int, device: torch.device) -> None:
     """One message from the group's rank `sender` to the other one: connects them."""
-    word, other = torch.zeros(1, device=device), 1 - group.rank
-    pg = group.process_group
-    work = pg.send([word], other, 0) if group.rank == sender else pg.recv([word], other, 0)
+    byte, other = torch.zeros(1, device=device), 1 - group.rank
+    process_group = group.process_group
+    work = process_group.send([byte], other, 0) if group.rank == sender else process_group.recv([byte], other, 0)
     work.wait(group.timeout)

@@ -1,6 +1,6 @@
-"""In place on flat buffers that are cut into equal parts, one per rank: sum into the own part, gather all parts.
+"""Reduce-scatter and all-gather in place, on flat buffers of equal shards, one per rank.
 
-Both are started and waited for apart, so that they run beside other work, and carry a tag: where messages are matched
+Starting and waiting are two calls, so that they run beside other work. They carry a tag: where messages are matched
 by it (gloo), two ranks that are at different buckets wait until the timeout instead of taking each other's numbers.
 """
 
@@ -14,122 +14,142 @@ from torch import Tensor
 from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.groups import Group
-from core.parallel_state.collectives.ops import TAG, PendingCollective, _composes, _Done
+from core.parallel_state.collectives.ops import TAG, Done, PendingCollective, composes
 
 
-class _Messages:
-    """Messages under way to and from each peer; what they hold lives until they have arrived."""
+class _PeerMessages:
+    """Messages under way to and from each peer; keeps their tensors alive until they have arrived."""
 
-    def __init__(self, out: list[Tensor], into: list[Tensor], group: Group, tag: int, what: str) -> None:
-        pg, size, rank = group.process_group, group.size, group.rank
-        self._group, self._what, self._held, tag = group, what, (out, into), TAG + ((tag + 1) << 16)
-        peers = [(rank + d) % size for d in range(1, size)]
-        self._works: list[tuple[int, Any]] = [(peer, pg.send([out[peer]], peer, tag)) for peer in peers]
-        self._works += [(peer, pg.recv([into[peer]], peer, tag)) for peer in reversed(peers)]
+    def __init__(
+        self, send_buffers: list[Tensor], receive_buffers: list[Tensor], group: Group, tag: int, label: str
+    ) -> None:
+        process_group, size, rank = group.process_group, group.size, group.rank
+        self._group, self._label, self._tensors_under_way, tag = (
+            group,
+            label,
+            (send_buffers, receive_buffers),
+            TAG + ((tag + 1) << 16),
+        )
+        peers = [(rank + distance) % size for distance in range(1, size)]
+        self._works: list[tuple[int, Any]] = [
+            (peer, process_group.send([send_buffers[peer]], peer, tag)) for peer in peers
+        ]
+        self._works += [(peer, process_group.recv([receive_buffers[peer]], peer, tag)) for peer in reversed(peers)]
         group.under_way.add(self)
 
     def wait(self) -> None:
         """Raises RuntimeError, naming the peer and what was under way, where it does not come within the timeout."""
         group = self._group
         if not self._works:
-            raise RuntimeError(f"{self._what} was given up: its group {group.name} was closed after a failure")
+            raise RuntimeError(f"{self._label} was given up: its group {group.name} was closed after a failure")
         group.under_way.discard(self)
         for peer, work in self._works:
             try:
                 work.wait(group.timeout)
             except RuntimeError as error:
                 raise Unanswered(
-                    f"rank {group.ranks[group.rank]} waited in vain for rank {group.ranks[peer]} at {self._what} "
+                    f"rank {group.ranks[group.rank]} waited in vain for rank {group.ranks[peer]} at {self._label} "
                     f"(group {group.name}, at most {group.timeout.total_seconds():g} s): that rank failed, or runs "
                     "other modules or another order of them; every rank of a group must run the same",
                     (group.ranks[peer],),
                 ) from error
-        self._works, self._held = [], ([], [])
+        self._works, self._tensors_under_way = [], ([], [])
 
     def forget(self) -> None:
-        """Nobody will wait for them: the group is being closed."""
-        self._works, self._held = [], ([], [])
+        """Drop them without waiting: the group is being closed."""
+        self._works, self._tensors_under_way = [], ([], [])
 
 
-class _Sum:
-    """This rank's part of the sum once the others' are here: added in rank order, the same on every layout."""
+class _PendingSum:
+    """This rank's shard of the sum, once the others' are here: added in rank order, so that every layout has the same
+    bits."""
 
-    def __init__(self, own: Tensor, parts: list[Tensor], rank: int, messages: Any) -> None:
-        self._own, self._parts, self._rank, self._messages = own, parts, rank, messages
+    def __init__(self, local: Tensor, shards: list[Tensor], rank: int, messages: Any) -> None:
+        self._local, self._shards, self._rank, self._messages = local, shards, rank, messages
 
     def wait(self) -> Tensor:
         self._messages.wait()
-        own, parts = self._own, self._parts
-        if len(parts) == 2:  # two numbers have one sum
-            return own.add_(parts[1 - self._rank])
-        total = own if self._rank == 0 else parts[0].to(own.dtype)
-        for rank in range(1, len(parts)):
-            total.add_(own if rank == self._rank else parts[rank])
-        return own if total is own else own.copy_(total)
+        local, shards = self._local, self._shards
+        if len(shards) == 2:  # a + b is b + a: the order does not matter
+            return local.add_(shards[1 - self._rank])
+        total = local if self._rank == 0 else shards[0].to(local.dtype)
+        for rank in range(1, len(shards)):
+            total.add_(local if rank == self._rank else shards[rank])
+        return local if total is local else local.copy_(total)
 
 
 def own_part(x: Tensor, group: Group) -> Tensor:
-    """[n * size] -> [n], the view of this rank's equal part."""
-    n = x.shape[0] // group.size
-    return x[group.rank * n : (group.rank + 1) * n]
+    """[n * size] -> [n], the view of this rank's equal shard."""
+    shard_size = x.shape[0] // group.size
+    return x[group.rank * shard_size : (group.rank + 1) * shard_size]
 
 
 def start_sum_into_own(
-    x: Tensor, group: Group | None, *, wire: torch.dtype | None = None, tag: int = 0, what: str = "a reduction"
+    x: Tensor,
+    group: Group | None,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    tag: int = 0,
+    label: str = "a reduction",
 ) -> PendingCollective:
-    """x [n * size] on every rank; `wait()` returns its own part [n], which then holds the sum over the ranks.
+    """x [n * size] on every rank; `wait()` returns its own shard [n], which then holds the sum over the ranks.
 
-    The other parts keep this rank's own values. wire: what is sent is rounded to this dtype; the sum is in x's.
-    `what` names it in the error of a wait that ends in vain. Raises ValueError: x does not divide over the group.
+    The other shards keep this rank's own values. reduce_dtype: what is sent is rounded to this dtype; the sum is in
+    x's. `label` names it in the error of a wait that ends in vain.
+    Raises ValueError: x does not divide over the group.
     """
     if group is None:
-        return _Done(x)
+        return Done(x)
     if x.dim() != 1 or x.shape[0] % group.size:
         raise ValueError(f"a buffer of shape {list(x.shape)} does not divide into {group.size} equal parts; pad it")
-    begin = perf_counter()
+    start_time = perf_counter()
     if group.checked:
-        compare_across_ranks(what, x, group)
-    own, n = own_part(x, group), x.shape[0] // group.size
+        compare_across_ranks(label, x, group)
+    local, shard_size = own_part(x, group), x.shape[0] // group.size
     pending: PendingCollective
-    if _composes(x, group):
-        sent = x if wire is None else x.to(wire)
-        scratch = sent.new_empty(((group.size - 1) * n,))
-        parts = list(scratch.split(n))
-        parts.insert(group.rank, own)
-        pending = _Sum(own, parts, group.rank, _Messages(list(sent.split(n)), parts, group, tag, what))
-    elif wire is not None:
-        sent = x.to(wire)
-        out = torch.empty_like(sent)
-        work = dist.all_to_all_single(out, sent, group=group.process_group, async_op=True)
-        parts = list(out.split(n))
-        pending = _Sum(own, parts, group.rank, work)
+    if composes(x, group):
+        to_send = x if reduce_dtype is None else x.to(reduce_dtype)
+        scratch = to_send.new_empty(((group.size - 1) * shard_size,))
+        shards = list(scratch.split(shard_size))
+        shards.insert(group.rank, local)
+        pending = _PendingSum(
+            local, shards, group.rank, _PeerMessages(list(to_send.split(shard_size)), shards, group, tag, label)
+        )
+    elif reduce_dtype is not None:
+        to_send = x.to(reduce_dtype)
+        send_buffers = torch.empty_like(to_send)
+        work = dist.all_to_all_single(send_buffers, to_send, group=group.process_group, async_op=True)
+        shards = list(send_buffers.split(shard_size))
+        pending = _PendingSum(local, shards, group.rank, work)
     else:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        pending = _Done(own, scatter(own, x, group=group.process_group, async_op=True))
-    group.traffic.add(x.nbytes, perf_counter() - begin)
+        pending = Done(local, scatter(local, x, group=group.process_group, async_op=True))
+    group.traffic.add(x.nbytes, perf_counter() - start_time)
     return pending
 
 
-def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, what: str = "a gather") -> PendingCollective:
-    """x [n * size] of which each rank has filled its own part; after `wait()` all parts are there, on every rank."""
+def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, label: str = "a gather") -> PendingCollective:
+    """x [n * size] of which each rank has filled its own shard; after `wait()` all are there, on every rank."""
     if group is None:
-        return _Done(x)
-    begin = perf_counter()
+        return Done(x)
+    start_time = perf_counter()
     if group.checked:
-        compare_across_ranks(what, x, group)
-    own = own_part(x, group)
+        compare_across_ranks(label, x, group)
+    local = own_part(x, group)
     pending: PendingCollective
-    if _composes(x, group):
-        pending = _Gathered(x, _Messages([own] * group.size, list(x.split(own.shape[0])), group, tag, what))
+    if composes(x, group):
+        pending = _PendingGather(
+            x, _PeerMessages([local] * group.size, list(x.split(local.shape[0])), group, tag, label)
+        )
     else:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        pending = _Done(x, gather(x, own, group=group.process_group, async_op=True))
-    group.traffic.add(x.nbytes, perf_counter() - begin)
+        pending = Done(x, gather(x, local, group=group.process_group, async_op=True))
+    group.traffic.add(x.nbytes, perf_counter() - start_time)
     return pending
 
 
-class _Gathered:
-    def __init__(self, x: Tensor, messages: _Messages) -> None:
+class _PendingGather:
+    def __init__(self, x: Tensor, messages: _PeerMessages) -> None:
         self._x, self._messages = x, messages
 
     def wait(self) -> Tensor:

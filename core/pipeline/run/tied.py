@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import all_gather_objects, all_reduce
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import ByHand, Heard
-from core.parallel_state.checksum import checksum
 from core.parallel_state.collectives import all_gather, all_gather_objects
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
 
@@ -161,8 +161,8 @@ class _GradientWatch:
 
     def _hear(self, heard: Heard) -> None:
         is_reduction = heard.kind == "reduction"
-        if heard.is_of_part:
-            self._warn_once(heard.words(*self._modules))
+        if heard.sees_only_shard:
+            self._warn_once(heard.message(*self._modules))
         elif is_reduction and heard.joined and not heard.of_gradient:
             self._warn_once(
                 f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
