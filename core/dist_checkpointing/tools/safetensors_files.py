@@ -5,11 +5,12 @@ A file is 8 bytes with the length of a JSON header, the header, then the values 
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 import ml_dtypes  # tensorstore needs it
@@ -45,14 +46,12 @@ DTYPE_NAMES = {
 
 
 @dataclass(frozen=True)
-class ExportedTensor:
-    """name, shape, dtype: in the file. key, box: the stored array, and the box of it, that it is read from."""
+class FileTensor:
+    """name, shape, dtype (torch's name): of a tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    key: str
-    box: Box
 
     @property
     def itemsize(self) -> int:
@@ -65,6 +64,17 @@ class ExportedTensor:
         return prod(self.shape) * self.itemsize
 
 
+@dataclass(frozen=True)
+class ExportedTensor(FileTensor):
+    """key, box: the stored array, and the box of it, that the tensor is read from."""
+
+    key: str
+    box: Box
+
+
+T = TypeVar("T", bound=FileTensor)
+
+
 def write(
     stored: StoredCheckpoint,
     tensors: Sequence[ExportedTensor],
@@ -72,13 +82,35 @@ def write(
     done: Callable[[int], None],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """`model-00001-of-0000N.safetensors` and Hugging Face's `model.safetensors.index.json` in a folder."""
+    """Stored arrays as they are, or of another dtype, in files of a folder; see `write_files`."""
+    files = tensors_by_file(tensors, file_bytes)
+    requests = ((tensor.key, block) for file in files for tensor in file for block in blocks(tensor.box))
+    values = stream(stored, requests)
+
+    def converted(tensor: ExportedTensor) -> Iterator[np.ndarray]:
+        for _ in blocks(tensor.box):
+            yield _converted(next(values), stored.dtype(tensor.key), tensor.dtype)
+
+    write_files(folder, files, converted, done)
+    # the stream's end is where it raises if a file that was read is not the one that was saved
+    for _ in values:
+        raise AssertionError("more was read than written")
+
+
+def write_files(
+    folder: Path,
+    files: Sequence[Sequence[T]],
+    values_of: Callable[[T], Iterable[np.ndarray]],
+    done: Callable[[int], None],
+) -> None:
+    """`model-00001-of-0000N.safetensors` and Hugging Face's `model.safetensors.index.json` in a folder.
+
+    values_of(tensor) -> its values in C order, in arrays that follow each other; asked for in the order of `files`.
+    """
+    tensors = [tensor for file in files for tensor in file]
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{tensor.name} is {tensor.dtype}, which safetensors has no name for; read it with zarr")
-    files = _tensors_by_file(tensors, file_bytes)
-    requests = ((tensor.key, block) for file in files for tensor in file for block in blocks(tensor.box))
-    values = stream(stored, requests)
     file_of_tensor: dict[str, str] = {}
     for number, file_tensors in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -86,23 +118,19 @@ def write(
             file.write(_header(file_tensors))
             for tensor in file_tensors:
                 file_of_tensor[tensor.name] = name
-                for _ in blocks(tensor.box):
-                    array = _converted(next(values), stored.dtype(tensor.key), tensor.dtype)
+                for array in values_of(tensor):
                     file.write(array.data)
                     done(array.nbytes)
             file.flush()
             os.fsync(file.fileno())
-    # the stream's end is where it raises if a file that was read is not the one that was saved
-    for _ in values:
-        raise AssertionError("more was read than written")
     total_size = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total_size}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _tensors_by_file(tensors: Sequence[ExportedTensor], file_bytes: int) -> list[list[ExportedTensor]]:
+def tensors_by_file(tensors: Sequence[T], file_bytes: int) -> list[list[T]]:
     """The tensors of each file; wide types first, so that the start of each tensor is a multiple of its item size."""
-    files: list[list[ExportedTensor]] = [[]]
+    files: list[list[T]] = [[]]
     size = 0
     for tensor in tensors:
         if files[-1] and size + tensor.nbytes > file_bytes:
@@ -113,7 +141,7 @@ def _tensors_by_file(tensors: Sequence[ExportedTensor], file_bytes: int) -> list
     return [sorted(file, key=lambda tensor: -tensor.itemsize) for file in files]
 
 
-def _header(tensors: Sequence[ExportedTensor]) -> bytes:
+def _header(tensors: Sequence[FileTensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

@@ -152,7 +152,7 @@ class Job:
         Raises RuntimeError: a rank failed; TimeoutError: one is silent. Orphaned: the job is gone, by `orphaned()`,
         and no other rank goes on.
         """
-        check_others = self._root.others(self.name, self.uuid, orphaned)
+        check_others = self._root.other_ranks(self.name, self.uuid, orphaned)
         deadline = time.monotonic() + self.timeout_s
         if self.rank != 0:
             self.merge(check_others)

@@ -28,16 +28,57 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
     Raises ValueError: a parameter of the model that the weights lack, or one of another shape; a tensor of the
     weights that the model has no place for; damaged files. The model is then partly filled, or not at all.
     """
-    source = Recorded(Folder(weights) if isinstance(weights, str | Path) else StateDict(weights))
-    rows = _rows(source, model.config)
-    parameters = dict(model.named_parameters())
-    _check_places(model, source, rows, parameters)
+    opened = open_weights(model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights))
     sizes, at = model.parallel.sizes, model.parallel.coordinate
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         layout = layout_of(parameter)
-        _fill(true_part(parameter, layout, at, sizes), layout.box(at, sizes), rows[name], source, model.config)
-    if model.tied and _HEAD in rows and rows[_HEAD].theirs[0] in source:
-        _check_tied(model, source, rows)
+        opened.fill(name, true_part(parameter, layout, at, sizes), layout.box(at, sizes))
+    opened.check_tied(model)
+
+
+class OpenedWeights:
+    """Their weights, as the parameters of one model: every name and shape has been compared."""
+
+    def __init__(self, source: Recorded, rows: Mapping[str, Row], config: TransformerConfig) -> None:
+        self._source, self._rows, self._config = source, rows, config
+
+    def parameter(self, name: str) -> Tensor:
+        """A whole parameter of ours, new memory on the host, in the dtype of theirs."""
+        row = self._rows[name]
+        shape = row.kind.our_shape(self._source.shape(row.theirs[0]), self._config)
+        first = row.blocks(_whole(shape), self._config)[0]
+        one = tuple(slice(0, 1) for _ in first.theirs)
+        made = torch.empty(shape, dtype=self._source.read(first.name, one).dtype)
+        self.fill(name, made, _whole(shape))
+        return made
+
+    def fill(self, name: str, target: Tensor, box: Slices) -> None:
+        """Our box of a parameter, from the blocks of theirs that it is made of."""
+        if target.numel() == 0:  # all of this rank's rows are padding
+            return
+        for block in self._rows[name].blocks(box, self._config):
+            block.to_ours(self._source.read(block.name, block.theirs).to(target.device), target)
+
+    def check_tied(self, model: GPTModel) -> None:
+        """A model that ties its ends has no place for a head unlike its table. ValueError: there is one."""
+        table = dict(model.named_parameters()).get(_EMBEDDING)
+        head = self._rows[_HEAD].theirs[0]
+        if not model.tied or table is None or head not in self._source:
+            return
+        box = layout_of(table).box(model.parallel.coordinate, model.parallel.sizes)
+        if not torch.equal(self._source.read(self._rows[_EMBEDDING].theirs[0], box), self._source.read(head, box)):
+            raise ValueError(
+                "lm_head.weight differs from the embedding in the Hugging Face weights, but the model ties them; "
+                "build it with share_embeddings_and_output_weights=False (tie_word_embeddings=False)"
+            )
+
+
+def open_weights(model: GPTModel, source: Source) -> OpenedWeights:
+    """Raises ValueError: parameters without weights, weights without a parameter, other shapes."""
+    recorded = Recorded(source)
+    rows = _rows(recorded, model.config)
+    _check_places(model, recorded, rows, dict(model.named_parameters()))
+    return OpenedWeights(recorded, rows, model.config)
 
 
 def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
@@ -47,15 +88,9 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
     Raises ValueError: names without the prefix of a whole model.
     """
     source = Recorded(StateDict(state))
-    full: dict[str, Tensor] = {}
-    for name, row in _rows(source, config).items():
-        if row.theirs[0] not in source:
-            continue
-        shape = row.kind.our_shape(source.shape(row.theirs[0]), config)
-        like = state[row.theirs[0]]
-        full[name] = torch.empty(shape, dtype=like.dtype, device=like.device)
-        _fill(full[name], _whole(shape), row, source, config)
-    return full
+    rows = _rows(source, config)
+    opened = OpenedWeights(source, rows, config)
+    return {name: opened.parameter(name) for name, row in rows.items() if row.theirs[0] in source}
 
 
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
@@ -75,14 +110,6 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
         f"the Hugging Face weights hold none of {', '.join(_TABLES)}; their names begin with: "
         f"{', '.join(source.first_names(3)) or 'nothing, they are empty'}"
     )
-
-
-def _fill(target: Tensor, box: Slices, row: Row, source: Source | Recorded, config: TransformerConfig) -> None:
-    """Our box of a tensor from the blocks of theirs that it is made of."""
-    if target.numel() == 0:  # all of this rank's rows are padding
-        return
-    for block in row.blocks(box, config):
-        block.to_ours(source.read(block.name, block.theirs).to(target.device), target)
 
 
 def _whole(shape: Iterable[int]) -> Slices:
@@ -129,21 +156,6 @@ def _check_shapes(name: str, shape: tuple[int, ...], row: Row, source: Recorded,
     wrong = next(theirs for theirs in expected if actual[theirs] != expected[theirs])
     ours = shape if len(expected) == 1 and actual[wrong][::-1] != expected[wrong] else expected[wrong]
     raise ValueError(f"{name} is {ours} here and {actual[wrong]} in the Hugging Face weights ({wrong})")
-
-
-def _check_tied(model: GPTModel, source: Recorded, rows: Mapping[str, Row]) -> None:
-    """A model that ties its ends has no place for a head unlike its table."""
-    table = next((p for name, p in model.named_parameters() if name == _EMBEDDING), None)
-    if table is None:
-        return
-    layout = layout_of(table)
-    box = layout.box(model.parallel.coordinate, model.parallel.sizes)
-    mine, head = (source.read(rows[name].theirs[0], box) for name in (_EMBEDDING, _HEAD))
-    if not torch.equal(mine, head):
-        raise ValueError(
-            "lm_head.weight differs from the embedding in the Hugging Face weights, but the model ties them; build "
-            "it with share_embeddings_and_output_weights=False (tie_word_embeddings=False)"
-        )
 
 
 def _part(name: str) -> str:

@@ -93,6 +93,11 @@ class Folder:
     def names(self) -> Iterable[str]:
         return self._file_of.keys()
 
+    @property
+    def nbytes(self) -> int:
+        """Of its files together."""
+        return sum((self.folder / file).stat().st_size for file in set(self._file_of.values()))
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 

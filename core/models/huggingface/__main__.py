@@ -1,0 +1,77 @@
+"""Hugging Face folders in and out: `import HF_DIR CKPT`, `export CKPT HF_DIR --source HF_DIR`, `families`."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+
+from core.dist_checkpointing.tools.console import progress, say, size_text
+from core.models.huggingface.exporting import export_huggingface
+from core.models.huggingface.families import FAMILIES
+from core.models.huggingface.importing import import_huggingface
+from core.models.huggingface.sources import Folder
+
+
+def _import(options: argparse.Namespace) -> int:
+    with progress("importing", Folder(options.folder).nbytes) as done:
+        imported = import_huggingface(options.folder, options.checkpoint, done)
+    config = imported.model.config
+    say(
+        f"{options.checkpoint}: {imported.arrays} arrays, {size_text(imported.nbytes)}, verified; "
+        f"{config.num_layers} layers, hidden size {config.hidden_size}, vocabulary {imported.model.vocab_size}"
+    )
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    with progress("exporting", Folder(options.source).nbytes) as done:
+        difference = export_huggingface(
+            options.checkpoint, options.folder, options.source, check=options.check, progress=done
+        )
+    say(f"{options.folder}: AutoModelForCausalLM.from_pretrained loads it")
+    if difference is not None:
+        say(f"max |logit difference| on 4 prompts: {difference:.2e}")
+    return 0
+
+
+def _families(options: argparse.Namespace) -> int:
+    say(f"{kind:10} {family.architecture}" for kind, family in sorted(FAMILIES.items()))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m core.models.huggingface", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("import", help="a folder of safetensors files as a checkpoint of ours")
+    command.add_argument("folder", metavar="HF_DIR")
+    command.add_argument("checkpoint", metavar="CKPT", help="a directory that is to be made")
+    command.set_defaults(run=_import)
+    command = commands.add_parser("export", help="the model of a checkpoint as a folder that transformers loads")
+    command.add_argument("checkpoint", metavar="CKPT", help="a step's own directory")
+    command.add_argument("folder", metavar="HF_DIR", help="a directory that is to be made")
+    command.add_argument(
+        "--source", required=True, metavar="HF_DIR", help="configuration and tokenizer are taken from it"
+    )
+    command.add_argument("--check", action="store_true", help="compare logits with transformers'")
+    command.set_defaults(run=_export)
+    command = commands.add_parser("families", help="what is supported")
+    command.set_defaults(run=_families)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", error=True)
+            return int(options.run(options))
+    except (ValueError, OSError, ImportError) as error:
+        say(f"error: {' '.join(str(error).split())}", error=True)
+    except KeyboardInterrupt:
+        say("interrupted, nothing was written", error=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""A folder in, a checkpoint, a folder out: the same bits, under any layout, by command."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from core.dist_checkpointing import load, save
+from core.dist_checkpointing.publish.check import check
+from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
+from core.models.gpt import GPTModel
+from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface.__main__ import main
+from core.models.huggingface.exporting import export_huggingface
+from core.models.huggingface.importing import import_huggingface
+from core.parallel_state import ParallelState
+from tests.models.test_huggingface import COMMON, CONFIGS
+from tests.models.test_huggingface_families import TODAY, saved
+from tests.states import state
+
+KINDS = ["llama3", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt2-untied"]
+
+
+def tensors_of(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_comes_back_bit_for_bit(tmp_path, kind):
+    _, folder = saved(tmp_path, kind, max_shard_size="20KB")
+    (folder / "tokenizer.json").write_text("{}")
+    import_huggingface(folder, str(tmp_path / "ckpt"))
+    difference = export_huggingface(tmp_path / "ckpt", tmp_path / "out", folder, check=True, file_bytes=20_000)
+    before, after = tensors_of(folder), tensors_of(tmp_path / "out")
+    assert before.keys() - {"lm_head.weight"} <= after.keys() <= before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
+    assert 0 < difference < 1e-4 and len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    told = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out")]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kind", ["llama3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_import_is_what_a_save_writes(tmp_path, kind, dtype):
+    theirs = transformers.AutoModelForCausalLM.from_config({**CONFIGS, **TODAY}[kind]()).to(dtype)
+    theirs.save_pretrained(tmp_path / "hf")
+    import_huggingface(tmp_path / "hf", str(tmp_path / "imported"))
+    ps = ParallelState.single("cpu")
+    model = GPTModel(**from_huggingface(tmp_path / "hf", params_dtype=dtype).arguments(), parallel=ps)
+    load_huggingface(model, tmp_path / "hf")
+    save({"model": model.sharded_state_dict()}, str(tmp_path / "saved"), ps=ps)
+    imported, written = files_of(tmp_path / "imported"), files_of(tmp_path / "saved")
+    assert imported.keys() == written.keys()
+    assert all(imported[name] == written[name] for name in imported if "manifest" not in name)
+    assert not check(open_checkpoint_dir(str(tmp_path / "imported")), digests=True, full=True)
+
+
+def opened(folder, checkpoint):
+    ps = state(tp=2)
+    model = GPTModel(**from_huggingface(folder).arguments(), parallel=ps)
+    load({"model": model.sharded_state_dict()}, checkpoint, ps=ps)
+    other = GPTModel(**from_huggingface(folder).arguments(), parallel=ps)
+    load_huggingface(other, folder)
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_an_import_opens_under_another_layout(ranks, tmp_path):
+    _, folder = saved(tmp_path, "phi3")
+    import_huggingface(folder, str(tmp_path / "ckpt"))
+    assert all(ranks(opened, folder, str(tmp_path / "ckpt"), world=2))
+
+
+def test_the_commands(tmp_path, capsys):
+    _, folder = saved(tmp_path, "qwen3")
+    ckpt, out = str(tmp_path / "ckpt"), str(tmp_path / "out")
+    assert main(["import", str(folder), ckpt]) == 0
+    assert "verified; 2 layers, hidden size 32, vocabulary 101" in capsys.readouterr().out
+    assert main(["export", ckpt, out, "--source", str(folder), "--check"]) == 0
+    assert "max |logit difference| on 4 prompts: " in capsys.readouterr().out
+    assert main(["import", str(folder), ckpt]) == 2
+    assert "is a checkpoint already" in capsys.readouterr().err
+    assert main(["export", ckpt, out, "--source", str(folder)]) == 2
+    assert "is there already; give a directory that is to be made" in capsys.readouterr().err
+    assert main(["families"]) == 0
+    assert "qwen3      Qwen3ForCausalLM" in capsys.readouterr().out
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
+    _, folder = saved(tmp_path, "llama")
+    import_huggingface(folder, str(tmp_path / "ckpt"))
+    wider = transformers.LlamaConfig(**COMMON | {"intermediate_size": 64})
+    wider.save_pretrained(tmp_path / "wider")
+    with pytest.raises(ValueError, match=r"linear_fc1.weight is \(2, 48, 32\) in .*, \(2, 64, 32\) by the source"):
+        export_huggingface(tmp_path / "ckpt", tmp_path / "out", tmp_path / "wider")
+    CONFIGS["qwen2"]().save_pretrained(tmp_path / "biased")
+    with pytest.raises(ValueError, match=r"holds no model/.*linear_qkv.bias, which the source's configuration asks"):
+        export_huggingface(tmp_path / "ckpt", tmp_path / "out", tmp_path / "biased")
+    # the same shapes, other numbers: only the logits tell
+    transformers.LlamaConfig(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 5e2}).save_pretrained(
+        tmp_path / "other"
+    )
+    changed = (tmp_path / "other" / "config.json").read_text()
+
+    def another_configuration(source, temporary, dtype):
+        (temporary / "config.json").write_text(changed)
+
+    monkeypatch.setattr("core.models.huggingface.exporting._write_companions", another_configuration)
+    with pytest.raises(ValueError, match=r"logits differ from ours by .* nothing was written"):
+        export_huggingface(tmp_path / "ckpt", tmp_path / "out", folder, check=True)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_weights_of_several_dtypes_are_refused(tmp_path):
+    theirs, folder = saved(tmp_path, "llama")
+    theirs.model.norm.half()
+    theirs.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"weights of F16, F32, 1 of .* is needed; model.to"):
+        import_huggingface(folder, str(tmp_path / "ckpt"))
+    assert not (tmp_path / "ckpt").exists()
