@@ -95,6 +95,7 @@ class DirectReader:
             if expected is not None and cell.size != expected[0]:
                 raise ValueError(f"it has {cell.size} bytes, the manifest says {expected[0]}")
             cell.read(box_in_cell, into, self._scratch)
+            # after reading: the checksums of the chunks that were read are known then
             if expected is not None and cell.digest() != expected[1]:
                 raise ValueError("it is not the cell that was saved there, by its digest in the manifest")
         except ValueError as error:

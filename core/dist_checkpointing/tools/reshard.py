@@ -27,8 +27,8 @@ def cut_for(stored: StoredCheckpoint, tp: int) -> dict[str, Json]:
     metadata = {}
     for key in stored.keys:
         info = stored.info(key)
-        parts = 8 if 8 % tp == 0 else tp
-        cell = cell_shape(info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, parts=parts)
+        tp_sizes = 8 if 8 % tp == 0 else tp  # the grid of a save, where it suits
+        cell = cell_shape(info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, tp_sizes=tp_sizes)
         attributes = stored.metadata[key]["attributes"]
         metadata[key] = array_metadata(info, cell, inner_shape(cell), attributes)
     return metadata
