@@ -220,10 +220,10 @@ def _sender(ranks: tuple[int, ...], owner: int) -> int:
     return sorted(ranks)[owner % len(ranks)]
 
 
-def _without(box: Box, others: Iterable[Box]) -> list[Box]:
-    """What remains of a box without `others`, as disjoint boxes."""
+def _without(box: Box, removed: Iterable[Box]) -> list[Box]:
+    """What remains of a box without `removed`, as disjoint boxes."""
     remaining = [box]
-    for other in others:
+    for other in removed:
         if not remaining:
             break
         remaining = [rest for uncut in remaining for rest in _difference(uncut, other)]

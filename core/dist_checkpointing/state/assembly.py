@@ -88,8 +88,8 @@ def paths(source: TensorSource) -> list[str]:
     if not isinstance(source, Concat):
         return [path_of(source.key)]
     all_paths = []
-    for part in _sources(source):
-        all_paths += paths(part)
+    for inner in _sources(source):
+        all_paths += paths(inner)
     return all_paths
 
 
@@ -126,7 +126,7 @@ def _concatenated(concat: Concat, stored: StoredCheckpoint) -> Assembly:
     size = 0  # along `dim`, so far
     for assembly in assemblies:
         if not _fits(assembly.shape, first_shape, dim):
-            shapes = ", ".join(f"{_name(one)} {one.shape}" for one in (assemblies[0], assembly))
+            shapes = f"{_name(assemblies[0])} {first_shape}, {_name(assembly)} {assembly.shape}"
             raise ValueError(
                 f"{shapes} cannot be one behind the other along dim {concat.dim}; give others, or another"
             )

@@ -52,6 +52,7 @@ def copy(stored: StoredCheckpoint, url: str, metadata: Mapping[str, Json], run: 
 
 
 def _copied_cells(stored: StoredCheckpoint, metadata: Mapping[str, Json], done: Done) -> Cells:
+    # run through twice, so a function: once for what is to be read, once for what is written
     def new_cells() -> Iterator[tuple[str, Index, Box]]:
         for key in stored.keys:
             for index, box in cells(stored.shape(key), Chunking.from_metadata(metadata[key]).cell):
