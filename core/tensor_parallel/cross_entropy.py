@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.autograd.second import no_second_derivative
+from core.autograd.gradients import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.tensor_parallel.mappings import outside_graphs
 

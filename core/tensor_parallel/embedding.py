@@ -50,11 +50,11 @@ class VocabParallelEmbedding(SpreadModule):
         place = place or Placement()
         self.vocab_size = vocab_size
         self.weight = place.parameter(vocab_layout(vocab_size, hidden_size, place.tp, partial), init)
-        self.first, self.whole = place.rank * self.weight.shape[0], place.group is None
+        self.first, self.is_full_table = place.rank * self.weight.shape[0], place.group is None
         self.stage, self.comm = place.stage, place.row_comm()
 
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] -> [s, b, h] (see the class)."""
         return deferred_embedding(
-            ids, self.weight, first=self.first, whole=self.whole, stage=self.stage, comm=self.comm
+            ids, self.weight, first=self.first, is_full_table=self.is_full_table, stage=self.stage, comm=self.comm
         )

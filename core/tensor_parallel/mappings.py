@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.autograd.second import no_second_derivative
+from core.autograd.gradients import no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout

@@ -74,7 +74,7 @@ class Placement:
             return Comm(
                 before_forward=partial(all_gather, group=self.group),
                 after_backward=partial(start_reduce_scatter, group=self.group),
-                start_again=partial(start_all_gather, group=self.group),
+                restart_before_forward=partial(start_all_gather, group=self.group),
             )
         return Comm(after_backward=partial(start_all_reduce, group=self.group))
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.autograd.second import no_second_derivative
+from core.autograd.gradients import no_second_derivative
 from core.parallel_state import Init, Layout
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient

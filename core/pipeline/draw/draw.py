@@ -48,9 +48,10 @@ def _label_events(row: Sequence[Event]) -> list[tuple[Event, str]]:
     for event in row:
         kind, stage, microbatch = event.action
         chunk = chunk_of_stage[stage]
-        letter = kind.lower() if chunk % 2 else kind
-        number = "" if microbatch is None else str(microbatch)
-        labelled.append((event, letter + number + "'" * (chunk // 2)))
+        label = kind.lower() if chunk % 2 else kind
+        if microbatch is not None:
+            label += str(microbatch)
+        labelled.append((event, label + "'" * (chunk // 2)))
     return labelled
 
 
@@ -67,6 +68,7 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
 
     An action is as wide as it takes long. What is wider than `width` columns goes on below.
     """
+    # a column is so wide that every label fits into an action of the usual length
     rows = [_label_events(row) for row in timeline.rows]
     cells = [cell for row in rows for cell in row]
     if not cells:
@@ -109,6 +111,7 @@ def _text_line(row: Sequence[tuple[Event, str]], scale: float, columns: int) -> 
 def _legend(cells: Sequence[tuple[Event, str]]) -> str:
     kinds = {event.action.kind for event, _ in cells}
     entries = [f"{kind} {meaning}" for kind, meaning in MEANING.items() if kind in kinds]
+    # only what this drawing needs
     if any(label[0].islower() for _, label in cells):
         entries.append("small letters: a rank's second stage")
     if any(label.endswith("'") for _, label in cells):
@@ -131,8 +134,10 @@ def draw_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
         lanes.append(f'<text x="{_LEFT - 10}" y="{y + _LANE_HEIGHT / 2 + 4}" class="a e">rank {rank}</text>')
         lanes.append(f'<rect x="{_LEFT}" y="{y}" width="{width}" height="{_LANE_HEIGHT}" fill="{_IDLE}"/>')
         lanes += _boxes(row, y, width / total)
-    unit_text = f" {unit}" if unit else ""
-    heading = f"step {timeline.makespan:.4g}{unit_text}, bubble {100 * timeline.bubble:.1f} %"
+    step = f"{timeline.makespan:.4g}"
+    if unit:
+        step += f" {unit}"
+    heading = f"step {step}, bubble {100 * timeline.bubble:.1f} %"
     height = bottom + 58
     return "\n".join(
         [
@@ -199,7 +204,9 @@ def _key(timeline: Timeline, y: float) -> Iterator[str]:
     entries = [(kind, f"{kind} {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
     x = _LEFT
     for kind, text in [*entries, ("", "idle")]:
-        fills = [shade(kind, chunk, chunks) for chunk in range(chunks)] if kind else [_IDLE]
+        fills = [_IDLE]
+        if kind:
+            fills = [shade(kind, chunk, chunks) for chunk in range(chunks)]
         for fill in fills:
             yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill}"/>'
             x += 15

@@ -92,6 +92,7 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
     Raises ValueError: a gradient of another shape or dtype than its output, another number of gradients than
     of outputs, an output without gradient that is no loss, an input that is not a leaf.
     """
+    # one gradient per output, None where nobody used it
     flat_outputs = _flatten_outputs(outputs)
     if output_grads is None:
         flat_grads = _loss_gradients(flat_outputs)
@@ -110,6 +111,7 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
             roots.append(output)
             root_grads.append(gradient)
 
+    # the leaves at which the backward ends, and where their gradients appear
     if _is_flat_list(inputs, _TENSOR_ONLY):
         leaves, nesting = inputs, None
     else:

@@ -28,8 +28,9 @@ class Action(NamedTuple):
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{self.stage}{self.kind}{microbatch}"
+        if self.microbatch is None:
+            return f"{self.stage}{self.kind}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
@@ -100,14 +101,15 @@ class Schedule:
         """From `text()`. Raises ValueError: something that is not an action, or no placement."""
         head, *rows = text.removesuffix("\n").split("\n")
         name, colon, placement_text = head.rpartition(":")
-        words = placement_text.split()
-        are_numbers = all(word.isascii() and word.isdecimal() and len(word) < MAX_LENGTH for word in words)
-        if not colon or not words or not are_numbers:
+        # `isdecimal` alone would take other scripts' digits, and a number of any length
+        ranks = placement_text.split()
+        are_numbers = all(rank.isascii() and rank.isdecimal() and len(rank) < MAX_LENGTH for rank in ranks)
+        if not colon or not ranks or not are_numbers:
             raise ValueError(
                 f"a schedule's text starts with `name: rank of stage 0, of stage 1 ..`, got {head[:60]!r}"
             )
         orders = [[Action.parse(word) for word in row.split()] for row in rows]
-        return cls.make(map(int, words), orders, name)
+        return cls.make(map(int, ranks), orders, name)
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:

@@ -175,7 +175,7 @@ class _RankWalk:
         self.schedule, self.plan, self.stages, self.depth = schedule, plan(schedule, rank), stages, depth
         has_last_stage = schedule.placement[-1] == rank
         small_messages = schedule.stages + (schedule.microbatches if has_last_stage else 0)
-        self.live = self.most = float(SMALL_MESSAGE * small_messages)
+        self.live = self.peak_bytes = float(SMALL_MESSAGE * small_messages)
 
         # what each peer will still send, and what is posted of it
         self.expected = {peer: deque(order) for peer, order in self.plan.inbox.items()}
@@ -206,15 +206,16 @@ class _RankWalk:
                 self._receive(action, sender[action])
             elif action.kind in ("F", "I", "W", "R"):
                 self._compute(action)
-            self.most = max(self.most, self.live)  # a send refers to what its action handed on: nothing changes
-        return self.most
+            # a send refers to what its action handed on: nothing changes
+            self.peak_bytes = max(self.peak_bytes, self.live)
+        return self.peak_bytes
 
     def _receive(self, action: Action, peer: int) -> None:
         while action not in self.posted[peer]:
             self._post(peer)
         self.posted[peer].remove(action)
         self._post_ahead(peer)
-        self.most = max(self.most, self.live)
+        self.peak_bytes = max(self.peak_bytes, self.live)
         for sent in self.plan.receipts.get(action, ()):  # these have arrived
             self.live -= self.message_size(sent.kind, sent.stage)
 
@@ -231,7 +232,7 @@ class _RankWalk:
         if kind == "F":
             self.live -= self.message_size("RECV_F", stage)  # from now on it belongs to the graph
         inside = max(before, after) - before + memory.beyond
-        self.most = max(self.most, self.live + inside)
+        self.peak_bytes = max(self.peak_bytes, self.live + inside)
         self.live += after - before
         if kind in "FI":
             self.live += self.message_size(kind, stage)

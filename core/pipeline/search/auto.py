@@ -51,6 +51,7 @@ def measured_costs(schedule: Schedule, timeline: Timeline, memory: Mapping[int, 
         measured_stages = sum(map(bool, durations["F"]))
         raise ValueError(f"the timeline has {measured_stages} of {schedule.stages} stages; run a step first")
 
+    # the median: the first microbatches of a step are slower (allocation), and others may be disturbed
     per_stage: dict[str, Any] = {}
     for kind, by_stage in durations.items():
         per_stage[kind] = tuple(
@@ -121,6 +122,7 @@ class Tuner:
         if self.done:
             self._print_comparison(timeline)
             return None
+        # bytes were counted in step 1, times measured in step 2
         memory: dict[int, StageMemory] = {}
         for rank_stages in all_gather_objects(self.memory.stages, self.ps.group("pp")):
             memory |= rank_stages
@@ -147,7 +149,7 @@ class Tuner:
         first schedule, then that of what was found with it, last that of one microbatch at a time.
         """
         limit = self.limit
-        if limit is None:
+        if limit is None:  # as much as the first schedule needs on its fullest rank
             limit = max(live_peaks(schedule, memory, self.depth))
         in_mebibytes: dict[str, Any] = {}
         for name in BYTE_COSTS:

@@ -30,6 +30,7 @@ def explained(merged: Merged, world_size: int) -> tuple[str, int]:
 
 def _table(merged: Merged) -> Iterator[str]:
     """Field, value, origin, docstring; the last one wrapped in its column where the terminal has room."""
+    # one row per field, its value as TOML would have it
     known = list(known_fields().values())
     rows = [(field, _value_text(merged.draft.values[field.name])) for field in known]
     rows.sort(key=lambda row: row[0].part != "")  # fields of no part first, as TOML needs it

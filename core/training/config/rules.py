@@ -20,6 +20,7 @@ Rules = Iterator[tuple[bool, str]]
 
 def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
     """Sizes of layers, and how tensor and pipeline ranks divide them."""
+    # a model that is wrong by itself has no sizes to divide: its mistake alone is reported
     try:
         config = model.transformer()
     except ValueError as error:
@@ -117,6 +118,7 @@ def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rule
 
 def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
     """On local disks; object stores are asked when they are read."""
+    # one checkpoint to start from
     load = checkpoint.load
     if load is not None and "://" not in load:
         yield (
@@ -124,6 +126,7 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
             f"checkpoint.load={load} is no checkpoint: it has no manifest.json; give a step's own directory, as "
             "runs/checkpoints/step-00001000",
         )
+    # the run's own directory
     directory = checkpoint.directory
     if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:
         steps = len(dist_checkpointing.CheckpointRoot(directory).steps())

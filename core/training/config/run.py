@@ -202,6 +202,7 @@ def between(parts: Mapping[str, Any]) -> tuple[Problem, ...]:
 
 def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> Draft:
     """Read flat names and values; `earlier_problems` are mistakes that were found before. Nothing is raised."""
+    # every field as it was given, or its default
     known = known_fields()
     values = {name: known_field.default for name, known_field in known.items()}
     problems = [Problem("", text) for text in earlier_problems]
@@ -220,6 +221,7 @@ def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> D
     derived = _fill_derived(valid, wrong_names)
     values |= {name: valid[source] for name, source in derived.items()}
 
+    # build each part by itself, so that the rules of all parts are checked even if one is wrong
     parts: dict[str, Any] = {}
     wrong_parts = {name.partition(".")[0] for name in wrong_names}
     for part, kind in PARTS.items():

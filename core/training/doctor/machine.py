@@ -21,6 +21,7 @@ def machine() -> Iterator[Check]:
         yield _safely(check)
 
 
+# a check that fails says so in its line: the report must come out on every machine
 def _safely(check: Callable[[], Check]) -> Check:
     try:
         return check()
@@ -68,8 +69,10 @@ def _cpu_quota() -> float | None:
     path = CGROUP / "cpu.max"
     if not path.exists():
         return None
-    quota, period = path.read_text().split()
-    return None if quota == "max" else int(quota) / int(period)
+    quota, period = path.read_text().split()  # microseconds of CPU time per period
+    if quota == "max":
+        return None
+    return int(quota) / int(period)
 
 
 def memory() -> Check:

@@ -8,7 +8,7 @@ from torch import nn
 from core.interop.megatron.utils import unwrap_model
 from core.pipeline.run.megatron import forward_backward as run
 
-# of what messages tell by themselves, or of groups that the current state has
+# messages carry their shapes, and the current state has the groups
 _NOT_NEEDED = ("decoder_seq_length", "p2p_communicator", "pg_collection", "first_val_step")
 
 
