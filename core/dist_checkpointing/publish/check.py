@@ -65,7 +65,7 @@ def check(directory: CheckpointDir, *, digests: bool = False, full: bool = False
 def _for_each(jobs: int, check_file: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
     """What `check_file` says of the paths, in threads: each is mostly waiting for a disk or a network."""
     paths = list(paths)
-    jobs = max(1, min(jobs, len(paths) // 8))
+    jobs = max(1, min(jobs, len(paths) // 8))  # a thread for less than eight files costs more than it saves
 
     def check_share(first: int) -> Problems:
         problems = {}
@@ -146,6 +146,7 @@ def _check_contents(manifest: Manifest, nodes: Mapping[str, Node], problems: Pro
         return {}
     if "" not in nodes:
         return {"zarr.json": "is not in the manifest"}
+    # the same judgement as of a reader that opens the checkpoint
     try:
         expected = Contents.from_root(nodes[""], manifest.files).nodes
     except ValueError as error:
@@ -186,6 +187,7 @@ def _check_payload(
         name = f"{key}/{cell_name(index)}"
         if name not in problems:
             boxes[name] = box
+    # almost always all is well: then one pass with many reads in flight is enough
     if _read_error(directory, key, array, boxes.values()) is None:
         return {}
     damaged = {}
@@ -214,6 +216,7 @@ def crc_of(directory: CheckpointDir, name: str, metadata: Mapping[str, Any], *, 
 
     Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.
     """
+    # a local file is opened once, for its size and for the few bytes of the digest
     if isinstance(directory, PosixCheckpointDir):
         return file_crc(directory.url + name, metadata)
     actual_size = directory.size(name, size)

@@ -107,6 +107,7 @@ class CheckpointRoot:
     def publish(self, name: int | str, uuid: str, manifest: bytes, files: Iterable[str]) -> None:
         """Gives the temporary its name, durably. Raises RuntimeError: it was swept, or another attempt was faster."""
         name = self._checked_name(name)
+        # before the commit: a crash behind it must not leave the old step's time and metrics
         self._forget(name)
         try:
             replaces = parse_json(self._strategy.note(name, uuid), f"the heartbeat of {name}")["replaces"]
@@ -142,6 +143,7 @@ class CheckpointRoot:
         """
         name, end, pause = self._checked_name(name), time.monotonic() + timeout_s, 0.002
         while self._strategy.identity(name) != uuid:
+            # the identity again: it may have been committed between the two looks
             if not self._strategy.exists(name, uuid) and self._strategy.identity(name) != uuid:
                 raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
             if time.monotonic() > end:

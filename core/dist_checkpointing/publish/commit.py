@@ -72,6 +72,7 @@ def merge_receipts(
             raise RuntimeError(f"{directory.url}: this attempt was given up; rank 0 tells why")
         waiting()
 
+    # the committer would open 16,384 receipts of as many ranks; so it opens 256
     receipts = _wait(directory, folder, ranks, world_size, timeout_s, waiting=check_attempt)
     files = _union(_parsed(directory, receipts, folder))
     directory.remove_folder(folder)
@@ -150,7 +151,7 @@ def _wait(
             )
         waiting()
         time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        pause = min(2 * pause, 0.25)  # short at first: most ranks are done at about the same time
 
 
 def _raise_failures(directory: CheckpointDir, names: Collection[str], world_size: int) -> None:

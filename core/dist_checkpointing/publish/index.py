@@ -45,6 +45,7 @@ class Index:
         """Every committed checkpoint, sorted: one request for 1000 entries, and one for each."""
         if thorough or not self._is_complete():
             return _names_with_pointer(self._files.names())
+        # an entry alone proves nothing: an attempt that was never committed has one, too
         pointers = self._files.present(name + _POINTER for name in self._taken())
         return sorted(pointer.removesuffix(_POINTER) for pointer in pointers)
 
@@ -80,6 +81,7 @@ class Index:
         taken = set(self._taken())
         for name in taken - committed:
             self.release(name)
+        # checkpoints of versions without an index; a job that takes the name meanwhile writes the entry itself
         for name in committed - taken:
             self._files.swap(f".index/{name}/taken", None, b"")
         if not self._is_complete():
@@ -118,7 +120,7 @@ class Watch:
         """Seconds since this content was first read; 0 for what is new."""
         now = time.monotonic()
         previous, since = self._contents.get(url, (None, now))
-        if previous != content:
+        if previous != content:  # the owner has beaten
             since = now
         self._contents[url] = content, since
         return now - since

@@ -126,6 +126,7 @@ class Lock:
         return _owner(content).get("uuid") == self._uuid
 
     def _beat(self) -> None:
+        # taken over, or removed: this ends the heartbeat, which would else keep another job's lock alive
         content = _read(self._directory)
         if content is None or not self._is_own(content):
             raise FileNotFoundError(_LOCK)
@@ -205,7 +206,7 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
     if not space or space != _process_space() or not isinstance(pid, int):
         return None
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # sends nothing, but fails if there is no such process
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -39,6 +39,7 @@ def read_manifest(directory: CheckpointDir) -> Manifest:
         value = unseal(directory.read(MANIFEST), file)
     except FileNotFoundError:
         raise ValueError(f"{file} is missing: no checkpoint, or an unfinished one; use another step") from None
+    # the format first: a newer one may have other fields
     version = value.get("format")
     if not isinstance(version, int) or version > FORMAT:
         raise ValueError(f"{file}: format {version}, this version reads up to {FORMAT}; update paracore")
@@ -89,6 +90,7 @@ def planned_files(metadata: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 def min_manifest_bytes(metadata: Mapping[str, Mapping[str, Any]]) -> int:
     """A lower bound for the manifest that lists the cells of these arrays, without naming them all."""
+    # every cell of an array has an entry at least as long as that of its first cell
     total = 0
     for key, node in metadata.items():
         first_cell = cell_name((0,) * len(node["shape"]))

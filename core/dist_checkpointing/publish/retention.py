@@ -97,6 +97,7 @@ class Retention:
 
     def _best(self, steps: Iterable[int], facts: Mapping[int, StepFacts]) -> list[int]:
         assert self.keep_best is not None
+        # the smallest values of the metric, or of its negative; equal values: the older step
         sign = 1 if self.keep_best_mode == "min" else -1
         known_steps = [step for step in steps if step in facts and self.keep_best in facts[step].metrics]
         measured = [(sign * facts[step].metrics[self.keep_best], step) for step in known_steps]
@@ -104,7 +105,7 @@ class Retention:
 
     def _spaced(self, times: Iterable[tuple[float, int]]) -> Iterable[int]:
         """Steps at least `keep_hours` apart; `times`: (seconds, step), ascending."""
-        last = -math.inf
+        last = -math.inf  # so that the first step is kept
         for time, step in times:
             if time - last >= 3600 * (self.keep_hours or 0):
                 last = time

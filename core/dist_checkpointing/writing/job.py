@@ -83,6 +83,7 @@ class Job:
                 f"{self.name} would have a manifest of {manifest_bytes} bytes, readers take {MAX_JSON_BYTES}: save "
                 "the model and each state of the optimizer as checkpoints of their own"
             )
+        # first what killed jobs left: their space may be needed
         self._root.sweep(self.name)
         with space_for(self._root.files, self.nbytes + SLACK):
             self._root.begin(self.name, self.uuid)
@@ -173,6 +174,7 @@ class Job:
                 waiting=check_others,
             )
         if self.retention is not None:
+            # only now: a failed save must never cost an older checkpoint
             try:
                 self._root.retain(**self.retention)
             except (OSError, ValueError, RuntimeError) as error:

@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from core.autograd import NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
-from core.autograd.compiled import make_compilable
-from core.autograd.module_state import Before, ModuleState
+from core.autograd.linear import make_compilable
+from core.autograd.module_state import ModuleState, StateBefore
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
@@ -161,7 +161,7 @@ class Stage:
         self._remember_loss_edge(state, output, step)
         return loss_and_tokens(output[0], output[1], self.device)
 
-    def _guard_attributes(self, before: Before, with_graph: bool) -> None:
+    def _guard_attributes(self, before: StateBefore, with_graph: bool) -> None:
         """Tensors that a graphless F left on modules cannot be differentiated: using them in a loss must raise."""
         for module, name, _ in before.attributes:
             value = module.__dict__.get(name)
@@ -203,7 +203,7 @@ class Stage:
                 "clone it in the stage, or use recompute='none'"
             )
         step.sync.before_forward(self.module)
-        with torch.enable_grad(), self._module_state.as_before(state.modules_before):
+        with torch.enable_grad(), self._module_state.with_state(state.modules_before):
             output = self._call(microbatch, state, step)
         if self.last:
             self._remember_loss_edge(state, output, step)
