@@ -2,8 +2,8 @@
 
 from core.autograd.bag import StageContext, WeightGradBag
 from core.autograd.embedding import deferred_embedding
+from core.autograd.gradients import main_grad_of
 from core.autograd.linear import deferred_linear
-from core.autograd.main_grad import main_grad_of
 from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
 from core.autograd.recompute import recompute

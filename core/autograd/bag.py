@@ -1,14 +1,44 @@
 """The bag that one microbatch's weight gradients wait in, and the context through which operations find it."""
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.autograd.main_grad import main_grad_of
-from core.autograd.tickets import Ticket, none
+# Compiled graphs hold tensors and numbers only: they reach objects by number. The one table refers weakly, so that
+# everything is freed.
+_object_of_number: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = count(1)
+NO_DEFERRAL = torch.tensor(0)  # the number that stands for no bag
+
+
+class Ticket:
+    """What a compiled graph takes instead of an object: a number, in a tensor, so that it is an input of the graph.
+
+    A copy of the object, or a pickle, has none.
+    """
+
+    def __init__(self, target: Any) -> None:
+        number = next(_numbers)
+        _object_of_number[number] = target
+        self.number = torch.from_numpy(np.asarray(number))  # no operation that a dispatch mode would see
+
+    def __reduce__(self) -> Any:
+        return nothing, ()
+
+
+def nothing() -> None:
+    """The copy, or pickle, of an object that belongs to one process and one step: None."""
+
+
+def object_of(number: Tensor) -> Any:
+    """The object of a ticket; None once it is gone."""
+    return _object_of_number.get(int(number))
 
 
 class Thunk(Protocol):
@@ -25,8 +55,8 @@ class Thunk(Protocol):
         ...
 
 
-class _Checked:
-    """A thunk that knows how often its tensors had been written when it was made."""
+class _CheckedThunk:
+    """A thunk that compares how often its tensors were written, when it was made and when it runs."""
 
     def __init__(self, thunk: Thunk) -> None:
         self.parameter, self._thunk = thunk.parameter, thunk
@@ -51,10 +81,10 @@ class WeightGradBag:
 
     Nothing is keyed by parameter, so tied weights stay additive.
 
-    checked: W raises RuntimeError for a thunk whose tensors somebody wrote into since I, naming the parameter.
+    checked: W raises RuntimeError for a thunk whose tensors were written into since I, naming the parameter.
     compiled: whether compiled code may defer into it (else it breaks its graph, and is right all the same).
-    open: whether it takes thunks now. An executor opens it for its own I only: the gradients of a backward that
-    somebody runs inside a forward are needed there, and come at once.
+    open: whether it takes thunks now. An executor opens it for its own I only: the gradients of a backward that a
+    program runs inside a forward are needed there, and are computed at once.
     A copy of a bag is None: a copied model has no W.
     """
 
@@ -67,11 +97,11 @@ class WeightGradBag:
         return len(self._thunks)
 
     def __reduce__(self) -> Any:
-        return none, ()
+        return nothing, ()
 
     def put(self, thunk: Thunk) -> None:
         """Add one; called by a deferring operation's backward, where the bag is open."""
-        self._thunks.append(_Checked(thunk) if self._checked else thunk)
+        self._thunks.append(_CheckedThunk(thunk) if self._checked else thunk)
 
     def parameters(self) -> list[Parameter]:
         """The parameter of every thunk in the bag, repeated per use; complete once I has ended."""
@@ -130,45 +160,3 @@ class StageContext:
     def restore(self, snapshot: tuple) -> None:
         """Go back to a snapshot."""
         self.bag, self.seed, self.step, self.microbatch, self.driven = snapshot
-
-
-def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
-    """Whether a backward (`node`, its input 1 the parameter) may put the gradient there by itself, past autograd.
-
-    Not where somebody waits for it in autograd: a computed weight's own graph, a hook on the parameter
-    (`main_grad` has an owner, whose hooks know about None), second derivatives, `torch.autograd.grad`.
-    """
-    if not parameter.is_leaf or parameter._backward_hooks or torch.is_grad_enabled():
-        return False
-    if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
-        return False
-    if region is not None and region.in_backward:  # asks for everything, and passes on what it gets
-        return True
-    try:
-        return bool(torch._C._will_engine_execute_node(node.next_functions[1][0]))
-    except RuntimeError:  # what it says of a leaf that `torch.autograd.grad` asks for
-        return False
-
-
-def check_unwritten(weight: Tensor, version: int) -> None:
-    """Raise RuntimeError for a weight that was written since the forward; autograd does so for what it saves."""
-    if weight._version != version:
-        raise RuntimeError(
-            f"a weight of shape {list(weight.shape)} was written {weight._version - version} times between a forward "
-            "and its backward, which would use the new values; write weights between steps (an optimizer in backward "
-            "needs num_microbatches=1), or clone the weight in forward"
-        )
-
-
-def accumulate(parameter: Parameter, gradient: Tensor) -> None:
-    """Add a finished gradient into `main_grad` where there is one (never rebinding it), else into `.grad`."""
-    gradient = gradient.view(parameter.shape)
-    main_grad = main_grad_of(parameter)
-    if main_grad is not None:
-        main_grad.add_(gradient)
-    elif parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
-    elif parameter.grad.layout is not torch.strided:  # of a sparse embedding that shares the weight
-        parameter.grad = gradient.to(parameter.dtype) + parameter.grad
-    else:
-        parameter.grad.add_(gradient)

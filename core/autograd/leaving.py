@@ -1,4 +1,4 @@
-"""Regions that tensors leave otherwise than as results: an auxiliary loss put on the module, what a hook collects.
+"""Recomputed regions that leak tensors other than results: an auxiliary loss put on the module, what hooks collect.
 
 Such a tensor needs a graph of its own. So a region that has some runs as torch's checkpoint without reentry: its
 first run has a graph, whose saved tensors are dropped and made again in backward.
@@ -17,15 +17,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from core.autograd.standin import LinearProxy
+from core.autograd.module_state import ModuleState
+from core.autograd.proxy import LinearProxy
 
-_USUAL = frozenset(nn.Module().__dict__)
-_PLAIN = (*(type(None), bool, int, float, str), *(torch.dtype, torch.device, torch.Size, slice))
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+_PLAIN_TYPES = (*(type(None), bool, int, float, str), *(torch.dtype, torch.device, torch.Size, slice))
 
 
 def is_plain(value: Any) -> bool:
     """Whether a tensor cannot hide in it."""
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _PLAIN_TYPES)
 
 
 def in_torch_func() -> bool:
@@ -33,102 +34,159 @@ def in_torch_func() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-class Parts:
-    """A module's parts as they are now, found in one walk; asked for at every call, so without a call for each.
+class Submodules:
+    """A module's submodules and parameters as they are now, found in one walk without a function call for each.
 
-    modules, parameters: each once. computed: (module, name, value) of weights that somebody computes outside, as old
-    weight norms do. handed_out: hooks, a replaced forward or such a weight inside may know more than the results say.
+    modules, parameters: each once. computed: (module, name, value) of weights that are computed outside, as old
+    weight norms do. may_leak: hooks, a replaced forward or such a weight inside may keep tensors that are no results.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: list[nn.Module] = []
         self.computed: list[tuple[nn.Module, str, Any]] = []
-        self.handed_out = False
+        self.may_leak = False
         parameters: dict[Any, None] = {}
         seen: set[int] = set()
-        todo = [module]
-        while todo:
-            m = todo.pop()
-            if m is None or id(m) in seen:
+        to_visit = [module]
+        while to_visit:
+            submodule = to_visit.pop()
+            if submodule is None or id(submodule) in seen:
                 continue
-            seen.add(id(m))
-            self.modules.append(m)
-            own = m.__dict__
-            if isinstance(m, torch.jit.ScriptModule):  # keeps its parts elsewhere
-                parameters.update(dict.fromkeys(m.parameters(recurse=False)))
-                todo += m.children()
+            seen.add(id(submodule))
+            self.modules.append(submodule)
+            attributes = submodule.__dict__
+            if isinstance(submodule, torch.jit.ScriptModule):  # keeps its parts elsewhere
+                parameters.update(dict.fromkeys(submodule.parameters(recurse=False)))
+                to_visit += submodule.children()
                 continue
-            if own["_parameters"]:
-                parameters.update(dict.fromkeys(own["_parameters"].values()))
-            for name in own.keys() - _USUAL:
-                value = own[name]
+            if attributes["_parameters"]:
+                parameters.update(dict.fromkeys(attributes["_parameters"].values()))
+            for name in attributes.keys() - _MODULE_ATTRIBUTES:
+                value = attributes[name]
                 if isinstance(value, Tensor) and value.requires_grad:
-                    self.computed.append((m, name, value))
+                    self.computed.append((submodule, name, value))
             # its own hooks and forward are around the region, not in it
-            if m is not module and (
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or ("forward" in own and not isinstance(getattr(own["forward"], "__self__", None), LinearProxy))
-            ):
-                self.handed_out = True
-            if own["_modules"]:
-                todo += reversed(own["_modules"].values())
+            if submodule is not module:
+                replaced = "forward" in attributes
+                is_proxy = replaced and isinstance(getattr(attributes["forward"], "__self__", None), LinearProxy)
+                if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or (replaced and not is_proxy):
+                    self.may_leak = True
+            if attributes["_modules"]:
+                to_visit += reversed(attributes["_modules"].values())
         parameters.pop(None, None)
         self.parameters: list[Tensor] = list(parameters)
-        self.handed_out = self.handed_out or bool(self.computed)
+        self.may_leak = self.may_leak or bool(self.computed)
 
 
-class Watch(TorchDispatchMode):
+class LeakWatch(TorchDispatchMode):
     """Remembers, weakly, every tensor that is made, whether ranks computed together, and nested tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[weakref.ref[Tensor]] = []
+        self._tensor_refs: list[weakref.ref[Tensor]] = []
         self._collective = self.nested = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._collective = self._collective or "c10d" in func.namespace
-        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        self.nested = self.nested or any(t.is_nested for t in made)
-        self._made += map(weakref.ref, made)
+        tensors = [tensor for tensor in pytree.tree_leaves(out) if isinstance(tensor, Tensor)]
+        self.nested = self.nested or any(tensor.is_nested for tensor in tensors)
+        self._tensor_refs += map(weakref.ref, tensors)
         return out
 
-    def found(self, results: Any) -> bool:
-        """Whether somebody holds a tensor with a gradient that is no result.
+    def leaked(self, results: Any) -> bool:
+        """Whether a tensor with a gradient lives on that is no result.
 
         Ranks that compute together must agree on it: there, what happens to be alive on one does not count.
         """
         results = pytree.tree_leaves(results)
-        if not all(isinstance(t, Tensor) or is_plain(t) for t in results):
+        if not all(isinstance(tensor, Tensor) or is_plain(tensor) for tensor in results):
             return True
-        if self._collective or not self._left(results):
+        if self._collective or not self._unreturned_alive(results):
             return False
         gc.collect()
-        return self._left(results)
+        return self._unreturned_alive(results)
 
-    def _left(self, results: list[Any]) -> bool:
-        ids = {id(t) for t in results} | {id(t._base) for t in results if isinstance(t, Tensor) and t._is_view()}
-        left = (t for t in (ref() for ref in self._made) if t is not None)
-        return any(t.requires_grad and id(t) not in ids for t in left)
+    def _unreturned_alive(self, results: list[Any]) -> bool:
+        ids = {id(tensor) for tensor in results}
+        # a result that is a view keeps its base alive
+        ids |= {id(tensor._base) for tensor in results if isinstance(tensor, Tensor) and tensor._is_view()}
+        for ref in self._tensor_refs:
+            tensor = ref()
+            if tensor is not None and tensor.requires_grad and id(tensor) not in ids:
+                return True
+        return False
 
 
-class _Again:
-    """What torch's checkpoint enters around a second run; every backward of a retained graph has one."""
+class RegionHistory:
+    """What earlier runs of a region have shown.
 
-    def __init__(self, again: Callable[[], AbstractContextManager[Any]], tensors: Sequence[Tensor]) -> None:
-        self._again, self._tensors = again, tensors
-        self._versions = [t._version for t in tensors]
+    all_parameters_named: the graph was walked once, and every parameter in it was named.
+    state: of the modules inside, which the second run finds as the first did.
+    leaks_tensors: whether tensors live on that are no results; None until the first run. may_leak, computed: see
+    `Submodules`.
+    early_stop_tries: how often its second run may still skip the last product (core/autograd/lazy_product.py) in
+    vain. Two, because a first run may be kept alive by chance: an error caught in some import keeps its frames.
+    """
+
+    all_parameters_named = False
+    early_stop_tries = 2
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.state = ModuleState(None)
+        self.leaks_tensors: bool | None = None
+        self.may_leak = False
+        self.computed: list[tuple[nn.Module, str, Any]] = []
+        self._source_trained: list[bool] = []
+        self._output_wants_grad: list[bool] = []
+        if module is not None:
+            self.update(Submodules(module))
 
     @property
-    def written(self) -> bool:
+    def first_run_facts(self) -> tuple:
+        """What the first run showed."""
+        return self.leaks_tensors, self._source_trained, self._output_wants_grad
+
+    @first_run_facts.setter
+    def first_run_facts(self, facts: tuple) -> None:
+        self.leaks_tensors, self._source_trained, self._output_wants_grad = facts
+
+    def note_outputs(self, results: Any, sources: Sequence[Tensor]) -> None:
+        """After the first run: which of its results want a gradient, where these sources are trained."""
+        self._source_trained = [t.requires_grad for t in sources]
+        self._output_wants_grad = [t.requires_grad for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+
+    def constants(self, results: Sequence[Tensor], sources: Sequence[Tensor]) -> list[bool]:
+        """For each result: whether no gradient can flow from it, as far as the first run showed."""
+        trained = [source.requires_grad for source in sources]
+        if len(results) != len(self._output_wants_grad) or trained != self._source_trained:
+            return [False] * len(results)
+        return [not wants for wants in self._output_wants_grad]
+
+    def update(self, submodules: Submodules) -> None:
+        """Before a run: hooks, computed weights and submodules come and go."""
+        self.state.refresh(submodules.modules)
+        self.may_leak, self.computed = submodules.may_leak, submodules.computed
+
+
+class _SecondRun:
+    """What torch's checkpoint enters around a second run; every backward of a retained graph has one."""
+
+    def __init__(
+        self, enter_second_run: Callable[[], AbstractContextManager[Any]], tensors: Sequence[Tensor]
+    ) -> None:
+        self._enter_second_run, self._tensors = enter_second_run, tensors
+        self._versions = [tensor._version for tensor in tensors]
+
+    @property
+    def was_written(self) -> bool:
         """Whether somebody wrote into the tensors since."""
-        return self._versions != [t._version for t in self._tensors]
+        return self._versions != [tensor._version for tensor in self._tensors]
 
     def __enter__(self) -> None:
-        if self.written:
+        if self.was_written:
             raise RuntimeError("recompute: an input of a region was modified by an inplace operation; clone it first")
-        self._entered = self._again()
+        self._entered = self._enter_second_run()
         self._entered.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -139,23 +197,23 @@ def call_with_graph(
     fn: Callable,
     args: tuple,
     kwargs: dict,
-    again: Callable[[], AbstractContextManager[Any]],
+    enter_second_run: Callable[[], AbstractContextManager[Any]],
     tensors: Sequence[Tensor],
 ) -> Any:
     """`fn(*args, **kwargs)` with a graph that holds nothing; backward runs it once more, inside `again()`.
 
     Raises RuntimeError: it writes into one of its `tensors`, or others do so before backward.
     """
-    second = _Again(again, tensors)
-    made = checkpoint(
+    second_run = _SecondRun(enter_second_run, tensors)
+    tensors = checkpoint(
         partial(fn, **kwargs),
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (nullcontext(), second),
+        context_fn=lambda: (nullcontext(), second_run),
         early_stop=False,  # as in the other kind of region: ranks must agree on the collectives inside
         determinism_check="none",  # it knows no nested tensors
     )
-    if second.written:
+    if second_run.was_written:
         raise RuntimeError("recompute: the region writes into its input, so it cannot run again; clone it first")
-    return made
+    return tensors

@@ -15,24 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.autograd import compiled
-from core.autograd.bag import StageContext, check_unwritten, delivers
-from core.autograd.later import calls
+from core.autograd.bag import NO_DEFERRAL, StageContext, Ticket, object_of
+from core.autograd.gradients import check_unwritten, delivers, no_second_derivative
+from core.autograd.lazy_product import linears_of_region
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
-from core.autograd.recompute import running_again
-from core.autograd.second import no_second_derivative
+from core.autograd.recompute import recomputed_region
 
 
-def _multiply(x: Tensor, matrix: Tensor, vector: Tensor | None, comm: Comm) -> Tensor:
+def _multiply(x: Tensor, matrix: Tensor, flat_bias: Tensor | None, comm: Comm) -> Tensor:
     if comm.before_forward is not None:
         x = comm.before_forward(x)
     if comm.after_forward is None:
-        return F.linear(x, matrix, vector)
+        return F.linear(x, matrix, flat_bias)
     y = comm.after_forward(F.linear(x, matrix))
-    return y if vector is None else y.add_(vector)
+    return y if flat_bias is None else y.add_(flat_bias)
 
 
-class _Linear(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     """The Parameter is kept on ctx, never in save_for_backward: a checkpoint's pack hook would detach it."""
 
     @staticmethod
@@ -40,64 +39,189 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
     ) -> Tensor:
         matrix = matrix_of(weight)
-        vector = bias if bias is None or bias.dim() == 1 else bias.view(-1)
-        kind = x.device.type
+        flat_bias = bias if bias is None or bias.dim() == 1 else bias.view(-1)
+        device_type = x.device.type
         # autocast knows no meta device, and leaves float64 alone
-        if not x.is_meta and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-            cast = torch.get_autocast_dtype(kind)
-            x, matrix, vector = x.to(cast), matrix.to(cast), None if vector is None else vector.to(cast)
-        region = calls.get()
+        if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+            autocast_dtype = torch.get_autocast_dtype(device_type)
+            x, matrix = x.to(autocast_dtype), matrix.to(autocast_dtype)
+            if flat_bias is not None:
+                flat_bias = flat_bias.to(autocast_dtype)
+        region = linears_of_region.get()
         if region is None:
-            y = _multiply(x, matrix, vector, comm)
+            y = _multiply(x, matrix, flat_bias, comm)
         else:
             collective = comm.before_forward is not None or comm.after_forward is not None
-            operands = [t for t in (x, matrix, vector) if t is not None]
-            y = region.multiply(partial(_multiply, x.detach(), matrix, vector, comm), operands, collective)
+            operands = [t for t in (x, matrix, flat_bias) if t is not None]
+            y = region.multiply(partial(_multiply, x.detach(), matrix, flat_bias, comm), operands, collective)
         if y._is_view():  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
             y = y.detach()
-        if ctx.needs_input_grad[1]:  # under a frozen weight nothing of the input is kept
+        if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
-        ctx.region, ctx.version = running_again.get(), weight._version if ctx.needs_input_grad[0] else 0
+        ctx.region, ctx.version = recomputed_region.get(), weight._version if ctx.needs_input_grad[0] else 0
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled() and comm is not NO_COMM:  # what follows is right for a second one but for these
+        # without collectives the operations below are differentiable themselves
+        if torch.is_grad_enabled() and comm is not NO_COMM:
             raise no_second_derivative("a tensor-parallel linear")
-        sharded, again = gy, None
+        sharded_gy, pending_x = gy, None
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
-        pending = dx = dw = db = None
+        pending_dx = dx = dw = db = None
         if wants_dw:
             (x,) = ctx.saved_tensors
-            directly = delivers(ctx, weight, ctx.region)
-            waits = directly and bag is not None and bag.open
-            if not waits and comm.start_again is not None:
-                again = comm.start_again(x)
+            past_autograd = delivers(ctx, weight, ctx.region)
+            is_deferred = past_autograd and bag is not None and bag.open
+            if not is_deferred and comm.restart_before_forward is not None:
+                pending_x = comm.restart_before_forward(x)
         if wants_dx:
             check_unwritten(weight, ctx.version)
             matrix = matrix_of(weight)
             dx = gy.matmul(matrix if matrix.dtype == gy.dtype else matrix.to(gy.dtype))
             if comm.after_backward is not None:
-                pending = comm.after_backward(dx)
+                pending_dx = comm.after_backward(dx)
         if wants_dw:
-            if waits:
-                bag.put(LinearThunk(weight, x.detach(), sharded, comm))  # x itself would keep the graph's inputs
+            if is_deferred:
+                bag.put(
+                    LinearThunk(weight, x.detach(), sharded_gy, comm)
+                )  # detached: x itself would keep the graph alive
             else:
-                if again is not None:
-                    x = again.wait()
+                if pending_x is not None:
+                    x = pending_x.wait()
                 elif comm.before_forward is not None:
                     x = comm.before_forward(x)
-                dw = weight_gradient(weight, x, gy) if directly else product(weight, x, gy)
+                dw = weight_gradient(weight, x, gy) if past_autograd else product(weight, x, gy)
         if wants_db:
             bias = ctx.bias
             db = gy.reshape(-1, gy.shape[-1]).sum(0)
             if bias.dim() != 1:
                 db = db.view(bias.shape)
-        return dx if pending is None else pending.wait(), dw, db, None, None
+        return dx if pending_dx is None else pending_dx.wait(), dw, db, None, None
+
+
+# Inside compiled code: one operation for the product, one that puts a thunk into the bag.
+#
+# A compiled graph holds tensors and numbers only, and is called again with others: the parameter and the bag are
+# reached by tickets (core/autograd/bag.py). The deferring operation is registered as having an effect; otherwise the
+# compiler would silently drop it (nobody uses what it returns) or merge two equal calls (a weight used twice).
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    has_main_grad = getattr(parameter, "main_grad", None) is not None
+    return bool(parameter._backward_hooks or (parameter._post_accumulate_grad_hooks and not has_main_grad))
+
+
+def _is_ours_or_plain(parameter: Tensor) -> bool:
+    """A dense tensor; a class of ours may carry facts, but not change what operations do."""
+    device_type = type(parameter)
+    return isinstance(parameter, Parameter) and device_type.__torch_dispatch__ is Parameter.__torch_dispatch__
+
+
+@torch.compiler.disable
+def make_compilable(parameter: Parameter) -> None:
+    """Make this parameter's linear compilable: outside of the graph, at its first call."""
+    if parameter.is_leaf and not _has_hooks(parameter) and _is_ours_or_plain(parameter):
+        parameter._deferral = Ticket(parameter)  # type: ignore[attr-defined]
+
+
+@torch.library.custom_op("paracore::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, bag: Tensor) -> Tensor:
+    return F.linear(x, matrix_of(weight).to(x.dtype), None if bias is None else bias.reshape(-1).to(x.dtype))
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, bag: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], matrix_of(weight).shape[0]))
+
+
+@torch.library.custom_op("paracore::defer", mutates_args=())
+def _defer(x: Tensor, gy: Tensor, weight: Tensor, parameter: Tensor, bag: Tensor) -> None:
+    """Put a thunk with clones into the bag: the compiler reuses the memory of tensors that it no longer needs."""
+    owner, target_bag = object_of(parameter), object_of(bag)
+    if owner is None or owner.data_ptr() != weight.data_ptr():
+        raise RuntimeError(f"a compiled linear lost its parameter of shape {list(weight.shape)}; compile again")
+    if _has_hooks(owner):
+        raise RuntimeError(
+            f"a hook was put on a parameter of shape {list(weight.shape)} after its linear was compiled, and would "
+            "see no gradient; register hooks first, then call torch.compiler.reset()"
+        )
+    if int(bag) and target_bag is None:
+        raise RuntimeError("the bag of this microbatch is gone before its backward; keep it until W")
+    if target_bag is None or not target_bag.open:
+        LinearThunk(owner, x, gy, NO_COMM).run()
+    else:
+        target_bag.put(LinearThunk(owner, x.clone(), gy.clone(), NO_COMM))
+
+
+@_defer.register_fake
+def _(x: Tensor, gy: Tensor, weight: Tensor, parameter: Tensor, bag: Tensor) -> None:
+    return None
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, bias, parameter, bag = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, parameter, bag)
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+
+
+def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, parameter, bag = ctx.saved_tensors
+    dx = gy.matmul(matrix_of(weight).to(gy.dtype)) if ctx.needs_input_grad[0] else None
+    if ctx.needs_input_grad[1]:
+        torch.ops.paracore.defer(x, gy, weight, parameter, bag)
+    db = None
+    if ctx.needs_input_grad[2]:
+        shape, dtype = ctx.bias
+        db = gy.reshape(-1, gy.shape[-1]).sum(0).view(shape).to(dtype)
+    return dx, None, db, None, None
+
+
+_linear.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _has_effect() -> bool:
+    """Tell torch that `defer` has one; private in torch 2.13, so that it may be missing."""
+    try:
+        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+        _register_effectful_op(torch.ops.paracore.defer.default, _EffectType.ORDERED)
+    except (ImportError, AttributeError, TypeError):
+        return False
+    return True
+
+
+CAN_COMPILE = _has_effect()
+
+
+def _compiled_linear(x: Tensor, weight: Parameter, bias: Tensor | None, stage: StageContext) -> Tensor | None:
+    """The linear as an operation of a compiled graph; None where it cannot be one now.
+
+    Without a bag and without `main_grad` it is a plain `F.linear`.
+    """
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device_type))
+    bag = stage.bag
+    if bag is None and getattr(weight, "main_grad", None) is None:
+        flat_bias = None if bias is None else bias.reshape(-1).to(x.dtype)
+        return F.linear(x, matrix_of(weight).to(x.dtype), flat_bias)
+    if not CAN_COMPILE:
+        return None
+    if getattr(weight, "_deferral", None) is None:
+        make_compilable(weight)
+        return None
+    if bag is None:
+        bag_number = NO_DEFERRAL
+    elif bag.ticket is not None:
+        bag_number = bag.ticket.number
+    else:  # a copied bag
+        return None
+    return _linear(x, weight, bias, weight._deferral.number, bag_number)  # type: ignore[attr-defined]
 
 
 def deferred_linear(
@@ -114,15 +238,18 @@ def deferred_linear(
     without one dW goes into `weight.main_grad`, or to autograd where there is no main_grad.
     """
     if torch.compiler.is_compiling():
-        alone = comm.before_forward is None and comm.after_forward is None and comm.before_backward is None
-        made = compiled.linear(x, weight, bias, stage) if alone and comm.after_backward is None else None
-        return made if made is not None else _eagerly(x, weight, bias, stage, comm)
-    y: Tensor = _Linear.apply(x, weight, bias, stage, comm)
+        collectives = (comm.before_forward, comm.after_forward, comm.before_backward, comm.after_backward)
+        if collectives == (None, None, None, None):
+            compiled = _compiled_linear(x, weight, bias, stage)
+            if compiled is not None:
+                return compiled
+        return _eagerly(x, weight, bias, stage, comm)
+    y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm)
     return y
 
 
 @torch.compiler.disable
 def _eagerly(x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm) -> Tensor:
-    """A break in the compiled graph."""
-    y: Tensor = _Linear.apply(x, weight, bias, stage, comm)
+    """A graph break: collectives around the product are not traced."""
+    y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm)
     return y

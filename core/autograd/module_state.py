@@ -1,9 +1,9 @@
-"""What a forward writes on its modules: buffers (statistics, power iterations, moving averages) and attributes.
+"""The state that a recomputed forward must find as the first run did, and must leave as it is now.
 
-A forward that runs a second time finds them as the first did, and leaves them as they are now.
+Buffers (running statistics, power iterations, moving averages) and attributes of modules, random numbers, autocast.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -22,55 +22,55 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and type(module).__module__.startswith("torch.nn.")
 
 
-def _put(owner: nn.Module, name: str, value: Tensor | None) -> None:
+def _set_buffer(owner: nn.Module, name: str, value: Tensor | None) -> None:
     if isinstance(owner, torch.jit.ScriptModule):
         setattr(owner, name, value)
     else:
         owner._buffers[name] = value
 
 
-def _set(owner: nn.Module, name: str, value: Any) -> None:
+def _set_attribute(owner: nn.Module, name: str, value: Any) -> None:
     if value is _ABSENT:
         owner.__dict__.pop(name, None)
     else:
         owner.__dict__[name] = value
 
 
-class _Buffer:
+class _BufferBefore:
     """One buffer before a first run: itself, how often it had been written, and a copy where that is needed."""
 
     def __init__(self, owner: nn.Module, name: str, buffer: Tensor, copy: Tensor | None) -> None:
         self.owner, self.name, self.buffer, self.copy = owner, name, buffer, copy
         self.version = 0 if buffer.is_inference() else buffer._version
 
-    def written(self) -> bool:
-        """Whether it was since: in place, by another tensor, or (where there is a copy) past torch by `.data`."""
-        now = getattr(self.owner, self.name)
-        if now is not self.buffer or (not now.is_inference() and now._version != self.version):
+    def was_written(self) -> bool:
+        """Whether it was written since: in place, by another tensor, or (with a copy) by `.data`, unseen by torch."""
+        current = getattr(self.owner, self.name)
+        if current is not self.buffer or (not current.is_inference() and current._version != self.version):
             return True
-        return self.copy is not None and not torch.equal(now, self.copy)
+        return self.copy is not None and not torch.equal(current, self.copy)
 
 
-class Before:
+class StateBefore:
     """The state of modules before a first run.
 
-    attributes: (module, name, value) of those that it changed, once it has ended. leaves: it put tensors there.
+    attributes: (module, name, value) of those that the run changed. leaks_tensors: it put tensors there.
     """
 
     def __init__(
-        self, buffers: Sequence[_Buffer] = (), all_attributes: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
+        self, buffers: Sequence[_BufferBefore] = (), all_attributes: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
     ) -> None:
         self.buffers, self.all_attributes = buffers, all_attributes
         self.attributes: list[tuple[nn.Module, str, Any]] = []
-        self.leaves = False
+        self.leaks_tensors = False
 
 
-def _holds(value: Any) -> bool:
-    """Whether it is a tensor, or plainly holds one."""
+def _holds_tensor(value: Any) -> bool:
+    """Whether it is a tensor, or a list, tuple, dict or set with one."""
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     if type(value) in _HOLDERS:
-        return any(isinstance(each, Tensor) for each in (value.values() if type(value) is dict else value))
+        return any(isinstance(item, Tensor) for item in (value.values() if type(value) is dict else value))
     return False
 
 
@@ -83,35 +83,35 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module | None) -> None:
-        self._tried = False
-        self._written: set[tuple[int, str]] = set()
+        self._first_run_done = False
+        self._written_buffers: set[tuple[int, str]] = set()
         self._modules: list[nn.Module] = []
         self._norms: list[nn.Module] = []
         self._owners: list[nn.Module] = []
         self.refresh(list(module.modules()) if module is not None else [])
 
     def refresh(self, modules: list[nn.Module]) -> None:
-        """The module has these parts now."""
+        """The module has these submodules now."""
         if modules == self._modules:
             return
         self._modules = modules
-        self._norms = [m for m in modules if _is_norm(m)]
-        norms = {id(m) for m in self._norms}
-        self._owners = [m for m in modules if id(m) not in norms]
+        self._norms = [submodule for submodule in modules if _is_norm(submodule)]
+        norms = {id(submodule) for submodule in self._norms}
+        self._owners = [submodule for submodule in modules if id(submodule) not in norms]
 
     @property
     def compiled(self) -> bool:
-        """Whether parts are compiled: no mode of torch sees what those do."""
+        """Whether submodules are compiled: no dispatch mode of torch sees what those do."""
         return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self._modules)
 
     @property
     def scripted(self) -> bool:
-        """Whether parts are TorchScript: a later run may keep other tensors, as it is optimised meanwhile."""
-        return any(isinstance(m, torch.jit.ScriptModule) for m in self._modules)
+        """Whether submodules are TorchScript: a later run, optimised meanwhile, may keep other tensors."""
+        return any(isinstance(submodule, torch.jit.ScriptModule) for submodule in self._modules)
 
-    def before(self) -> Before:
+    def before(self) -> StateBefore:
         """Before a first run."""
-        kept: list[_Buffer] = []
+        before: list[_BufferBefore] = []
         copies: dict[int, Tensor] = {}  # one buffer of two modules stays one
         for owner in self._owners:
             if not owner._buffers:
@@ -119,76 +119,114 @@ class ModuleState:
             for name, buffer in owner._buffers.items():
                 if buffer is None or buffer.is_meta:
                     continue
-                wanted = not self._tried or buffer.nbytes <= SMALL or (id(owner), name) in self._written
-                if wanted and id(buffer) not in copies:
+                is_known_written = (id(owner), name) in self._written_buffers
+                needs_copy = not self._first_run_done or buffer.nbytes <= SMALL or is_known_written
+                if needs_copy and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
-                kept.append(_Buffer(owner, name, buffer, copies.get(id(buffer))))
-        return Before(kept, [(m, m.__dict__.copy()) for m in self._modules])
+                before.append(_BufferBefore(owner, name, buffer, copies.get(id(buffer))))
+        return StateBefore(before, [(submodule, submodule.__dict__.copy()) for submodule in self._modules])
 
-    def after(self, kept: Before) -> None:
-        """After the first run: only what the second one will need stays in `kept`.
+    def after(self, before: StateBefore) -> None:
+        """After the first run: only what the second one will need stays in `before`.
 
         Raises RuntimeError: a large buffer that was not written before was now.
         """
-        for module, old in kept.all_attributes:
-            now = module.__dict__
-            if len(now) == len(old) and all(map(is_, now.values(), old.values())):
+        for module, attributes_before in before.all_attributes:
+            current = module.__dict__
+            if len(current) == len(attributes_before) and all(map(is_, current.values(), attributes_before.values())):
                 continue
-            for name in {**old, **now}:
-                was, is_now = old.get(name, _ABSENT), now.get(name, _ABSENT)
-                if was is is_now:
+            for name in {**attributes_before, **current}:
+                old_value, new_value = attributes_before.get(name, _ABSENT), current.get(name, _ABSENT)
+                if old_value is new_value:
                     continue
-                kept.leaves = kept.leaves or _holds(is_now)
+                before.leaks_tensors = before.leaks_tensors or _holds_tensor(new_value)
                 # what was made once and for all (hooks installed, a note of it) is there in the second run
-                if was is not _ABSENT or _holds(is_now):
-                    kept.attributes.append((module, name, was))
-        kept.all_attributes = ()
-        if not self._tried:
-            self._tried = True
-            self._written = {(id(k.owner), k.name) for k in kept.buffers if k.buffer.nbytes > SMALL and k.written()}
-        for k in kept.buffers:
-            if k.copy is None and k.written():
-                self._written.add((id(k.owner), k.name))
+                if old_value is not _ABSENT or _holds_tensor(new_value):
+                    before.attributes.append((module, name, old_value))
+        before.all_attributes = ()
+        if not self._first_run_done:
+            self._first_run_done = True
+            for saved in before.buffers:
+                if saved.buffer.nbytes > SMALL and saved.was_written():
+                    self._written_buffers.add((id(saved.owner), saved.name))
+        for saved in before.buffers:
+            if saved.copy is None and saved.was_written():
+                self._written_buffers.add((id(saved.owner), saved.name))
                 raise RuntimeError(
-                    f"the buffer {k.name} of {list(k.buffer.shape)} of a recomputed {type(k.owner).__name__} was "
-                    "written for the first time after several forwards, which cannot be repeated; the next step can"
+                    f"the buffer {saved.name} of {list(saved.buffer.shape)} of a recomputed "
+                    f"{type(saved.owner).__name__} was written for the first time after several "
+                    "forwards, which cannot be repeated; the next step can"
                 )
-        kept.buffers = [k for k in kept.buffers if k.buffer.nbytes <= SMALL or (id(k.owner), k.name) in self._written]
+        needed = []
+        for saved in before.buffers:
+            if saved.buffer.nbytes <= SMALL or (id(saved.owner), saved.name) in self._written_buffers:
+                needed.append(saved)  # noqa: PERF401
+        before.buffers = needed
 
-    def put_back(self, kept: Before) -> None:
+    def restore(self, before: StateBefore) -> None:
         """After a first run that will be tried again: as before it."""
-        for module, name, value in kept.attributes:
-            _set(module, name, value)
-        for module, old in kept.all_attributes:  # it did not end
-            module.__dict__.update(old)
-        for k in kept.buffers:
-            _put(k.owner, k.name, k.buffer)
-            if k.copy is not None:
+        for module, name, value in before.attributes:
+            _set_attribute(module, name, value)
+        for module, attributes_before in before.all_attributes:  # it did not end
+            module.__dict__.update(attributes_before)
+        for saved in before.buffers:
+            _set_buffer(saved.owner, saved.name, saved.buffer)
+            if saved.copy is not None:
                 with torch.no_grad():
-                    k.buffer.copy_(k.copy)
+                    saved.buffer.copy_(saved.copy)
 
     @contextmanager
-    def as_before(self, kept: Before) -> Iterator[None]:
+    def with_state(self, before: StateBefore) -> Iterator[None]:
         """Around a second run."""
-        now: list[tuple[nn.Module, str, Tensor | None]] = []
+        current: list[tuple[nn.Module, str, Tensor | None]] = []
         copies: dict[int, Tensor] = {}
-        for k in kept.buffers:
-            now.append((k.owner, k.name, getattr(k.owner, k.name)))
-            if k.copy is not None:
-                _put(k.owner, k.name, copies.setdefault(id(k.copy), k.copy.clone()))
-        attributes = [(m, name, m.__dict__.get(name, _ABSENT)) for m, name, _ in kept.attributes]
-        for m, name, value in kept.attributes:
-            _set(m, name, value)
-        for norm in self._norms:  # in training they do not read what they write
+        for saved in before.buffers:
+            current.append((saved.owner, saved.name, getattr(saved.owner, saved.name)))
+            if saved.copy is not None:
+                _set_buffer(saved.owner, saved.name, copies.setdefault(id(saved.copy), saved.copy.clone()))
+        attributes = [(m, name, m.__dict__.get(name, _ABSENT)) for m, name, _ in before.attributes]
+        for submodule, name, value in before.attributes:
+            _set_attribute(submodule, name, value)
+        for norm in self._norms:  # in training they do not read their statistics
             if norm.training:
                 for name, buffer in list(norm._buffers.items()):
                     if buffer is not None:
-                        now.append((norm, name, buffer))
+                        current.append((norm, name, buffer))
                         norm._buffers[name] = buffer.clone()
         try:
             yield
         finally:
-            for owner, name, buffer in now:
-                _put(owner, name, buffer)
-            for m, name, value in attributes:
-                _set(m, name, value)
+            for owner, name, buffer in current:
+                _set_buffer(owner, name, buffer)
+            for submodule, name, value in attributes:
+                _set_attribute(submodule, name, value)
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The CPU's, and the device's own."""
+    device_state = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), device_state
+
+
+def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    """Set the CPU's and the device's generator to what `random_state` gave."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.get_device_module(device).set_rng_state(state[1], device)
+
+
+class Autocast:
+    """Whether a kind of device casts, and to what."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_type = device.type
+        self.available = torch.amp.is_autocast_available(self.device_type)
+        self.enabled = self.available and torch.is_autocast_enabled(self.device_type)
+        self.dtype = torch.get_autocast_dtype(self.device_type) if self.available else None
+
+    def rerun(self, call: Callable[[], list]) -> list:
+        """`call()` as it was then."""
+        if not self.available or not (self.enabled or torch.is_autocast_enabled(self.device_type)):
+            return call()
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled):
+            return call()

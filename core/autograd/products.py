@@ -1,4 +1,4 @@
-"""The product of a weight gradient, the thunk that makes it later, and the collectives around a matmul."""
+"""The product of a weight gradient, the thunk that computes it later, and the collectives around a matmul."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from core.autograd.bag import accumulate
-from core.autograd.main_grad import main_grad_of
+from core.autograd.gradients import accumulate, main_grad_of
 
 
 class PendingProducts(Protocol):
-    """A tensor under way."""
+    """A tensor that a collective is still producing."""
 
     def wait(self) -> Tensor:
         """The tensor, once it is there."""
@@ -31,14 +30,14 @@ class Comm:
     before_backward: dy as received -> dy as multiplied (the conjugate of after_forward), for dx and db;
         called again for a deferred dW.
     after_backward: starts dx as multiplied -> dx as returned (the conjugate of before_forward), beside dW.
-    start_again: starts before_forward for a dW computed at once, beside dx.
+    restart_before_forward: starts before_forward for a dW computed at once, beside dx.
     """
 
     before_forward: Callable[[Tensor], Tensor] | None = None
     after_forward: Callable[[Tensor], Tensor] | None = None
     before_backward: Callable[[Tensor], Tensor] | None = None
     after_backward: Callable[[Tensor], PendingProducts] | None = None
-    start_again: Callable[[Tensor], PendingProducts] | None = None
+    restart_before_forward: Callable[[Tensor], PendingProducts] | None = None
 
 
 NO_COMM = Comm()
@@ -48,9 +47,9 @@ NO_COMM = Comm()
 def _multiplies_into_float32(device_type: str) -> bool:
     """Whether this device has the mixed product (16-bit factors, float32 sum); tried once."""
     try:
-        a = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
+        ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
         out = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
-        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+        torch.addmm(out, ones, ones, out_dtype=torch.float32, out=out)
         return bool(out[0, 0] == 16)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
@@ -81,17 +80,17 @@ def product(weight: Tensor, x: Tensor, gy: Tensor) -> Tensor:
 
 def _add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
     x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
-    into = matrix_of(main_grad)
+    target = matrix_of(main_grad)
     if main_grad.dtype == x.dtype:
-        into.addmm_(gy.t(), x)
+        target.addmm_(gy.t(), x)
     elif main_grad.dtype == torch.float32 and _multiplies_into_float32(x.device.type):
-        torch.addmm(into, gy.t(), x, out_dtype=torch.float32, out=into)
+        torch.addmm(target, gy.t(), x, out_dtype=torch.float32, out=target)
     else:
-        into.add_(gy.t().mm(x))
+        target.add_(gy.t().mm(x))
 
 
 class LinearThunk:
-    """dW of one use: holds x and dy as they are between the ranks (sharded), and gathers them again."""
+    """dW of one use: keeps x and dy sharded over the ranks, and gathers them again when it runs."""
 
     __slots__ = ("_comm", "_gy", "_x", "parameter")
 
@@ -110,10 +109,10 @@ class LinearThunk:
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
         parameter = self.parameter
-        into = main_grad_of(parameter)
-        if into is None:
-            into = parameter.grad
-            if into is None or into.dtype != x.dtype or into.layout is not torch.strided:
+        target = main_grad_of(parameter)
+        if target is None:
+            target = parameter.grad
+            if target is None or target.dtype != x.dtype or target.layout is not torch.strided:
                 accumulate(parameter, product(parameter, x, gy))
                 return
-        _add_product(into, x, gy)
+        _add_product(target, x, gy)

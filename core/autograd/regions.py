@@ -1,4 +1,4 @@
-"""Which submodules of a model are recomputed: a policy, applied in place and taken back."""
+"""Which submodules of a model are recomputed (activation checkpointing): a policy, applied in place, removable."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from core.autograd.bag import StageContext
-from core.autograd.leaving import Parts
-from core.autograd.recompute import Checked, run_region, running_again
-from core.autograd.standin import LinearProxy, standins
+from core.autograd.leaving import RegionHistory, Submodules
+from core.autograd.proxy import LinearProxy, proxies_of
+from core.autograd.recompute import recomputed_region, run_region
 
-Want = str | type[nn.Module]
-Policy = str | Sequence[Want]
+Selector = str | type[nn.Module]
+Policy = str | Sequence[Selector]
 
 
 class _RecomputedForward(LinearProxy):
@@ -22,20 +22,20 @@ class _RecomputedForward(LinearProxy):
 
     def __init__(self, module: nn.Module, stage: StageContext | None) -> None:
         super().__init__(module)
-        self.stage, self.checked = stage, Checked()
+        self.stage, self.history = stage, RegionHistory()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward as a region."""
-        if not torch.is_grad_enabled() or running_again.get() is not None:
-            return self.plain(*args, **kwargs)
-        # asked for at every call: parameters are unfrozen, replaced, sharded after the model is built
-        parts = Parts(self.module)
-        self.checked.see(parts)
-        return run_region(self.plain, args, kwargs, self.stage, parts.parameters, self.checked)
+        if not torch.is_grad_enabled() or recomputed_region.get() is not None:
+            return self.call_replaced(*args, **kwargs)
+        # found anew at every call: parameters are unfrozen, replaced, sharded after the model is built
+        submodules = Submodules(self.module)
+        self.history.update(submodules)
+        return run_region(self.call_replaced, args, kwargs, self.stage, submodules.parameters, self.history)
 
 
 def _is_region(module: nn.Module) -> bool:
-    return any(isinstance(standin, _RecomputedForward) for standin in standins(module))
+    return any(isinstance(proxy, _RecomputedForward) for proxy in proxies_of(module))
 
 
 def has_regions(module: nn.Module) -> bool:
@@ -56,19 +56,19 @@ class RecomputeHandle:
         self._forwards = []
 
 
-def _matches(name: str, module: nn.Module, parent: nn.Module | None, want: Want) -> bool:
-    last = name.rpartition(".")[2]
-    if isinstance(want, type):
-        return isinstance(module, want)
-    return want in (name, last) or fnmatch(name, want)
+def _matches(name: str, module: nn.Module, parent: nn.Module | None, selector: Selector) -> bool:
+    last_part = name.rpartition(".")[2]
+    if isinstance(selector, type):
+        return isinstance(module, selector)
+    return selector in (name, last_part) or fnmatch(name, selector)
 
 
-def _is_layer(name: str, module: nn.Module, parent: nn.Module | None, want: Want) -> bool:
+def _is_layer(name: str, module: nn.Module, parent: nn.Module | None, selector: Selector) -> bool:
     return isinstance(parent, (nn.ModuleList, nn.ModuleDict))
 
 
 def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
-    """By name, outer before inner; not the containers without a forward (ModuleList), which nobody calls."""
+    """By name, outer before inner; without containers that have no forward (ModuleList)."""
     return {
         name: child
         for name, child in module.named_modules()
@@ -83,18 +83,23 @@ def outermost(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     "*.mlp") and module classes. Raises ValueError: a name or class that matches nothing.
     """
     rule = _is_layer if policy == "layer" else _matches
-    wants: Sequence[Want] = [policy] if isinstance(policy, str) else policy
+    selectors: Sequence[Selector] = [policy] if isinstance(policy, str) else policy
     children = _callable_submodules(module)
-    parents = {f"{n}.{c}" if n else c: m for n, m in module.named_modules() for c, _ in m.named_children()}
-    matching = [{n for n, child in children.items() if rule(n, child, parents.get(n), want)} for want in wants]
-    for want, matched in zip(wants, matching, strict=True):
+    parents: dict[str, nn.Module] = {}
+    for name, parent in module.named_modules():
+        for child_name, _ in parent.named_children():
+            parents[f"{name}.{child_name}" if name else child_name] = parent
+    matching: list[set[str]] = []
+    for selector in selectors:
+        matched = {name for name, child in children.items() if rule(name, child, parents.get(name), selector)}
+        matching.append(matched)
         if not matched:
-            known = ", ".join(sorted({n.rpartition(".")[2] for n in children}))
-            raise ValueError(f"{want!r} matches no module; names here: {known}")
+            last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in children}))
+            raise ValueError(f"{selector!r} matches no module; names here: {last_parts}")
     names: list[str] = []
     for name in children:
-        inside = any(name.startswith(f"{outer}.") for outer in names)
-        if not inside and any(name in matched for matched in matching):
+        is_inside = any(name.startswith(f"{outer}.") for outer in names)
+        if not is_inside and any(name in matched for matched in matching):
             names.append(name)
     return {name: children[name] for name in names}
 
@@ -111,9 +116,9 @@ def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | 
         return RecomputeHandle([], [])
     if isinstance(policy, str) and policy not in ("layer", "selective"):
         raise ValueError(f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names")
-    if before := [n for n, child in _callable_submodules(module).items() if _is_region(child)]:
+    if wrapped := [name for name, child in _callable_submodules(module).items() if _is_region(child)]:
         raise ValueError(
-            f"{', '.join(before)}: recomputed already; call remove() on that policy's handle first (where one "
+            f"{', '.join(wrapped)}: recomputed already; call remove() on that policy's handle first (where one "
             "module is in two stages: recompute='stage')"
         )
     try:
@@ -123,5 +128,5 @@ def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | 
     names = list(chosen)
     forwards = [_RecomputedForward(child, stage) for child in chosen.values()]
     for forward in forwards:
-        forward.put()
+        forward.install()
     return RecomputeHandle(names, forwards)

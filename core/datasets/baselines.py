@@ -23,6 +23,7 @@ def unigram_bits_per_byte(text: bytes) -> float:
     """
     if not text:
         raise ValueError("unigram_bits_per_byte: 0 bytes of text, at least 1 is needed; give the validation text")
+    # entropy: -sum over bytes of log p(byte), p from the text itself
     counts = np.unique(np.frombuffer(text, np.uint8), return_counts=True)[1]
     return bits_per_byte(-float((counts * np.log(counts / len(text))).sum()), len(text))
 

@@ -109,6 +109,7 @@ class GPTBatches:
 
     def fill(self, drawn: range, rows: Iterable[int], tokens: Rows, labels: Rows) -> None:
         """Write the samples that are drawn as number drawn.start .. drawn.stop to these rows of both arrays."""
+        # a pure function of (seed, number): nothing is shuffled in advance, any step is found at once
         ids = draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed)
         self._copy(ids.tolist(), rows, tokens, labels)
 
@@ -151,5 +152,6 @@ def share(batch_size: int, rank: int, size: int) -> range:
         raise ValueError(f"a batch of {batch_size} rows does not divide among {size} ranks; {valid} would do")
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} must lie between 0 and {size - 1}, size={size}")
+    # consecutive rows: together the ranks hold the global batch in its order, however many they are
     rows = batch_size // size
     return range(rank * rows, (rank + 1) * rows)

@@ -69,6 +69,7 @@ class BlendedBatches:
     @cached_property
     def _counts(self) -> tuple[int, ...]:
         """How often each part occurs in a block: rounded, and the largest remainders make up the sum."""
+        # the method of largest remainders, ties broken by the part's number
         exact = [BLEND_BLOCK * weight / math.fsum(self._weights) for weight in self._weights]
         counts = [math.floor(count) for count in exact]
         by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))

@@ -102,6 +102,7 @@ def read_card(prefix: str | Path) -> TokenCard | None:
     version = value.get("format")
     if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, this reads {FORMAT!r}; {remedy(prefix)}")
+    # every field, and no other: a card with less would leave something unchecked
     names = {field.name for field in fields(TokenCard)}
     if value.keys() != names:
         raise ValueError(f"{path}: {sorted(value.keys() ^ names)} are missing or too many; {remedy(prefix)}")
@@ -153,6 +154,7 @@ def sampled_hash(path: str | Path) -> str:
         if size <= SAMPLED_BLOCKS * BLOCK_BYTES:
             digest.update(file.read())
             return digest.hexdigest()
+        # evenly spread, the first and the last block included: a cut or grown file differs by its size already
         for i in range(SAMPLED_BLOCKS):
             offset = i * (size - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
             digest.update(os.pread(file.fileno(), BLOCK_BYTES, offset))

@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sample", type=int, default=100, metavar="N", help="decode the first N tokens (default 100)"
     )
     options = parser.parse_args(arguments)
+    # a shell completes the name of a file, not its prefix
     prefix = options.prefix
     if Path(prefix).suffix in (".bin", ".idx"):
         prefix = str(Path(prefix).with_suffix(""))

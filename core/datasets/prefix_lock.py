@@ -25,7 +25,7 @@ def take_lock(prefix: str | Path) -> BinaryIO | None:
             raise ValueError(
                 f"another process ({process}) is writing {prefix}; wait for its end, or choose another prefix"
             ) from None
-        except OSError:
+        except OSError:  # a file system without locks
             file.close()
             path.unlink(missing_ok=True)
             return None

@@ -134,6 +134,7 @@ def _nearest_boundary(file: TokenFile, fraction: float) -> int:
     token = round(fraction * file.num_tokens)
     if token >= file.num_tokens:
         return file.num_documents
+    # the token lies in this document: its beginning or that of the next one is nearest
     before = file.document_at(token)
     below, above = token - file.document_start(before), file.document_start(before + 1) - token
     return before if below <= above else before + 1

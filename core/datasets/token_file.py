@@ -56,6 +56,7 @@ class TokenFile:
         self._pointers = index[ends[1] : ends[2]].view("<i8")
         self._indices = index[ends[2] : ends[3]].view("<i8")
         self._check_lengths()
+        # the card, where this package wrote the file, has hashes that Megatron's format lacks
         self.card: TokenCard | None = read_card(prefix)
         if self.card is not None:
             self._check_card(self.card)
@@ -68,6 +69,7 @@ class TokenFile:
             raise ValueError(f"{path} has {size} bytes, its header alone has {HEADER.size}; {_REMEDY}")
         with path.open("rb") as file:
             magic, version, code, sequences, indices = HEADER.unpack(file.read(HEADER.size))
+        # each field by itself, so that the message says which one is wrong
         if magic != MAGIC:
             raise ValueError(f"{path} begins with {magic!r}, a token index with {MAGIC!r}; {_REMEDY}")
         if version != VERSION:
@@ -206,6 +208,7 @@ class TokenFile:
         """
         if not 0 <= token < self.num_tokens:
             raise ValueError(f"token {token} of {self._bin_path}, which has {self.num_tokens}; ask for less")
+        # over the documents' first tokens, each computed when the bisection asks for it
         return bisect_right(range(self.num_documents), token, key=self.document_start) - 1
 
     def verify(self) -> None:

@@ -86,6 +86,7 @@ class TokenFileWriter:
         self._lengths, self._num_tokens, self._digest = array("i"), 0, hashlib.sha256()
         self._lock = take_lock(self._prefix)
         try:
+            # without locks another writer may be alive: its temporary files stay
             if self._lock is not None:
                 _remove_abandoned(self._paths)
             self._file = self._temporary[0].open("wb")
@@ -117,10 +118,11 @@ class TokenFileWriter:
                 f"vocab_size={self.vocab_size} allows 0 to {self.vocab_size - 1}; "
                 "use the tokenizer of this size"
             )
-        if continued:
+        if continued:  # the document was cut between two jobs of the preparation
             added[0] += self._lengths.pop()
         if added and max(added) > _MAX_LENGTH:
             raise ValueError(f"a document of {max(added)} tokens, the format allows {_MAX_LENGTH}; cut it in parts")
+        # hashed while it is written: the file need not be read again for its card
         content = tokens.astype(self.dtype, copy=False).tobytes()
         self._file.write(content)
         self._digest.update(content)

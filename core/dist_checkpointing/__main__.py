@@ -108,6 +108,7 @@ def _reshard(options: argparse.Namespace) -> int:
     if options.per_rank:
         return _write_per_rank(stored, options.destination, tp, pp)
     begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
+    # is a copy worth it: bytes read over bytes needed, with the cells of today and with new ones
     metadata = cut_for(stored, tp)
     before, after = (amplification(stored, cut, tp, pp) for cut in (stored.metadata, metadata))
     if not options.copy and before <= max(GOOD_AMPLIFICATION, after):
@@ -154,6 +155,7 @@ def _import(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ValueError(f"import reads files of torch, and {error}: install torch") from None
     begin = time.perf_counter()
+    # before hours of reading
     check_new(options.destination)
     imported = plan(options.source)
     metadata, nbytes = imported.metadata, imported.nbytes
@@ -185,6 +187,7 @@ def _tag(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     root = CheckpointRoot(options.root)
     rules = {field.name: getattr(options, field.name) for field in fields(Retention)}
+    # an object store shows no age of heartbeats: they are watched for a while
     root.watch()
     if not root.steps() and not root.leftovers(thorough=True):
         raise FileNotFoundError(f"{options.root} holds no steps, nor what killed jobs left; give the directory above")

@@ -183,7 +183,8 @@ class CheckpointManager:
         """Wait until the copy of the last `save_async` is complete: before parameters change."""
         if self._copy is not None:
             copy, self._copy = self._copy, None
-            if (problem := problem_of(copy.wait)) is not None:  # nothing was handed over
+            problem = problem_of(copy.wait)
+            if problem is not None:  # nothing was handed over to the writer: this save is over
                 self._end_save(f"{type(problem).__name__}: {problem}")
 
     def _enter_root(self) -> None:

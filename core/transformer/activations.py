@@ -37,7 +37,7 @@ class _SiluGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            from core.autograd.second import no_second_derivative  # a configuration is read without autograd
+            from core.autograd.gradients import no_second_derivative  # a configuration is read without autograd
 
             raise no_second_derivative("the fused SwiGLU")
         (y,) = ctx.saved_tensors

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from core.autograd.second import no_second_derivative
+from core.autograd.gradients import no_second_derivative
 
 Tables = tuple[Tensor, Tensor]
 

@@ -97,7 +97,8 @@ def test_the_input_is_gathered_beside_dx_when_dw_does_not_wait(deferred):
         log.append("start_again")
         return Pending(log, gather(x))
 
-    comm = Comm(before_forward=plain.before_forward, after_backward=plain.after_backward, start_again=start)
+    hooks = {"before_forward": plain.before_forward, "after_backward": plain.after_backward}
+    comm = Comm(**hooks, restart_before_forward=start)
     x, w = torch.randn(ROWS, 4, requires_grad=True), parameter(3, 4)
     y = deferred_linear(x, w, stage=stage, comm=comm)
     log.clear()

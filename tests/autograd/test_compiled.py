@@ -22,7 +22,7 @@ from core.autograd import (
     deferred_linear,
     reroute,
 )
-from core.autograd import compiled as module_under_test
+from core.autograd import linear as module_under_test
 from tests.autograd.tiny import close, parameter
 from tests.models.gpt import batch, gpt
 

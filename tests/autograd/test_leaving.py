@@ -87,7 +87,7 @@ def test_gradients_are_those_without_recomputation(how, single):
         for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
         assert [layer.runs for layer in ours.layers] == [6, 6], "a number is counted once per microbatch"
-    leaves = [forward.checked.leave or forward.checked.handed_out for forward in handle._forwards]
+    leaves = [forward.history.leaks_tensors or forward.history.may_leak for forward in handle._forwards]
     assert leaves == [how != "result"] * 2
 
 

@@ -218,7 +218,7 @@ def test_embedding_in_parts(parts, bag, main_grad):
         if main_grad is not None:
             table.main_grad = torch.zeros(rows, 3, dtype=main_grad)
     ys = [
-        deferred_embedding(IDS, table, first=rows * i, whole=parts == 1, stage=stage)
+        deferred_embedding(IDS, table, first=rows * i, is_full_table=parts == 1, stage=stage)
         for i, table in enumerate(tables)
     ]
     assert torch.equal(sum(ys), F.embedding(IDS, whole))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.autograd import StageContext, WeightGradBag, deferred_linear
-from core.autograd.bag import accumulate
+from core.autograd.gradients import accumulate
 from tests.autograd.tiny import THUNKS, bags, batch, close, forward, parameter, reference, twins
 
 DEFERRED = {"table", "features", "wide", "narrow", "square", "bare"}

@@ -96,7 +96,7 @@ def assert_index(root):
     """An entry for each step; a mark is left of one that was killed next to its pointer only, and nobody minds it."""
     if not isinstance(root.files, KvCheckpointDir):
         return
-    named = {step_name(step): root._at.identity(step_name(step)) for step in root.steps()}
+    named = {step_name(step): root._strategy.identity(step_name(step)) for step in root.steps()}
     index = {".index.json", *(f".index/{name}/taken" for name in named)}
     left = {mark(name, uuid) for name, uuid in named.items() for mark in (heartbeat, trash)}
     assert index <= set(root.files.names()) - set(files_beside_the_index(root)) <= index | left

@@ -140,7 +140,7 @@ def test_a_vocabulary_whose_eighth_does_not_divide_has_few_files_all_the_same():
 
 def test_the_vocabulary_of_gpt2():
     assert cell_shape((50257, 768), 0, ragged=True) == (3144, 768)  # half of 6288 = roundup(50257 / 8, 16)
-    assert cell_shape((50257, 768), 0, ragged=True, parts=3) == (4192, 768)
+    assert cell_shape((50257, 768), 0, ragged=True, tp_sizes=3) == (4192, 768)
     assert cell_shape((1003, 64), 0, ragged=True) == (1008, 64)
 
 

@@ -184,7 +184,7 @@ def test_a_step_that_is_saved_while_its_name_is_freed_is_not_hidden(remove, save
 
         slow(KvCheckpointDir(CrashStore(place._store, step)))
         found = CheckpointRoot(place)
-        assert found.steps() == [int(name[5:]) for name in found._at._index.names(thorough=True)]
+        assert found.steps() == [int(name[5:]) for name in found._strategy._index.names(thorough=True)]
         if next(did) <= at:
             break
     assert 1 < at < 59
@@ -227,10 +227,10 @@ def test_prune_waits_for_what_may_be_written(place):
     root.begin(2, A)
     with root.beating(2, A, every=0.01):
         begin = time.monotonic()
-        root._at.watch(30, poll_s=0.05)
+        root._strategy.watch(30, poll_s=0.05)
         assert time.monotonic() - begin < 20, "it beats"
     root.stale_s = 0.2
-    root._at.watch(0.2, poll_s=0.05)
+    root._strategy.watch(0.2, poll_s=0.05)
     assert root.leftovers() == [f"step-00000002/{A}"]
 
 
@@ -269,4 +269,4 @@ def test_an_attempt_that_waits_long_keeps_its_name(place):
     assert root.retain(keep_last=1) == [1] and root.steps() == [2]
     with suppress(RuntimeError):
         committed(root, 1, A)
-    assert CheckpointRoot(place).steps() == [int(name[5:]) for name in root._at._index.names(thorough=True)]
+    assert CheckpointRoot(place).steps() == [int(name[5:]) for name in root._strategy._index.names(thorough=True)]

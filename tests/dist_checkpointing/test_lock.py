@@ -113,8 +113,8 @@ def test_clocks_of_other_hosts_are_not_believed(files, clock, caplog, monkeypatc
 def test_a_beat_does_not_bring_a_lost_lock_back(files):
     lock = Lock(files, every=0.01)
     edit(files, uuid="other")
-    lock._heart._thread.join(5)
-    assert not lock._heart._thread.is_alive()
+    lock._heartbeat._thread.join(5)
+    assert not lock._heartbeat._thread.is_alive()
     files.remove(".lock")
     lock.release()
     assert files.names() == []

@@ -11,7 +11,7 @@ import pytest
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.commit import write_receipt
-from core.dist_checkpointing.publish.lock import Orphaned, Others
+from core.dist_checkpointing.publish.lock import Orphaned, OtherRanks
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.writer import MAX_LOG_BYTES
 from tests.dist_checkpointing import toy
@@ -22,7 +22,7 @@ UUID = "0" * 32  # of the job of `program`
 
 def test_who_beats_is_waited_for():
     orphaned, beats = [], []
-    others = Others(lambda: bool(orphaned), lambda: str(len(beats)), silent_s=0.05)
+    others = OtherRanks(lambda: bool(orphaned), lambda: str(len(beats)), silent_s=0.05)
     others()
     time.sleep(0.1)
     others()  # the job is there
@@ -45,7 +45,8 @@ def test_an_orphan_gives_up_its_own_attempt_alone(tmp_path):
     writer, job = program(tmp_path, world_size=2, timeout_s=600)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "core.dist_checkpointing.publish.checkpoint_root.Others", lambda *told: Others(*told, silent_s=0.1)
+            "core.dist_checkpointing.publish.checkpoint_root.OtherRanks",
+            lambda *told: OtherRanks(*told, silent_s=0.1),
         )
         with pytest.raises(Orphaned):
             job.conclude(lambda: True)

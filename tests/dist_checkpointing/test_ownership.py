@@ -164,16 +164,16 @@ def test_half_of_the_trash_is_known(tmp_path):
     fs = CrashFs()
     toy.save(CheckpointRoot(tmp_path, fs=fs), 1, 1)
     begin = fs.step.count
-    CheckpointRoot(tmp_path, fs=fs)._at.remove("step-00000001")
+    CheckpointRoot(tmp_path, fs=fs)._strategy.remove("step-00000001")
     assert os.listdir(tmp_path) == [] and fs.step.count - begin > 12
     for at in range(0, fs.step.count - begin, 2):
         toy.save(CheckpointRoot(tmp_path), 1, 1)
         with pytest.raises(Killed):
-            CheckpointRoot(tmp_path, fs=CrashFs(at))._at.remove("step-00000001")
+            CheckpointRoot(tmp_path, fs=CrashFs(at))._strategy.remove("step-00000001")
         made(tmp_path, f".trash-{B}/mine")
         CheckpointRoot(tmp_path, stale_s=0).sweep()
         if (tmp_path / "step-00000001").exists():
-            CheckpointRoot(tmp_path)._at.remove("step-00000001")
+            CheckpointRoot(tmp_path)._strategy.remove("step-00000001")
         assert os.listdir(tmp_path) == [f".trash-{B}"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
-from core.dist_checkpointing.publish.retention import Facts, Retention, checked_metrics
+from core.dist_checkpointing.publish.retention import Retention, StepFacts, checked_metrics
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing.toy import STORES, save, store
 
@@ -19,7 +19,7 @@ HOUR = 3600.0
 
 def facts(*losses, hours=1.0):
     """Of steps 1, 2, 3 ..., saved so many hours apart."""
-    return {n: Facts(HOUR * hours * n, {} if x is None else {"loss": x}) for n, x in enumerate(losses, 1)}
+    return {n: StepFacts(HOUR * hours * n, {} if x is None else {"loss": x}) for n, x in enumerate(losses, 1)}
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def facts(*losses, hours=1.0):
     ],
 )
 def test_the_rules(rules, known, kept):
-    assert Retention(**rules).kept(known, known) == kept
+    assert Retention(**rules).protected(known, known) == kept
 
 
 def test_steps_of_which_nothing_is_known_are_kept_by_number_only():
-    assert Retention(keep_every=2, keep_hours=1, keep_best="loss").kept([1, 2, 3], {}) == {2}
+    assert Retention(keep_every=2, keep_hours=1, keep_best="loss").protected([1, 2, 3], {}) == {2}
 
 
 @given(
@@ -55,10 +55,10 @@ def test_steps_of_which_nothing_is_known_are_kept_by_number_only():
 )
 def test_what_stays_stays(times, hours, count, mode):
     """Dropping the others changes no decision: steps kept by time stay as long as the rule is the same."""
-    known = {n: Facts(HOUR * sum(t for t, _ in times[: n + 1]), {"m": v}) for n, (_, v) in enumerate(times)}
+    known = {n: StepFacts(HOUR * sum(t for t, _ in times[: n + 1]), {"m": v}) for n, (_, v) in enumerate(times)}
     rule = Retention(keep_hours=hours, keep_best="m", keep_best_count=count, keep_best_mode=mode)
-    kept = rule.kept(known, known)
-    assert rule.kept(kept, {n: known[n] for n in kept}) == kept
+    kept = rule.protected(known, known)
+    assert rule.protected(kept, {n: known[n] for n in kept}) == kept
     assert len(kept) >= min(count, len(known))
     best = sorted(known, key=lambda n: known[n].metrics["m"], reverse=mode == "max")[:count]
     assert {known[n].metrics["m"] for n in best} <= {known[n].metrics["m"] for n in kept}
@@ -83,8 +83,8 @@ def test_metrics_are_numbers():
     assert checked_metrics({"a": torch.tensor(2.0), "b": 1, "c": math.nan, "d": math.inf}) == {"a": 2.0, "b": 1.0}
     with pytest.raises(ValueError, match=r"metrics\['a'\] is a str, no number"):
         checked_metrics({"a": "low"})
-    told = Facts.of_run({"time": 1e400, "metrics": {"a": "low", "b": True, "c": 2, "d": math.nan}})
-    assert told == Facts(0.0, {"c": 2}) and Facts.of_run({"metrics": [1]}) == Facts(0.0)
+    told = StepFacts.from_run({"time": 1e400, "metrics": {"a": "low", "b": True, "c": 2, "d": math.nan}})
+    assert told == StepFacts(0.0, {"c": 2}) and StepFacts.from_run({"metrics": [1]}) == StepFacts(0.0)
 
 
 @pytest.fixture(params=STORES)

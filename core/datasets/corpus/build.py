@@ -105,6 +105,7 @@ def prepare_files(
         prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, end_of_text=end, sources=text.inputs
     ) as writer:
         encoder = Encoder(tokenizer=tokenizer, dtype=writer.dtype, end_of_text=end, text_key=text.text_key)
+        # results come in the order of the jobs, so that the file does not depend on the number of workers
         jobs = _jobs(text.chunks(writer.skipped))
         with closing(encode_all(jobs, encoder, _processes(workers, text.num_bytes))) as results:
             for job, result in results:
@@ -141,6 +142,7 @@ def _processes(workers: int | None, num_bytes: int) -> int:
 
 def _jobs(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
     """Chunks together until there are enough for one message to a worker process."""
+    # small files would else cost a message each
     job: list[TextChunk] = []
     size = 0
     for chunk in chunks:

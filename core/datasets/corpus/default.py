@@ -69,6 +69,7 @@ def prepare_default_corpus(
             f"valid_fraction={valid_fraction} leaves {len(sides[0])} training and {len(sides[1])} "
             "validation files; give more files or another fraction"
         )
+    # what an earlier call with the same inputs wrote is reused
     key = _key(sources, vocab_size, valid_fraction)
     figures = _reusable(directory, key) or _build(directory, sources, sides, vocab_size, key)
     return PreparedCorpus(
@@ -106,6 +107,7 @@ def _build(
     (train, train_skipped), (valid, valid_skipped) = (read_texts(sources.root, names) for names in sides)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "corpus.json").unlink(missing_ok=True)  # from here on the directory is incomplete
+    # from the training side only: the validation text must be new to the tokenizer, too
     tokenizer = train_tokenizer(train, vocab_size)
     tokenizer.save(directory / "tokenizer.json")
     _write(directory / "train", train, tokenizer, [str(sources.root)])

@@ -126,6 +126,7 @@ def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterato
     if not file.peek(1) and opened.damage() is None:  # type: ignore[attr-defined]
         skipped["empty documents"] += 1
     is_beginning = True
+    # one byte more than a portion: so a file of exactly one portion is not taken for a larger one
     while content := rest + file.read(PORTION_BYTES + 1 - len(rest)):
         rest = b""
         if len(content) > PORTION_BYTES:
@@ -160,6 +161,7 @@ def _without_torn_end(content: bytes, documents: str) -> bytes:
 
 def _unreadable(content: bytes) -> str | None:
     """Why a document is skipped; None if it is not."""
+    # as git tells binary files: text has no zero byte in its first kilobytes
     if b"\0" in content[:8192]:
         return "binary files"
     try:

@@ -81,6 +81,7 @@ class _SourceSearch:
         for start in waiting:
             for directory, subdirectories, files in os.walk(start, onerror=self._unreadable):
                 resolved = os.path.realpath(directory)
+                # links may form a circle, or lead to a directory that is also read by its own name
                 if resolved in entered:  # by a link, which may lead back to where it lies
                     self.skipped["directories given twice"] += 1
                     subdirectories.clear()
@@ -101,6 +102,7 @@ class _SourceSearch:
         if _SPLITS in files:
             splits = ", ".join(str(folder / entry) for entry in sorted(subdirectories))
             raise ValueError(f"{folder} is a dataset of {len(subdirectories)} splits; name those to read: {splits}")
+        # a saved dataset is one source, not the files it consists of
         if _DATASET in files and "state.json" in files:
             subdirectories.clear()
             if self._is_new(resolved):

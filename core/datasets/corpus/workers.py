@@ -82,6 +82,7 @@ class _WorkerPool:
                 self._send(connection, number, job)
                 sent[number] = job
                 number, job = number + 1, next(jobs, None)  # the next one is read while the workers work
+            # a slow job holds back the results behind it; `_AHEAD` bounds how many
             while written in done:
                 yield sent.pop(written), done.pop(written)
                 written += 1
@@ -135,7 +136,7 @@ class _WorkerPool:
     def close(self) -> None:
         """End all worker processes."""
         for process in self._processes.values():
-            process.kill()
+            process.kill()  # they hold nothing that has to be finished
         for connection, process in self._processes.items():
             process.join()
             connection.close()

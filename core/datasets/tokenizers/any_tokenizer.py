@@ -94,6 +94,7 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
 
     Where documents are closed by an end of text, it must be the tokenizer's.
     """
+    # a file of another program: only ids that cannot be of this tokenizer give a mistake away
     if file.card is None:
         first_smallest, first_largest = file.smallest_and_largest([0], _CHECKED_TOKENS)
         last_start = max(0, file.num_tokens - _BLOCK)

@@ -87,6 +87,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text. Uses several threads unless TOKENIZERS_PARALLELISM=false."""
+        # the fast variant leaves out offsets, which nobody reads
         try:
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
@@ -142,6 +143,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if vocab_size < _MIN_VOCABULARY:
         raise ValueError(f"vocab_size={vocab_size} cannot hold every byte; use {_MIN_VOCABULARY} or more")
     inner = hf.Tokenizer(hf.models.BPE())
+    # byte-level: every text can be written, and comes back byte for byte
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = hf.decoders.ByteLevel()
     trainer = hf.trainers.BpeTrainer(

@@ -42,6 +42,7 @@ class Contents:
             raise ValueError(f"format {version!r}, this version reads {TAGGED}; install a newer one")
         if not sound:
             raise ValueError("objects or derived arrays that no checkpoint has; use another")
+        # every key becomes a path: none may lead out of the checkpoint
         for key in derived:
             check_path(key)
         listed = ListedFiles(files)
@@ -73,6 +74,7 @@ def _check_nodes(nodes: Mapping[str, Json], files: Files) -> None:
             text = canonical_json(nodes[path])
             expected[file] = len(text), json_crc(text)
     listed = {file: entry for file, entry in files.items() if file.endswith("/zarr.json")}
+    # missing on one side, or another size or checksum
     unequal = sorted(file for file in expected.keys() | listed.keys() if expected.get(file) != listed.get(file))
     if not unequal:
         return

@@ -36,6 +36,7 @@ def cell_crc(read: Callable[[int, int], bytes], size: int, metadata: Mapping[str
     if size < length:
         raise ValueError(f"{size} bytes, the index alone has {length}")
     index = _read_exactly(read, size - length, length)
+    # writers may order the chunks as they like: the index says where each is
     offsets = _chunk_offsets(index, chunking.units_per_cell, stride)
     if size != len(offsets) * stride + length:
         raise ValueError(f"{size} bytes instead of {len(offsets)} * {stride} + {length}")

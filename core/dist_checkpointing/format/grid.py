@@ -17,11 +17,11 @@ ROWS = 16  # a ragged dim is cut at multiples of it, so that its cells divide fu
 
 
 def cell_shape(
-    shape: tuple[int, ...], tp_dim: int | None, *, stacked: bool = False, ragged: bool = False, parts: int = 8
+    shape: tuple[int, ...], tp_dim: int | None, *, stacked: bool = False, ragged: bool = False, tp_sizes: int = 8
 ) -> tuple[int, ...]:
     """The shape of an array's cells; the last ones along a dim may be short.
 
-    parts: cut `tp_dim` for tensor parallelism of this size, and of its divisors.
+    tp_sizes: cut `tp_dim` for tensor parallelism of this size, and of its divisors.
     Raises ValueError: a dim of size 0, a `tp_dim` that is not there.
     """
     _check(shape, tp_dim, stacked)
@@ -36,10 +36,12 @@ def cell_shape(
         min_elements = MIN // 2
         if not is_last_dim:
             min_elements *= prod(cell[:tp_dim])
-        rows = round_up(-(-shape[tp_dim] // parts)) * parts if ragged else shape[tp_dim]
-        # the largest number of cuts that divides `parts`, and the rows, and leaves cells that are not too small
-        for cuts in range(parts, 1, -1):
-            if parts % cuts == rows % cuts == 0 and layer_elements >= cuts * min_elements:
+        rows = shape[tp_dim]
+        if ragged:  # as it is padded in memory
+            rows = round_up(-(-rows // tp_sizes)) * tp_sizes
+        # the largest number of cuts that divides `tp_sizes`, and the rows, and leaves cells that are not too small
+        for cuts in range(tp_sizes, 1, -1):
+            if tp_sizes % cuts == rows % cuts == 0 and layer_elements >= cuts * min_elements:
                 cell[tp_dim] = rows // cuts
                 if not is_last_dim:
                     cell[:tp_dim] = [1] * tp_dim
@@ -105,10 +107,10 @@ def _check(shape: tuple[int, ...], tp_dim: int | None, stacked: bool) -> None:
         raise ValueError(f"tensor-parallel dim {tp_dim} does not fit the shape {shape} {axis}; dims count from 0")
 
 
-def _limited(cell: Iterable[int], limit: int, least: int = 0) -> tuple[int, ...]:
+def _limited(cell: Iterable[int], limit: int, min_elements: int = 0) -> tuple[int, ...]:
     """Cut from the left until at most `limit` elements are left, by divisors: a file's last cells have full size.
 
-    Where no divisor leaves `least` elements, in even parts: 128257 rows would become as many files.
+    Where no divisor leaves `min_elements`, in even parts: 128257 rows would become as many files.
     """
     limited = list(cell)
     for dim, size in enumerate(limited):
@@ -116,7 +118,7 @@ def _limited(cell: Iterable[int], limit: int, least: int = 0) -> tuple[int, ...]
             break
         row_elements = prod(limited[dim + 1 :])
         limited[dim] = _divisor(size, max(1, limit // row_elements))
-        if limited[dim] * row_elements < least:
+        if limited[dim] * row_elements < min_elements:
             max_rows = limit // row_elements // ROWS * ROWS
             even_parts = -(-size // max_rows)
             limited[dim] = round_up(-(-size // even_parts))

@@ -162,12 +162,13 @@ def check_metadata(key: str, metadata: Any) -> None:
     try:
         chunking, attributes = Chunking.from_metadata(metadata), metadata["attributes"]
         dtype = attributes.get("torch_dtype", chunking.data_type)
-        known = dtype in STORED_DTYPES
+        is_stored = dtype in STORED_DTYPES
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"array {key!r}: zarr.json is not an array's ({error!r}); {_NEWER}") from None
-    if not known:
+    if not is_stored:
         types = ", ".join(STORED_DTYPES)
         raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {types}; {_NEWER}")
+    # what a save writes for these facts, all fields of it
     expected = array_metadata(ArrayInfo(chunking.shape, dtype), chunking.cell, chunking.inner, attributes)
     if problem := difference("zarr.json", metadata, expected):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from math import gcd, prod
+from math import gcd
 
 from core.dist_checkpointing.format.arrays import ArrayInfo, Arrays
 from core.dist_checkpointing.format.grid import round_up
@@ -41,7 +41,7 @@ def check_layout(arrays: Arrays, tp: int, pp: int) -> None:
     """Raises ValueError naming the arrays that cannot be cut so, and the numbers that can."""
     if tp < 1 or pp < 1:
         raise ValueError(f"tp={tp} and pp={pp} must be at least 1")
-    cut_sizes = {}
+    cut_sizes = {}  # a dim that tensor parallelism cuts evenly: a vocabulary is padded and always fits
     layer_counts = {}
     for key, info in arrays.items():
         if info.tp_dim is not None and not info.ragged:
@@ -49,6 +49,7 @@ def check_layout(arrays: Arrays, tp: int, pp: int) -> None:
         if info.stacked:
             layer_counts[key] = info.shape[0]
     if undivided := {key: size for key, size in cut_sizes.items() if size % tp}:
+        # the sizes that divide every array are the divisors of their greatest common divisor
         common = gcd(*cut_sizes.values())
         valid = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
         raise ValueError(f"tp={tp} does not divide {_listed(undivided)}; all arrays can be cut in {valid}")
@@ -76,14 +77,18 @@ def read_amplification(arrays: Iterable[tuple[ArrayInfo, tuple[int, ...]]], tp: 
     for info, unit_shape in arrays:
         # an array that tensor parallelism does not cut is read by all tensor ranks
         readers = tp if info.tp_dim is None else 1
-        intervals_by_dim = cuts(info, tp, pp)
-        needed_elements = [sum(stop - start for start, stop in intervals) for intervals in intervals_by_dim]
-        read_elements = [
-            _rows_of_units(intervals, unit) for intervals, unit in zip(intervals_by_dim, unit_shape, strict=True)
-        ]
-        needed += info.itemsize * readers * prod(needed_elements)
-        read += info.itemsize * readers * prod(read_elements)
+        # each combination of intervals is one rank's box: their volumes add up to a product of sums
+        needed_elements = read_elements = 1
+        for intervals, unit in zip(cuts(info, tp, pp), unit_shape, strict=True):
+            needed_elements *= _rows(intervals)
+            read_elements *= _rows_of_units(intervals, unit)
+        needed += info.itemsize * readers * needed_elements
+        read += info.itemsize * readers * read_elements
     return read / needed if needed else 1.0
+
+
+def _rows(intervals: Intervals) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
 def _rows_of_units(intervals: Intervals, unit: int) -> int:

@@ -60,6 +60,7 @@ def local_cells(plan: WritePlan, arrays: Arrays, shards: ShardsByKey, rank: int)
     the plan was made from.
     """
     local_shards = shards_as_bits(arrays, shards)
+    # cells that others send something of are left to `exchanged_cells`
     awaited = set()
     for wave in plan.waves:
         for transfer in wave:
@@ -162,6 +163,7 @@ def _as_stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
 
 def _local_cell(key: str, info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> np.ndarray:
     """A cell that this rank holds: a view of the shard that covers it, else assembled in new memory."""
+    # the common case without ZeRO: one shard covers the cell, and nothing is copied
     for shard in shards:
         if intersect(shard.box, cell) == cell:
             return shard.stored(cell, info)
@@ -210,6 +212,7 @@ def exchange(
             outgoing[transfer.destination].append(transfer)
         if transfer.destination == rank:
             incoming[transfer.source].append(transfer)
+    # both sides know the sizes from the plan: nothing has to be exchanged before the elements
     send_bytes = [_message_bytes(transfers, arrays) for transfers in outgoing]
     receive_bytes = [_message_bytes(transfers, arrays) for transfers in incoming]
     message = _packed(outgoing, sum(send_bytes), arrays, shards, device)
@@ -228,6 +231,7 @@ def _packed(
     """The message of `size` bytes with all that this rank sends, one destination after the other."""
     message = torch.empty(size, dtype=torch.uint8, device=device)
     for transfer, elements in _unpacked(message, outgoing, arrays):
+        # a transfer was cut from one shard of its source, so one of them covers it
         candidates = shards[transfer.key]
         source = next(shard for shard in candidates if intersect(shard.box, transfer.box) == transfer.box)
         elements.copy_(source.cut(transfer.box))

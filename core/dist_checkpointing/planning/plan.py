@@ -84,6 +84,7 @@ def plan_writes(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int
     Raises ValueError: boxes of one rank that overlap or leave the array, elements that no rank holds.
     """
     unassigned = []
+    # classes are cut once, however many arrays they have: the costly part for thousands of ranks
     for keys in _array_classes(arrays, holdings).values():
         for cell in _cells_of_class(keys, arrays, holdings):
             elements = volume(cell.box)
@@ -195,6 +196,7 @@ def _received(cell: _PlannedCell, owner: int) -> list[tuple[Box, int]]:
     Boxes of different ranks may overlap: pipeline stages that share an embedding may cut it in different places.
     """
     received: list[tuple[Box, int]] = []
+    # the common case needs no arithmetic of boxes: every box that the owner does not hold is sent as it is
     if cell.disjoint:
         for box, ranks in cell.holders.items():
             if owner not in ranks:
@@ -218,10 +220,10 @@ def _sender(ranks: tuple[int, ...], owner: int) -> int:
     return sorted(ranks)[owner % len(ranks)]
 
 
-def _without(box: Box, others: Iterable[Box]) -> list[Box]:
-    """What remains of a box without `others`, as disjoint boxes."""
+def _without(box: Box, removed: Iterable[Box]) -> list[Box]:
+    """What remains of a box without `removed`, as disjoint boxes."""
     remaining = [box]
-    for other in others:
+    for other in removed:
         if not remaining:
             break
         remaining = [rest for uncut in remaining for rest in _difference(uncut, other)]
@@ -260,6 +262,7 @@ def _waves(transfers: list[Transfer], arrays: Arrays, world: int, wave_bytes: in
     last_wave = [0] * world  # of each destination: where its last transfer is, earlier ones would break the order
     for _, destination, transfer in sorted(queue):
         size = transfer_bytes(transfer.box, arrays[transfer.key])
+        # the first wave with room on both sides, not before the one of the destination's last transfer
         for wave in count(last_wave[destination]):
             if wave == len(waves):
                 waves.append([])

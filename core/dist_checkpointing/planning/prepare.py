@@ -143,6 +143,7 @@ class SavePlanner:
         if self._weights == "derive":
             not_stored, derived = derivable(self._catalog.arrays, stored_weights)
         if self._plan is None or self._not_stored != not_stored:
+            # planned anew only where the set changes: weights edited by hand, a frozen parameter
             self._not_stored = not_stored
             catalog = self._catalog.without(not_stored)
             metadata = {}

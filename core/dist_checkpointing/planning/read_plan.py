@@ -96,6 +96,7 @@ def plan_reads(
     requested: by every rank, in rank order. rank: keep what concerns it; None: all. One unit goes to all who request
     it in one round, and makes that round larger where very many request it.
     """
+    # every rank runs through all cells, so that readers and rounds are the same; it keeps what concerns it
     plan, rounds = ReadPlan(), _Rounds(len(requested), round_bytes)
     for keys in _array_classes(chunks, requested):
         array_chunks = chunks[keys[0]]
@@ -191,7 +192,7 @@ def _unit_runs(chunks: Chunking, index: Index, requesters: Requesters) -> Iterat
         for first, end in flat_intervals(unit_grid, tuple(touched)):
             edges[first].append((True, box))
             edges[end].append((False, box))
-    open_boxes: list[Box] = []
+    open_boxes: list[Box] = []  # those that touch the units behind the last edge
     previous_edge = 0
     for edge in sorted(edges):
         if open_boxes:
@@ -273,7 +274,7 @@ class _Rounds:
             size = padded_bytes(part_box, itemsize)
             receive_bytes += size
             send_bytes += size * (len(ranks) - (reader in ranks))
-        send_bytes = max(read_bytes, send_bytes)
+        send_bytes = max(read_bytes, send_bytes)  # the larger of two buffers limits the round: read, and sent
         # all receivers take part in one all-to-all: those in an earlier round move on to the latest one of them
         current = receivers.pick(self._current)
         number = max(current)
@@ -282,6 +283,7 @@ class _Rounds:
                 number, [rank for rank, its_round in zip(receivers.ranks, current, strict=True) if its_round < number]
             )
         busiest = max(receivers.pick(self._received))
+        # an empty round takes everything: what is larger than a round has one of its own
         receivers_full = busiest and busiest + receive_bytes > self._limit
         reader_full = self._sent[reader] and self._sent[reader] + send_bytes > self._limit
         if receivers_full or reader_full:

@@ -1,6 +1,5 @@
 """Is a checkpoint what its manifest says? In three depths: sizes, digests, every byte."""
 
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,13 +27,13 @@ from core.dist_checkpointing.tools.console import printable
 from core.parallel_state.flat import Box, extent, volume
 
 _MALFORMED = (KeyError, TypeError, ValueError, ZeroDivisionError)  # what reading strange metadata may raise
-_AT_ONCE = 64 << 20  # bytes of a cell; ours have 16 MiB
+_MAX_READ_BYTES = 64 << 20  # of a cell, at once; ours have 16 MiB
 Problems = dict[str, str]  # file -> what is wrong with it
-Each = Callable[[Callable[[str], str | None], Iterable[str]], Problems]
+ForEach = Callable[[Callable[[str], str | None], Iterable[str]], Problems]  # (check of one file, files) -> problems
 Node = dict[str, Any]  # the content of a zarr.json
 
 
-def check(place: CheckpointDir, *, digests: bool = False, full: bool = False, jobs: int = 32) -> list[str]:
+def check(directory: CheckpointDir, *, digests: bool = False, full: bool = False, jobs: int = 32) -> list[str]:
     """What is wrong with a checkpoint, each line naming its file; empty: nothing.
 
     Always: the manifest, and the size of every file. `digests`: also the crc of every file, which reads a few bytes
@@ -42,81 +41,92 @@ def check(place: CheckpointDir, *, digests: bool = False, full: bool = False, jo
     other reader finds another one. `full`: also every byte, and files that do not belong.
     """
     try:
-        manifest = read_manifest(place)
+        manifest = read_manifest(directory)
     except (OSError, ValueError) as error:
         return [printable(str(error))]
-    each = partial(_each, jobs)
-    found = each(partial(_size, place, manifest), manifest.files)
+    for_each = partial(_for_each, jobs)
+    problems = for_each(partial(_check_size, directory, manifest), manifest.files)
     if digests or full:
-        nodes = _nodes(each, place, manifest, found)
-        found |= _contents(manifest, nodes, found)
+        # each step leaves out the files that are known to be bad
+        nodes = _read_nodes(for_each, directory, manifest, problems)
+        problems |= _check_contents(manifest, nodes, problems)
         metadata = {path: node for path, node in nodes.items() if node["node_type"] == "array"}
-        cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in found]
-        found |= each(partial(_digest, place, manifest, metadata), cell_files)
+        cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in problems]
+        problems |= for_each(partial(_check_digest, directory, manifest, metadata), cell_files)
     if full:
-        held = ListedFiles(manifest.files)
+        listed = ListedFiles(manifest.files)
         for key, array in metadata.items():
-            found |= _payload(place, key, array, held, found)
-        extra = set(place.names()) - manifest.files.keys() - {MANIFEST, SIGNATURE}
-        found |= dict.fromkeys(extra, "is not in the manifest")
-    return [printable(f"{place.url}{path}: {found[path]}") for path in sorted(found)]
+            problems |= _check_payload(directory, key, array, listed, problems)
+        unlisted = set(directory.names()) - manifest.files.keys() - {MANIFEST, SIGNATURE}
+        problems |= dict.fromkeys(unlisted, "is not in the manifest")
+    return [printable(f"{directory.url}{path}: {problems[path]}") for path in sorted(problems)]
 
 
-def _each(jobs: int, problem: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
-    """What `problem` says of the paths, in threads: each is mostly waiting for a disk or a network."""
+def _for_each(jobs: int, check_file: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
+    """What `check_file` says of the paths, in threads: each is mostly waiting for a disk or a network."""
     paths = list(paths)
-    jobs = max(1, min(jobs, len(paths) // 8))
+    jobs = max(1, min(jobs, len(paths) // 8))  # a thread for less than eight files costs more than it saves
 
-    def told(path: str) -> str | None:
-        try:
-            return problem(path)
-        except (OSError, ValueError, MemoryError) as error:
-            return f"cannot be read ({error})"
-
-    def some(first: int) -> Problems:
-        return {path: text for path in paths[first::jobs] if (text := told(path))}
+    def check_share(first: int) -> Problems:
+        problems = {}
+        for path in paths[first::jobs]:
+            try:
+                problem = check_file(path)
+            except (OSError, ValueError, MemoryError) as error:
+                problem = f"cannot be read ({error})"
+            if problem:
+                problems[path] = problem
+        return problems
 
     if jobs == 1:
-        return some(0)
+        return check_share(0)
+    all_problems: Problems = {}
     with ThreadPoolExecutor(jobs, thread_name_prefix="checkpoint-check") as pool:
-        return dict(ChainMap(*pool.map(some, range(jobs))))
+        for problems in pool.map(check_share, range(jobs)):
+            all_problems |= problems
+    return all_problems
 
 
-def _size(place: CheckpointDir, manifest: Manifest, path: str) -> str | None:
+def _check_size(directory: CheckpointDir, manifest: Manifest, path: str) -> str | None:
     expected = manifest.files[path][0]
-    size = place.size(path, expected)
+    size = directory.size(path, expected)
     if size == expected:
         return None
     return "is missing" if size is None else f"has {size} bytes, the manifest says {expected}"
 
 
-def _json(place: CheckpointDir, manifest: Manifest, path: str) -> str | None:
-    """JSON files are small, a part of them is not worth reading."""
-    expected, crc = manifest.files[path][1], json_crc(place.read(path))
+def _check_json(directory: CheckpointDir, manifest: Manifest, path: str) -> str | None:
+    """By all its bytes: JSON files are small."""
+    expected, crc = manifest.files[path][1], json_crc(directory.read(path))
     return None if crc == expected else f"is damaged: its crc is {crc}, the manifest says {expected}"
 
 
-def _nodes(each: Each, place: CheckpointDir, manifest: Manifest, found: Problems) -> dict[str, Node]:
-    """Path -> zarr.json of the groups and arrays that can be read; adds to `found` what is wrong with JSON files."""
-    files = [path for path in manifest.files if path.endswith(".json") and path not in found]
-    found |= each(partial(_json, place, manifest), files)
+def _read_nodes(
+    for_each: ForEach, directory: CheckpointDir, manifest: Manifest, problems: Problems
+) -> dict[str, Node]:
+    """Path -> zarr.json of the groups and arrays that can be read; adds what is wrong with JSON files to `problems`.
+
+    A file with a problem is read no further.
+    """
+    files = [path for path in manifest.files if path.endswith(".json") and path not in problems]
+    problems |= for_each(partial(_check_json, directory, manifest), files)
     nodes = {}
     for file in files:
-        if file in found or not f"/{file}".endswith("/zarr.json"):
+        if file in problems or not f"/{file}".endswith("/zarr.json"):
             continue
         path = file.removesuffix("zarr.json").rstrip("/")
         try:
-            node = parse_json(place.read(file), place.url + file)
-            unlisted = _needed(path, node, manifest) - manifest.files.keys()
+            node = parse_json(directory.read(file), directory.url + file)
+            unlisted = _files_of_node(path, node, manifest) - manifest.files.keys()
         except (OSError, *_MALFORMED) as error:
-            found[file] = f"is no metadata of a checkpoint ({error})"
+            problems[file] = f"is no metadata of a checkpoint ({error})"
             continue
-        found |= dict.fromkeys(unlisted, "is not in the manifest")
+        problems |= dict.fromkeys(unlisted, "is not in the manifest")
         nodes[path] = node
     return nodes
 
 
-def _needed(path: str, node: Node, manifest: Manifest) -> set[str]:
+def _files_of_node(path: str, node: Node, manifest: Manifest) -> set[str]:
     """The files of a group or array; counted before they are named, for a shape may say anything."""
     if node["node_type"] not in ("array", "group"):
         raise ValueError(f"node_type {node['node_type']!r}")
@@ -127,68 +137,89 @@ def _needed(path: str, node: Node, manifest: Manifest) -> set[str]:
     return planned_files({path: node})
 
 
-def _contents(manifest: Manifest, nodes: Mapping[str, Node], found: Problems) -> Problems:
-    """Where the root's zarr.json is not one that can be opened, or another zarr.json is not what it says there, which
-    is read here: its checksum alone can be made to fit."""
-    if "zarr.json" in found:
+def _check_contents(manifest: Manifest, nodes: Mapping[str, Node], problems: Problems) -> Problems:
+    """Where the root's zarr.json cannot be opened, or another zarr.json is not what the root's says of it.
+
+    That one is compared as it was read here: its checksum alone can be made to fit.
+    """
+    if "zarr.json" in problems:
         return {}
     if "" not in nodes:
         return {"zarr.json": "is not in the manifest"}
+    # the same judgement as of a reader that opens the checkpoint
     try:
         expected = Contents.from_root(nodes[""], manifest.files).nodes
     except ValueError as error:
         return {"zarr.json": str(error)}
-    both = {file: path for file, path in files_of(expected).items() if path in nodes}
-    other = [file for file, path in both.items() if canonical_json(nodes[path]) != canonical_json(expected[path])]
-    return dict.fromkeys(other, "says otherwise than zarr.json says of it")
+    differing = []
+    for file, path in files_of(expected).items():
+        if path in nodes and canonical_json(nodes[path]) != canonical_json(expected[path]):
+            differing.append(file)
+    return dict.fromkeys(differing, "says otherwise than zarr.json says of it")
 
 
-def _digest(place: CheckpointDir, manifest: Manifest, metadata: Mapping[str, Node], path: str) -> str | None:
-    array = metadata.get(path.rpartition("/")[0])
-    if array is None:
-        return None if f"{path.rpartition('/')[0]}/zarr.json" in manifest.files else "belongs to no array"
+def _check_digest(
+    directory: CheckpointDir, manifest: Manifest, metadata: Mapping[str, Node], path: str
+) -> str | None:
+    key = path.rpartition("/")[0]
+    array = metadata.get(key)
+    if array is None:  # its zarr.json is not listed, or reported as damaged already
+        return None if f"{key}/zarr.json" in manifest.files else "belongs to no array"
     size, expected = manifest.files[path]
     try:
-        _, crc = crc_of(place, path, array, size=size)
+        _, crc = crc_of(directory, path, array, size=size)
     except (OSError, *_MALFORMED) as error:
         return f"is damaged ({error})"
     return None if crc == expected else f"is damaged: its digest is {crc}, the manifest says {expected}"
 
 
-def _payload(place: CheckpointDir, key: str, array: Node, held: ListedFiles, found: Problems) -> Problems:
+def _check_payload(
+    directory: CheckpointDir, key: str, array: Node, listed: ListedFiles, problems: Problems
+) -> Problems:
     """Reads every cell of an array not known to be bad: all at once, one by one if there is something wrong."""
     try:
-        held.check(key, array)
+        listed.check(key, array)
     except ValueError as error:
         return {f"{key}/zarr.json": str(error)}
-    grid = cells(tuple(array["shape"]), tuple(array["chunk_grid"]["configuration"]["chunk_shape"]))
-    boxes = {name: box for index, box in grid if (name := f"{key}/{cell_name(index)}") not in found}
-    if _unreadable(place, key, array, boxes.values()) is None:
+    cell_shape = tuple(array["chunk_grid"]["configuration"]["chunk_shape"])
+    boxes = {}
+    for index, box in cells(tuple(array["shape"]), cell_shape):
+        name = f"{key}/{cell_name(index)}"
+        if name not in problems:
+            boxes[name] = box
+    # almost always all is well: then one pass with many reads in flight is enough
+    if _read_error(directory, key, array, boxes.values()) is None:
         return {}
-    wrong = {name: _unreadable(place, key, array, [box]) for name, box in boxes.items()}
-    return {name: error for name, error in wrong.items() if error}
+    damaged = {}
+    for name, box in boxes.items():
+        if error_text := _read_error(directory, key, array, [box]):
+            damaged[name] = error_text
+    return damaged
 
 
-def _unreadable(place: CheckpointDir, key: str, array: Node, boxes: Iterable[Box]) -> str | None:
-    reader, dtype = Reader(place, {key: array}), np.dtype(array["data_type"])
+def _read_error(directory: CheckpointDir, key: str, array: Node, boxes: Iterable[Box]) -> str | None:
+    """Why boxes of an array cannot be read; None if they can."""
+    reader, dtype = Reader(directory, {key: array}), np.dtype(array["data_type"])
     try:
         for box in boxes:
-            for part in [box] if volume(box) * dtype.itemsize <= _AT_ONCE else blocks(box):
-                reader.read(key, part, np.empty(extent(part), dtype))
+            fits = volume(box) * dtype.itemsize <= _MAX_READ_BYTES
+            for part_box in [box] if fits else blocks(box):
+                reader.read(key, part_box, np.empty(extent(part_box), dtype))
         reader.finish()
     except (OSError, MemoryError, *_MALFORMED) as error:
         return str(error)
     return None
 
 
-def crc_of(place: CheckpointDir, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
+def crc_of(directory: CheckpointDir, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
     """(size, digest) of a cell's file; `size`: what is expected, which saves requests to object stores.
 
     Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.
     """
-    if isinstance(place, PosixCheckpointDir):
-        return file_crc(place.url + name, metadata)
-    found = place.size(name, size)
-    if found is None:
-        raise FileNotFoundError(place.url + name)
-    return found, cell_crc(partial(place.read, name), found, metadata)
+    # a local file is opened once, for its size and for the few bytes of the digest
+    if isinstance(directory, PosixCheckpointDir):
+        return file_crc(directory.url + name, metadata)
+    actual_size = directory.size(name, size)
+    if actual_size is None:
+        raise FileNotFoundError(directory.url + name)
+    return actual_size, cell_crc(partial(directory.read, name), actual_size, metadata)

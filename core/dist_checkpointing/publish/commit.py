@@ -25,22 +25,27 @@ def _receipt(rank: int, folder: str = FOLDER) -> str:
 
 
 def receipts_folder(uuid: str, rank: int, world_size: int) -> str:
-    """Where a rank's receipt goes: into the checkpoint or, to be merged, beside those of the ranks around it. (A name
-    without `uuid` might be that of an array.)"""
-    return FOLDER if world_size <= FAN_IN else f"{uuid}.{FOLDER}/{rank - rank % FAN_IN:05d}"
+    """Where a rank's receipt goes: into the checkpoint or, to be merged, beside those of the ranks around it.
+
+    A name without `uuid` might be that of an array.
+    """
+    if world_size <= FAN_IN:
+        return FOLDER
+    first_of_group = rank - rank % FAN_IN
+    return f"{uuid}.{FOLDER}/{first_of_group:05d}"
 
 
-def write_receipt(place: CheckpointDir, rank: int, files: Files, folder: str = FOLDER) -> None:
+def write_receipt(directory: CheckpointDir, rank: int, files: Files, folder: str = FOLDER) -> None:
     """Says that this rank is done: all it wrote, durably, as path -> (size, crc)."""
-    told = canonical_json({"rank": rank, "files": {path: list(entry) for path, entry in files.items()}})
+    entries = {path: list(entry) for path, entry in files.items()}
     if folder != FOLDER:
-        place.make_folder(folder)
-    place.write(_receipt(rank, folder), told)
+        directory.make_folder(folder)
+    directory.write(_receipt(rank, folder), canonical_json({"rank": rank, "files": entries}))
 
 
-def write_failure(place: CheckpointDir, rank: int, error: str) -> None:
+def write_failure(directory: CheckpointDir, rank: int, error: str) -> None:
     """Says that this rank will never be done: the committer need not wait."""
-    place.write(f"{FOLDER}/{rank:05d}.failed", error.encode())
+    directory.write(f"{FOLDER}/{rank:05d}.failed", error.encode())
 
 
 def merge_receipts(
@@ -54,23 +59,24 @@ def merge_receipts(
 ) -> None:
     """Makes one receipt of those of 64 ranks, if `rank` is the first of them and there are others.
 
-    Theirs are gone before it is there: who commits finds nothing that is not part of the checkpoint. `waiting` is
-    called meanwhile. Raises as `commit`; RuntimeError also if the attempt was given up.
+    Theirs are removed before it is written: the committer finds nothing that is not part of the checkpoint.
+    `waiting` is called meanwhile. Raises as `commit`; RuntimeError also if the attempt was given up.
     """
     folder = receipts_folder(uuid, rank, world_size)
     if folder == FOLDER or rank % FAN_IN:
         return
-    place, ranks = root.temporary(name, uuid), range(rank, min(rank + FAN_IN, world_size))
+    directory, ranks = root.temporary(name, uuid), range(rank, min(rank + FAN_IN, world_size))
 
-    def go_on() -> None:
+    def check_attempt() -> None:
         if not root.is_begun(name, uuid):
-            raise RuntimeError(f"{place.url}: this attempt was given up; rank 0 tells why")
+            raise RuntimeError(f"{directory.url}: this attempt was given up; rank 0 tells why")
         waiting()
 
-    receipts = _wait(place, folder, ranks, world_size, timeout_s, waiting=go_on)
-    files = _union(_parsed(place, receipts, folder))
-    place.remove_folder(folder)
-    write_receipt(place, rank, files)
+    # the committer would open 16,384 receipts of as many ranks; so it opens 256
+    receipts = _wait(directory, folder, ranks, world_size, timeout_s, waiting=check_attempt)
+    files = _union(_parsed(directory, receipts, folder))
+    directory.remove_folder(folder)
+    write_receipt(directory, rank, files)
 
 
 def commit(
@@ -85,84 +91,101 @@ def commit(
     waiting: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Waits for every rank's receipt and publishes. Never publishes less than `planned`, every file by one rank.
-    `waiting` is called meanwhile.
 
+    `waiting` is called meanwhile.
     Raises RuntimeError: a rank failed, or the name was lost to another attempt. TimeoutError naming the silent ranks.
     ValueError: the receipts are not the plan.
     """
-    place = root.temporary(name, uuid)
+    directory = root.temporary(name, uuid)
     merged = world_size > FAN_IN
 
-    def silent(missing: list[int]) -> list[int]:
-        return _behind(place, uuid, missing, world_size) if merged else missing
+    def silent_ranks(missing: list[int]) -> list[int]:
+        return _silent_in_groups(directory, uuid, missing, world_size) if merged else missing
 
+    # 1. every rank's receipt, or the merged one of each 64: all files are durable then
     ranks = range(0, world_size, FAN_IN if merged else 1)
-    receipts = _wait(place, FOLDER, ranks, world_size, timeout_s, waiting=waiting, silent=silent)
-    files = _union(_parsed(place, receipts))
+    receipts = _wait(directory, FOLDER, ranks, world_size, timeout_s, waiting=waiting, silent_ranks=silent_ranks)
+    # 2. the files are exactly those of the plan
+    files = _union(_parsed(directory, receipts))
     _check_planned(files, planned, world_size)
     if merged:
-        place.remove_folder(f"{uuid}.{FOLDER}")  # those in it are gone
-    files |= {_receipt(rank): (len(data), json_crc(data)) for rank, data in receipts.items()}
+        directory.remove_folder(f"{uuid}.{FOLDER}")  # it is empty: the merging ranks removed what was in it
+    for rank, data in receipts.items():
+        files[_receipt(rank)] = len(data), json_crc(data)
+    # 3. the manifest, and the atomic rename or conditional put after which the checkpoint exists
     manifest = Manifest(uuid, files, run)
     root.publish(name, uuid, manifest.to_bytes(), files)
     return manifest
 
 
 def _wait(
-    place: CheckpointDir,
+    directory: CheckpointDir,
     folder: str,
     ranks: Collection[int],
     world_size: int,
     timeout_s: float,
     *,
     waiting: Callable[[], None],
-    silent: Callable[[list[int]], list[int]] = lambda missing: missing,
+    silent_ranks: Callable[[list[int]], list[int]] = lambda missing: missing,
 ) -> dict[int, bytes]:
-    """Rank -> receipt, all of `ranks`. waiting: raises when there is nothing to wait for any more. silent: whom to
-    name for those whose receipts are not there in the end."""
+    """Rank -> receipt, of all `ranks`.
+
+    waiting: raises when there is nothing to wait for any more. silent_ranks: whom to name for those whose receipts
+    are missing in the end.
+    """
     end, pause = time.monotonic() + timeout_s, 0.002
     while True:
-        present = set(place.names(folder))
-        failed = sorted(n for n in (present if folder == FOLDER else place.names(FOLDER)) if n.endswith(".failed"))
-        if failed:
-            reasons = "; ".join(f"rank {_rank(name)}: {place.read(name).decode(errors='replace')}" for name in failed)
-            raise RuntimeError(f"{place.url} was not saved, {len(failed)} of {world_size} ranks failed: {reasons}")
+        present = set(directory.names(folder))
+        _raise_failures(directory, present if folder == FOLDER else directory.names(FOLDER), world_size)
         missing = [rank for rank in ranks if _receipt(rank, folder) not in present]
         if not missing:
-            return {rank: place.read(_receipt(rank, folder)) for rank in ranks}
+            return {rank: directory.read(_receipt(rank, folder)) for rank in ranks}
         if time.monotonic() > end:
-            missing = silent(missing)
+            silent = silent_ranks(missing)
+            listed = ", ".join(map(str, silent[:8]))
+            if len(silent) > 8:
+                listed += ", …"
             raise TimeoutError(
-                f"{place.url} was not saved: after {timeout_s} s no receipt of {len(missing)} of {world_size} ranks, "
-                f"{', '.join(map(str, missing[:8]))}{', …' if len(missing) > 8 else ''}; look at their logs"
+                f"{directory.url} was not saved: after {timeout_s} s no receipt of {len(silent)} of {world_size} "
+                f"ranks, {listed}; look at their logs"
             )
         waiting()
         time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        pause = min(2 * pause, 0.25)  # short at first: most ranks are done at about the same time
 
 
-def _behind(place: CheckpointDir, uuid: str, firsts: list[int], world_size: int) -> list[int]:
+def _raise_failures(directory: CheckpointDir, names: Collection[str], world_size: int) -> None:
+    """Raises RuntimeError: a rank has written a failure."""
+    failed = sorted(name for name in names if name.endswith(".failed"))
+    if failed:
+        reasons = [f"rank {_rank(name)}: {directory.read(name).decode(errors='replace')}" for name in failed]
+        raise RuntimeError(
+            f"{directory.url} was not saved, {len(failed)} of {world_size} ranks failed: {'; '.join(reasons)}"
+        )
+
+
+def _silent_in_groups(directory: CheckpointDir, uuid: str, first_ranks: list[int], world_size: int) -> list[int]:
     """The ranks that whoever merges has no receipt of; if it has all, or merged them already, itself."""
-    found = []
-    for first in firsts:
+    silent: list[int] = []
+    for first in first_ranks:
         folder = receipts_folder(uuid, first, world_size)
-        present = set(place.names(folder))
+        present = set(directory.names(folder))
         ranks = range(first, min(first + FAN_IN, world_size))
-        silent = [rank for rank in ranks if _receipt(rank, folder) not in present]
-        found += silent if present and silent else [first]
-    return found
+        missing = [rank for rank in ranks if _receipt(rank, folder) not in present]
+        silent += missing if present and missing else [first]
+    return silent
 
 
 def _rank(name: str) -> int:
     return int(name.removeprefix(f"{FOLDER}/").partition(".")[0])
 
 
-def _parsed(place: CheckpointDir, receipts: Mapping[int, bytes], folder: str = FOLDER) -> dict[int, Any]:
-    return {rank: parse_json(data, place.url + _receipt(rank, folder)) for rank, data in receipts.items()}
+def _parsed(directory: CheckpointDir, receipts: Mapping[int, bytes], folder: str = FOLDER) -> dict[int, Any]:
+    return {rank: parse_json(data, directory.url + _receipt(rank, folder)) for rank, data in receipts.items()}
 
 
 def _union(receipts: Mapping[int, Any]) -> dict[str, tuple[int, int]]:
-    """What all these ranks wrote. ValueError: a file twice, or no receipt."""
+    """The files that all these ranks wrote. ValueError: a file twice, or no receipt."""
     files: dict[str, tuple[int, int]] = {}
     owner: dict[str, int] = {}
     problems = []
@@ -190,5 +213,5 @@ def _check_planned(files: Files, planned: Set[str], world_size: int) -> None:
 
 def _refuse(problems: list[str], count: int) -> None:
     if problems:
-        told = "; ".join(problems[:8])
-        raise ValueError(f"the receipts of {count} ranks are not the plan, nothing is saved: {told}")
+        details = "; ".join(problems[:8])
+        raise ValueError(f"the receipts of {count} ranks are not the plan, nothing is saved: {details}")

@@ -1,4 +1,4 @@
-"""What a key-value store of checkpoints holds, told by a few objects: a store can only list every object it has.
+"""What a key-value store of checkpoints holds, in a few objects: a store can only list every object it has.
 
 `.index/NAME/taken` says that NAME may be a checkpoint: it is there before the pointer and goes after it, so the index
 never hides one; whether it is one, the pointer says. Its content is the uuid of the last attempt.
@@ -44,26 +44,29 @@ class Index:
     def names(self, *, thorough: bool = False) -> list[str]:
         """Every committed checkpoint, sorted: one request for 1000 entries, and one for each."""
         if thorough or not self._is_complete():
-            return _pointers(self._files.names())
+            return _names_with_pointer(self._files.names())
+        # an entry alone proves nothing: an attempt that was never committed has one, too
         pointers = self._files.present(name + _POINTER for name in self._taken())
         return sorted(pointer.removesuffix(_POINTER) for pointer in pointers)
 
     def marks(self, name: str = "", *, thorough: bool = False) -> dict[tuple[str, str], list[str]]:
         """The heartbeats and trash marks (of one name), by name and uuid."""
-        everywhere = not name and (thorough or not self._is_complete())
-        found: dict[tuple[str, str], list[str]] = {}
-        for key in self._files.names("" if everywhere else f".index/{name}"):
+        lists_all = not name and (thorough or not self._is_complete())
+        keys_by_attempt: dict[tuple[str, str], list[str]] = {}
+        for key in self._files.names("" if lists_all else f".index/{name}"):
             if match := _MARK.fullmatch(key):
-                found.setdefault((match[1], match[2]), []).append(key)
-        return found
+                keys_by_attempt.setdefault((match[1], match[2]), []).append(key)
+        return keys_by_attempt
 
     def take(self, name: str, uuid: str) -> None:
         """An attempt at `name` has begun: to be called behind its heartbeat."""
         self._files.write(f".index/{name}/taken", uuid.encode())
 
     def release(self, name: str) -> None:
-        """Removes the entry of a name where nothing is left. One who takes it just now has its heartbeat there, or
-        changes the entry: it stays then."""
+        """Removes the entry of a name where nothing is left.
+
+        A job that takes the name just now has its heartbeat there, or changes the entry: then it stays.
+        """
         key = f".index/{name}/taken"
         try:
             before = self._files.read(key)
@@ -73,18 +76,20 @@ class Index:
             self._files.swap(key, before, None)
 
     def tidy(self, *, thorough: bool = False) -> None:
-        """Makes the entries that are missing, if they were not made already, and removes those that tell nothing."""
+        """Makes the entries that are missing, if they were not made already, and removes those of no checkpoint."""
         committed = set(self.names(thorough=thorough))
         taken = set(self._taken())
         for name in taken - committed:
             self.release(name)
+        # checkpoints of versions without an index; a job that takes the name meanwhile writes the entry itself
         for name in committed - taken:
             self._files.swap(f".index/{name}/taken", None, b"")
         if not self._is_complete():
             self._files.swap(_COMPLETE, None, seal({"format": 1}))
 
     def _taken(self) -> list[str]:
-        return [found[1] for key in self._files.names(".index") if (found := _TAKEN.fullmatch(key))]
+        matches = map(_TAKEN.fullmatch, self._files.names(".index"))
+        return [match[1] for match in matches if match]
 
     def _is_complete(self) -> bool:
         if not self._complete:
@@ -95,29 +100,34 @@ class Index:
         return self._complete
 
 
-def _pointers(keys: Iterable[str]) -> list[str]:
-    """The checkpoints that have one."""
-    return [name for name, _, rest in (key.partition("/") for key in keys) if rest == "manifest.json"]
+def _names_with_pointer(keys: Iterable[str]) -> list[str]:
+    """The checkpoints among all objects of a store: NAME of each `NAME/manifest.json`."""
+    names = []
+    for key in keys:
+        name, _, rest = key.partition("/")
+        if rest == "manifest.json":
+            names.append(name)
+    return names
 
 
 class Watch:
     """How long an object did not change, by the clock of this process: those of other hosts may be hours off."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._contents: dict[str, tuple[bytes, float]] = {}  # url -> content, and when it was first read
 
     def unchanged(self, url: str, content: bytes) -> float:
-        """Seconds since this content was first seen; 0 for what is new."""
+        """Seconds since this content was first read; 0 for what is new."""
         now = time.monotonic()
-        known, since = self._seen.get(url, (None, now))
-        if known != content:
+        previous, since = self._contents.get(url, (None, now))
+        if previous != content:  # the owner has beaten
             since = now
-        self._seen[url] = content, since
+        self._contents[url] = content, since
         return now - since
 
     def forget(self, url: str) -> None:
         """A checkpoint is removed: what was watched of it counts no more."""
-        self._seen.pop(url, None)
+        self._contents.pop(url, None)
 
 
 WATCH = Watch()  # of the process: each save, and each look of a manager, has a CheckpointRoot of its own

@@ -17,9 +17,9 @@ from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
-TRIES = 100  # while other jobs take it and give it back
+MAX_TRIES = 100  # while other jobs take it and give it back
 POLL_S = 0.1
-PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it says so
+PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it logs that it waits
 SILENT_S = 5.0  # some beats, and what an NFS client may not see of them: then an orphan is the last one
 
 
@@ -27,12 +27,12 @@ class Heartbeat:
     """Calls `beat` every `every` seconds until it is stopped, or until what it touches is gone. A context."""
 
     def __init__(self, beat: Callable[[], None], every: float = 1.0) -> None:
-        self._beat, self._every, self._stop = beat, every, threading.Event()
+        self._beat, self._interval_s, self._stop = beat, every, threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint-heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every):
+        while not self._stop.wait(self._interval_s):
             try:
                 self._beat()
             except FileNotFoundError:
@@ -58,27 +58,28 @@ class Orphaned(RuntimeError):
     """The job of this process is gone, and no other rank's process goes on with what is waited for."""
 
 
-class Others:
+class OtherRanks:
     """Watches for the beats of other ranks: to be called again and again while one waits for them.
 
-    orphaned: whether the job of this process is gone: it must not beat itself then. last_beat: what a beat changes.
+    orphaned: whether the job of this process is gone: it must not beat itself then. last_beat: a text that every beat
+    changes.
     """
 
     def __init__(
         self, orphaned: Callable[[], bool], last_beat: Callable[[], str], silent_s: float = SILENT_S
     ) -> None:
         self._orphaned, self._last_beat, self._silent_s = orphaned, last_beat, silent_s
-        self._seen: str | None = None
-        self._since = 0.0
+        self._latest_beat: str | None = None
+        self._latest_time = 0.0  # when that beat was first noticed, by this process's clock
 
     def __call__(self) -> None:
         """Raises Orphaned: nobody beats, and the job is gone."""
         if not self._orphaned():
             return
         beat = self._last_beat()
-        if beat != self._seen:
-            self._seen, self._since = beat, time.monotonic()
-        elif time.monotonic() - self._since > self._silent_s:
+        if beat != self._latest_beat:
+            self._latest_beat, self._latest_time = beat, time.monotonic()
+        elif time.monotonic() - self._latest_time > self._silent_s:
             raise Orphaned(f"the job is gone, and no other rank was heard of for {self._silent_s:.0f} s")
 
 
@@ -89,86 +90,96 @@ class Lock:
     did not touch its lock while this one watched for `stale_s`; then its lock is taken over.
     """
 
-    def __init__(self, place: CheckpointDir, *, stale_s: float = 60.0, every: float = 1.0) -> None:
-        self._place, self._uuid = place, uuid4().hex
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "space": _process_space(), "time": time.time()}
-        mine = canonical_json(me | {"uuid": self._uuid})
-        found: bytes | None = None
-        for _ in range(TRIES):
-            if place.swap(_LOCK, found, mine):
+    def __init__(self, directory: CheckpointDir, *, stale_s: float = 60.0, every: float = 1.0) -> None:
+        self._directory, self._uuid = directory, uuid4().hex
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "space": _process_space(), "time": time.time()}
+        content = canonical_json(owner | {"uuid": self._uuid})
+        # compare and swap: the lock is taken only if it still is what was judged to be abandoned
+        abandoned: bytes | None = None
+        for _ in range(MAX_TRIES):
+            if directory.swap(_LOCK, abandoned, content):
                 break
-            found = self._left_behind(stale_s)
+            abandoned = self._abandoned_lock(stale_s)
         else:  # a link that leads nowhere can be neither read nor made
-            raise ValueError(f"{place.url}{_LOCK} cannot be taken; remove it, or choose another directory")
-        self._heart = Heartbeat(self._beat, every)
+            raise ValueError(f"{directory.url}{_LOCK} cannot be taken; remove it, or choose another directory")
+        self._heartbeat = Heartbeat(self._beat, every)
 
     def check(self) -> None:
         """Raises ValueError if another job has taken over: this one was silent for too long."""
-        found = _read(self._place)
-        if found is None:
-            raise ValueError(f"the lock {self._place.url}{_LOCK} is gone: was the directory removed? start again")
-        if _owner(found).get("uuid") != self._uuid:
+        content = _read(self._directory)
+        if content is None:
+            raise ValueError(f"the lock {self._directory.url}{_LOCK} is gone: was the directory removed? start again")
+        if not self._is_own(content):
             raise ValueError(
-                f"the lock {self._place.url}{_LOCK} now is that of {_told(_owner(found))}: it was taken over "
-                "because this job was silent for too long; stop one of the two"
+                f"the lock {self._directory.url}{_LOCK} now is that of {_owner_text(_owner(content))}: it was taken "
+                "over because this job was silent for too long; stop one of the two"
             )
 
     def release(self) -> None:
         """Gives the lock back, if it still is this one's."""
-        self._heart.stop()
-        found = _read(self._place)
-        if found is not None and _owner(found).get("uuid") == self._uuid:
-            self._place.swap(_LOCK, found, None)
+        self._heartbeat.stop()
+        content = _read(self._directory)
+        if content is not None and self._is_own(content):
+            self._directory.swap(_LOCK, content, None)
+
+    def _is_own(self, content: bytes) -> bool:
+        return _owner(content).get("uuid") == self._uuid
 
     def _beat(self) -> None:
-        found = _read(self._place)
-        if found is None or _owner(found).get("uuid") != self._uuid:
+        # taken over, or removed: this ends the heartbeat, which would else keep another job's lock alive
+        content = _read(self._directory)
+        if content is None or not self._is_own(content):
             raise FileNotFoundError(_LOCK)
-        self._place.touch(_LOCK)
+        self._directory.touch(_LOCK)
 
-    def _left_behind(self, stale_s: float) -> bytes | None:
+    def _abandoned_lock(self, stale_s: float) -> bytes | None:
         """The lock of a job that is gone; None: there is none any more. ValueError: its job lives."""
-        found = _read(self._place)
-        if found is None:
+        content = _read(self._directory)
+        if content is None:
             return None
-        if not is_lock(found):
+        if not is_lock(content):
             raise ValueError(
-                f"{self._place.url}{_LOCK} is no lock of a job that saves checkpoints; remove it if nobody needs it, "
-                "or choose another directory"
+                f"{self._directory.url}{_LOCK} is no lock of a job that saves checkpoints; remove it if nobody needs "
+                "it, or choose another directory"
             )
-        owner = _owner(found)
-        alive = _is_alive(owner)
-        here = alive and self._place.age(_LOCK) < stale_s  # by one clock
-        if alive is not False and (here or self._is_touched(found, owner, stale_s)):
+        owner = _owner(content)
+        process_lives = _is_alive(owner)
+        if process_lives is False:
+            return content
+        # of a process of this machine the age is by one clock; else only a touch while this one watches counts
+        lives_here = process_lives and self._directory.age(_LOCK) < stale_s
+        if lives_here or self._is_touched(content, owner, stale_s):
             raise ValueError(
-                f"{self._place.url} is in use by {_told(owner)}, whose heartbeat goes on; two jobs must not save "
-                "into one directory: stop that job or choose another directory"
+                f"{self._directory.url} is in use by {_owner_text(owner)}, whose heartbeat goes on; two jobs must "
+                "not save into one directory: stop that job or choose another directory"
             )
-        return found
+        return content
 
     def _is_touched(self, lock: bytes, owner: dict[str, Any], stale_s: float) -> bool:
         """Watches a lock for `stale_s` by the clock of this process: other hosts' are not believed."""
-        before, end, told = self._place.last_touch(_LOCK), time.monotonic() + stale_s, False
-        while _read(self._place) == lock and self._place.last_touch(_LOCK) == before:
+        first_touch = self._directory.last_touch(_LOCK)
+        end = time.monotonic() + stale_s
+        logged = False
+        while _read(self._directory) == lock and self._directory.last_touch(_LOCK) == first_touch:
             if time.monotonic() >= end:
                 return False
-            if not told and time.monotonic() > end - stale_s + PATIENCE_S:
+            if not logged and time.monotonic() > end - stale_s + PATIENCE_S:
                 text = "%s%s belongs to %s, which is silent; taken over if it is for %.0f s"
-                log.warning(text, self._place.url, _LOCK, _told(owner), stale_s)
-                told = True
+                log.warning(text, self._directory.url, _LOCK, _owner_text(owner), stale_s)
+                logged = True
             time.sleep(min(POLL_S, stale_s))
-        return _read(self._place) is not None
+        return _read(self._directory) is not None
 
 
-def _read(place: CheckpointDir) -> bytes | None:
+def _read(directory: CheckpointDir) -> bytes | None:
     try:
-        return place.read(_LOCK)
+        return directory.read(_LOCK)
     except FileNotFoundError:
         return None
 
 
 def _owner(lock: bytes) -> dict[str, Any]:
-    """What a lock says; nothing if it was killed while it was written."""
+    """The owner that a lock names; nothing if it was killed while it wrote the lock."""
     try:
         value = parse_json(lock, _LOCK)
     except ValueError:
@@ -176,7 +187,7 @@ def _owner(lock: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _told(owner: dict[str, Any]) -> str:
+def _owner_text(owner: dict[str, Any]) -> str:
     return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
 
 
@@ -195,7 +206,7 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
     if not space or space != _process_space() or not isinstance(pid, int):
         return None
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # sends nothing, but fails if there is no such process
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -1,6 +1,6 @@
-"""The manifest: the proof that a checkpoint is whole, and what every reader starts from. Pure."""
+"""The manifest: the proof that a checkpoint is complete, and what every reader starts from. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -14,7 +14,7 @@ FORMAT = 1
 TAGGED = 2  # of the root group, where objects name types: `leaves`
 MANIFEST = "manifest.json"
 SIGNATURE = "signature.json"  # who wrote it, where somebody signed it; in no manifest
-SIGNED = "paracore checkpoint, sha256 of its files, ed25519"  # what it says it is
+SIGNED = "paracore checkpoint, sha256 of its files, ed25519"  # the kind that a signature names
 Files = Mapping[str, tuple[int, int]]  # path -> (size, crc)
 
 
@@ -32,36 +32,49 @@ class Manifest:
         return seal({"format": FORMAT, "uuid": self.uuid, "files": files, "run": dict(self.run)})
 
 
-def read_manifest(place: CheckpointDir) -> Manifest:
+def read_manifest(directory: CheckpointDir) -> Manifest:
     """Raises ValueError naming the file: missing, damaged, of a newer format, or with paths that lead elsewhere."""
-    file = place.url + MANIFEST
+    file = directory.url + MANIFEST
     try:
-        value = unseal(place.read(MANIFEST), file)
+        value = unseal(directory.read(MANIFEST), file)
     except FileNotFoundError:
         raise ValueError(f"{file} is missing: no checkpoint, or an unfinished one; use another step") from None
-    number = value.get("format")
-    if not isinstance(number, int) or number > FORMAT:
-        raise ValueError(f"{file}: format {number}, this version reads up to {FORMAT}; update paracore")
+    # the format first: a newer one may have other fields
+    version = value.get("format")
+    if not isinstance(version, int) or version > FORMAT:
+        raise ValueError(f"{file}: format {version}, this version reads up to {FORMAT}; update paracore")
     files, run = value.get("files"), value.get("run")
     if not isinstance(files, dict) or not isinstance(run, dict) or not isinstance(value.get("uuid"), str):
         raise ValueError(f"{file}: one of `files`, `run`, `uuid` is missing or of a wrong type; use another step")
-    if bad := sorted(path for path in files if leads_elsewhere(path)):
-        raise ValueError(f"{file}: {len(bad)} of its paths lead out of the checkpoint, {bad[0]!r}; do not trust it")
-    if bad := sorted(path for path in files if not path.isprintable()):
-        raise ValueError(f"{file}: {len(bad)} of its paths hold control characters, {bad[0]!r}; do not trust it")
+    _check_paths(file, files)
     if bad := sorted(path for path, entry in files.items() if not is_entry(entry)):
         raise ValueError(f"{file}: {files[bad[0]]!r} of {bad[0]} is no [size, crc]; use another step")
     return Manifest(value["uuid"], {path: (size, crc) for path, (size, crc) in files.items()}, run)
 
 
+def _check_paths(file: str, paths: Iterable[str]) -> None:
+    """A manifest may come from anywhere. Raises ValueError: paths that leave the checkpoint, or fool a terminal."""
+    if outside := sorted(path for path in paths if leads_elsewhere(path)):
+        raise ValueError(
+            f"{file}: {len(outside)} of its paths lead out of the checkpoint, {outside[0]!r}; do not trust it"
+        )
+    if unprintable := sorted(path for path in paths if not path.isprintable()):
+        raise ValueError(
+            f"{file}: {len(unprintable)} of its paths hold control characters, {unprintable[0]!r}; do not trust it"
+        )
+
+
 def leads_elsewhere(path: str) -> bool:
     """Whether a relative path could name a file outside, on any system."""
-    return "\\" in path or "\0" in path or ":" in path or any(part in ("", ".", "..") for part in path.split("/"))
+    special = "\\" in path or "\0" in path or ":" in path
+    return special or any(name in ("", ".", "..") for name in path.split("/"))
 
 
 def is_entry(entry: Any) -> bool:
     """Whether a value of `files` is [size, crc]."""
-    return isinstance(entry, list) and len(entry) == 2 and all(type(n) is int and n >= 0 for n in entry)
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    return all(type(number) is int and number >= 0 for number in entry)
 
 
 def planned_files(metadata: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -76,12 +89,17 @@ def planned_files(metadata: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 def min_manifest_bytes(metadata: Mapping[str, Mapping[str, Any]]) -> int:
-    """What a manifest has at least that lists the cells of these arrays, without naming them."""
-    short = {key: f'"{key}/{cell_name((0,) * len(node["shape"]))}":[9,9],' for key, node in metadata.items()}
-    return sum(prod(grid_shape(node)) * len(short[key]) for key, node in metadata.items())
+    """A lower bound for the manifest that lists the cells of these arrays, without naming them all."""
+    # every cell of an array has an entry at least as long as that of its first cell
+    total = 0
+    for key, node in metadata.items():
+        first_cell = cell_name((0,) * len(node["shape"]))
+        shortest_entry = f'"{key}/{first_cell}":[9,9],'
+        total += prod(grid_shape(node)) * len(shortest_entry)
+    return total
 
 
 def grid_shape(array: Mapping[str, Any]) -> list[int]:
     """How many cells an array has along each dim, by its zarr.json."""
     cell = array["chunk_grid"]["configuration"]["chunk_shape"]
-    return [-(-n // c) for n, c in zip(array["shape"], cell, strict=True)]
+    return [-(-size // cell_size) for size, cell_size in zip(array["shape"], cell, strict=True)]

@@ -14,19 +14,21 @@ from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 _LOCK = b'{"host":'  # how `Lock` begins what it writes
 _MARK = re.compile(r"[0-9a-f]{32}\.(heartbeat|trash)")
 _RECEIPT = re.compile(r"\d{5,}\.json")
-_LATE = re.compile(r"receipts/\d{5,}\.failed(\.part)?|(.*/)?\.nfs[0-9a-f]+")  # of a slow rank; of a file that is open
+# files that appear in a checkpoint late: of a rank that fails after the commit, of NFS for a file that is still open
+_LATE = re.compile(r"receipts/\d{5,}\.failed(\.part)?|(.*/)?\.nfs[0-9a-f]+")
 
 
-def listed(place: PosixCheckpointDir) -> set[str] | None:
-    """Every file that a checkpoint says it is made of. None: there is no checkpoint, or none that can be told."""
+def listed_files(directory: PosixCheckpointDir) -> set[str] | None:
+    """Every file that a checkpoint says it is made of. None: there is no checkpoint, or none that can be read."""
     try:
-        return {MANIFEST, *read_manifest(place).files, *_signature(place)}
+        return {MANIFEST, *read_manifest(directory).files, *_signature(directory)}
     except (OSError, ValueError):
         pass
+    # a damaged manifest: the ranks' receipts list the same files
     files = set()
     try:
-        for name in filter(_RECEIPT.fullmatch, place.fs.listdir(place.url + "receipts")):
-            receipt = parse_json(place.read(f"receipts/{name}"), name)
+        for name in filter(_RECEIPT.fullmatch, directory.fs.listdir(directory.url + "receipts")):
+            receipt = parse_json(directory.read(f"receipts/{name}"), name)
             if f"{receipt['rank']:05d}.json" == name:
                 files |= {MANIFEST, f"receipts/{name}", *receipt["files"]}
     except (OSError, ValueError, KeyError, TypeError):
@@ -34,33 +36,33 @@ def listed(place: PosixCheckpointDir) -> set[str] | None:
     return files or None
 
 
-def _signature(place: PosixCheckpointDir) -> set[str]:
+def _signature(directory: PosixCheckpointDir) -> set[str]:
     try:
-        ours = unseal(place.read(SIGNATURE), SIGNATURE).get("kind") == SIGNED
+        is_ours = unseal(directory.read(SIGNATURE), SIGNATURE).get("kind") == SIGNED
     except (OSError, ValueError):
-        ours = False
-    return {SIGNATURE} if ours else set()
+        is_ours = False
+    return {SIGNATURE} if is_ours else set()
 
 
-def strangers(place: PosixCheckpointDir) -> list[str]:
-    """Files, links and directories below that no checkpoint there lists; without a checkpoint, what is in it."""
-    files = listed(place)
+def foreign_files(directory: PosixCheckpointDir) -> list[str]:
+    """Files, links and directories below that no checkpoint there lists; without a checkpoint, all entries."""
+    files = listed_files(directory)
     if files is None:
-        return place.fs.listdir(place.path)  # and no deeper: it may be somebody's home
+        return directory.fs.listdir(directory.path)  # and no deeper: it may be somebody's home
     folders = {"receipts"}
     for path in files:
         while path := os.path.dirname(path):
             folders.add(path)
-    found = place.fs.entries(place.path)
-    return [path for path in found if path not in files and path not in folders and not _LATE.fullmatch(path)]
+    entries = directory.fs.entries(directory.path)
+    return [entry for entry in entries if entry not in files and entry not in folders and not _LATE.fullmatch(entry)]
 
 
-def is_remains(place: PosixCheckpointDir) -> bool:
+def is_remains(directory: PosixCheckpointDir) -> bool:
     """Whether a temporary, or trash, is one of ours: it holds a mark, or nothing but a checkpoint."""
-    if os.path.islink(place.path) or not os.path.isdir(place.path):
+    if os.path.islink(directory.path) or not os.path.isdir(directory.path):
         return False
     try:
-        return any(map(_MARK.fullmatch, place.fs.listdir(place.path))) or not strangers(place)
+        return any(map(_MARK.fullmatch, directory.fs.listdir(directory.path))) or not foreign_files(directory)
     except OSError:  # another user's
         return False
 

@@ -20,19 +20,19 @@ from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 log = logging.getLogger(__name__)
 
 _POINTER = "/manifest.json"
-_NOTE = {"pid", "replaces", "time"}  # what a heartbeat tells
+_NOTE_KEYS = {"pid", "replaces", "time"}  # of the JSON in a heartbeat
 _TRASH = b"removed by paracore"
 _COMMITTED = re.compile(r"([0-9a-f]{32})/manifest\.json")
 
 
 class PointerCommit:
-    """What `CheckpointRoot` needs of a key-value store."""
+    """How `CheckpointRoot` commits, finds and removes checkpoints in a key-value store."""
 
     def __init__(self, files: KvCheckpointDir) -> None:
         self.files, self._index = files, Index(files)
 
     def prepare(self, folder: str = "") -> None:
-        """Nothing: there are no directories."""
+        """Does nothing: there are no directories."""
 
     def names(self) -> list[str]:
         """Every committed checkpoint, sorted."""
@@ -44,7 +44,7 @@ class PointerCommit:
         return self.temporary(name, uuid) if uuid else None
 
     def identity(self, name: str) -> str:
-        """The uuid of the checkpoint `name`, "damaged" if it cannot be told, "" if there is none."""
+        """The uuid of the checkpoint `name`, "damaged" if its pointer is, "" if there is none."""
         try:
             return self._uuid(name)
         except ValueError:
@@ -54,8 +54,8 @@ class PointerCommit:
         """Where the attempt `uuid` writes, and stays."""
         return self.files.below(f"{name}/{uuid}")
 
-    def strangers(self, name: str) -> list[str]:
-        """None: what is removed lies below uuids of ours."""
+    def foreign_files(self, name: str) -> list[str]:
+        """Always empty: what is removed lies below uuids of ours."""
         return []
 
     def create(self, name: str, uuid: str, note: bytes) -> None:
@@ -70,51 +70,63 @@ class PointerCommit:
 
     def abandon(self, name: str, uuid: str) -> None:
         """Remove what an attempt wrote: it will not be committed."""
-        self._mark(name, uuid)
+        self._mark_as_trash(name, uuid)
         self.files.remove(heartbeat(name, uuid))
         self._remove_all(name, uuid)
         self._index.release(name)
 
     def note(self, name: str, uuid: str) -> bytes:
-        """What `create` was given."""
+        """The `note` that `create` was given."""
         return self.files.read(heartbeat(name, uuid))
 
     def beat(self, name: str, uuid: str) -> None:
-        """Says that the attempt is being written."""
+        """A heartbeat: the attempt is being written."""
         self.files.touch(heartbeat(name, uuid))
 
     def last_beat(self, name: str, uuid: str) -> str:
-        """What each beat changes."""
+        """A text that every beat changes."""
         return self.files.last_touch(heartbeat(name, uuid))
 
     def ages(self, name: str = "", *, thorough: bool = False) -> dict[tuple[str, str], float]:
-        """By name and uuid, of each attempt (at `name`) that no pointer names: for how many seconds this process has
-        seen no beat; infinite: it is being removed. `thorough`: also of those that are not in the index."""
-        return self._judged(self._index.marks(name, thorough=thorough))
+        """By name and uuid, of each attempt (at `name`) that no pointer names: seconds without a beat.
 
-    def _judged(self, attempts: Mapping[tuple[str, str], Iterable[str]]) -> dict[tuple[str, str], float]:
-        found: dict[tuple[str, str], float] = {}
-        for of, keys in attempts.items():
-            told = {key: data for key in keys if (data := self._mark_of(key)) is not None}
-            beats = [WATCH.unchanged(self.files.url + key, told[key]) for key in told if key.endswith(".heartbeat")]
-            if told:
-                found[of] = min(beats, default=math.inf)
+        As long as this process has watched; infinite: it is being removed. `thorough`: also of those that are not in
+        the index.
+        """
+        return self._silent_seconds(self._index.marks(name, thorough=thorough))
+
+    def _silent_seconds(self, attempts: Mapping[tuple[str, str], Iterable[str]]) -> dict[tuple[str, str], float]:
+        """As `ages`, of the attempts that have marks at these keys."""
+        seconds: dict[tuple[str, str], float] = {}
+        for attempt, keys in attempts.items():
+            contents = {}
+            for key in keys:
+                content = self._read_mark(key)
+                if content is not None:
+                    contents[key] = content
+            if contents:
+                beats = [key for key in contents if key.endswith(".heartbeat")]
+                seconds[attempt] = min(
+                    (WATCH.unchanged(self.files.url + key, contents[key]) for key in beats), default=math.inf
+                )
         # only now: what lost its heartbeat to a commit meanwhile has its pointer
-        pointed = {name: self.identity(name) for name, _ in found}
-        return {(name, uuid): age for (name, uuid), age in found.items() if pointed[name] not in (uuid, "damaged")}
+        identities = {name: self.identity(name) for name, _ in seconds}
+        uncommitted = [(name, uuid) for name, uuid in seconds if identities[name] not in (uuid, "damaged")]
+        return {attempt: seconds[attempt] for attempt in uncommitted}
 
     def watch(self, stale_s: float, poll_s: float = 1.0) -> None:
         """Returns when of each attempt, also of those that are not in the index, it is known whether it beats."""
         attempts = self._index.marks(thorough=True)
-        self._judged(attempts)
+        self._silent_seconds(attempts)
         begin = time.monotonic()
         while (passed := time.monotonic() - begin) < stale_s:
-            if all(age < passed or age == math.inf for age in self._judged(attempts).values()):
+            # younger than this watch: it has beaten since
+            if all(age < passed or age == math.inf for age in self._silent_seconds(attempts).values()):
                 return
             time.sleep(min(poll_s, stale_s))
 
     def exists(self, name: str, uuid: str) -> bool:
-        """Whether the attempt is there, and not committed."""
+        """Whether the attempt has begun, and is neither committed nor given up."""
         return self.files.size(heartbeat(name, uuid)) is not None
 
     def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
@@ -122,19 +134,23 @@ class PointerCommit:
 
         The second beat is for a sweep: it removes the heartbeat it judged, so it fails from here on, or this does.
         """
+        # 1. the manifest, below the uuid
         self.beat(name, uuid)
         self.temporary(name, uuid).write("manifest.json", manifest)
         self.beat(name, uuid)
         try:
-            old = self.files.read(name + _POINTER)
+            old_pointer = self.files.read(name + _POINTER)
         except FileNotFoundError:
-            old = None
+            old_pointer = None
+        # 2. the index names the checkpoint before there is one
         self._index.take(name, uuid)  # again: S3 deletes without a condition, so it may be gone
         pointer = seal({"format": 1, "uuid": uuid})
-        if replaces:  # while the pointer names it nobody minds the mark
-            self._mark(name, replaces)
-        if self.identity(name) != replaces or not self.files.swap(name + _POINTER, old, pointer):
+        if replaces:  # as long as the pointer names it nobody removes what has this mark
+            self._mark_as_trash(name, replaces)
+        # 3. the commit: a conditional put, which of several attempts one does
+        if self.identity(name) != replaces or not self.files.swap(name + _POINTER, old_pointer, pointer):
             return False
+        # 4. what is left of the attempt, and what it replaced
         try:
             self.files.remove(heartbeat(name, uuid))
             if replaces:
@@ -146,7 +162,7 @@ class PointerCommit:
     def remove(self, name: str) -> None:
         """Removes a committed checkpoint, its pointer first."""
         uuid = self.identity(name)
-        self._mark(name, uuid)
+        self._mark_as_trash(name, uuid)
         self.files.remove(name + _POINTER)
         self._remove_all(name, uuid)
         self._index.release(name)
@@ -154,14 +170,14 @@ class PointerCommit:
     def sweep(self, stale_s: float, name: str = "", *, thorough: bool = False) -> list[str]:
         """Removes what no one will finish (of `name`, or of all) and returns its prefixes."""
         swept = []
-        for of, uuid in self._stale(stale_s, name, thorough):
-            self._mark(of, uuid)
-            if self._ended(of, uuid, stale_s):
-                self._remove_all(of, uuid)
-                self._index.release(of)
-                swept.append(f"{of}/{uuid}")
+        for stale_name, uuid in self._stale(stale_s, name, thorough):
+            self._mark_as_trash(stale_name, uuid)
+            if self._end_attempt(stale_name, uuid, stale_s):
+                self._remove_all(stale_name, uuid)
+                self._index.release(stale_name)
+                swept.append(f"{stale_name}/{uuid}")
             else:  # its writer lives
-                self.files.remove(trash(of, uuid))
+                self.files.remove(trash(stale_name, uuid))
         if not name:
             self._index.tidy(thorough=thorough)
         return swept
@@ -171,42 +187,44 @@ class PointerCommit:
         return [f"{name}/{uuid}" for name, uuid in self._stale(stale_s, "", thorough)]
 
     def _stale(self, stale_s: float, name: str, thorough: bool) -> list[tuple[str, str]]:
-        return [key for key, age in self.ages(name, thorough=thorough).items() if age >= stale_s]
+        return [attempt for attempt, age in self.ages(name, thorough=thorough).items() if age >= stale_s]
 
-    def _ended(self, name: str, uuid: str, stale_s: float) -> bool:
-        """Removes the heartbeat of an attempt. False: it beats after all."""
+    def _end_attempt(self, name: str, uuid: str, stale_s: float) -> bool:
+        """Removes the heartbeat of an attempt, if it still is the one that was judged. False: it beats after all."""
         for key in marks(name, uuid, "heartbeat"):
-            note = self._mark_of(key)
+            note = self._read_mark(key)
             if note is None:
                 continue
             if WATCH.unchanged(self.files.url + key, note) < stale_s or not self.files.swap(key, note, None):
                 return False
         return True
 
-    def _mark_of(self, key: str) -> bytes | None:
-        """What a heartbeat, or what tells trash, says, if it is ours."""
+    def _read_mark(self, key: str) -> bytes | None:
+        """The content of a heartbeat, or of a trash mark; None: there is none, or not one of ours."""
         try:
             data = self.files.read(key)
-            ours = data == _TRASH or (key.endswith(".heartbeat") and json.loads(data).keys() >= _NOTE)
+            is_ours = data == _TRASH or (key.endswith(".heartbeat") and json.loads(data).keys() >= _NOTE_KEYS)
         except (FileNotFoundError, ValueError, AttributeError):
             return None
-        return data if ours else None
+        return data if is_ours else None
 
-    def _mark(self, name: str, uuid: str) -> None:
+    def _mark_as_trash(self, name: str, uuid: str) -> None:
         if uuid not in ("", "damaged"):
             self.files.write(trash(name, uuid), _TRASH)
 
     def _remove_all(self, name: str, uuid: str) -> None:
-        """What lies below a uuid, then its mark."""
-        if uuid not in ("", "damaged"):
-            self.temporary(name, uuid).remove_all()
-            self.files.remove(heartbeat(name, uuid))  # of one that was killed right behind its commit
-            WATCH.forget(self.files.url + heartbeat(name, uuid))
-            for key in marks(name, uuid, "trash"):
-                if key == trash(name, uuid) or self._mark_of(key) is not None:
-                    self.files.remove(key)
+        """What lies below a uuid, then its mark: after an interrupt the mark still says that it is to be removed."""
+        if uuid in ("", "damaged"):
+            return
+        self.temporary(name, uuid).remove_all()
+        self.files.remove(heartbeat(name, uuid))  # of one that was killed right behind its commit
+        WATCH.forget(self.files.url + heartbeat(name, uuid))
+        for key in marks(name, uuid, "trash"):
+            if key == trash(name, uuid) or self._read_mark(key) is not None:
+                self.files.remove(key)
 
     def _uuid(self, name: str) -> str:
+        """The uuid that a pointer names; "" without a pointer. ValueError: it is damaged."""
         try:
             data = self.files.read(name + _POINTER)
         except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""A directory of checkpoints: what is committed, replaced, temporary or trash there, told apart by names alone.
+"""A directory of checkpoints: what is committed, replaced, temporary or trash there is known by names alone.
 
 `NAME` is a checkpoint. `.tmp-NAME-UUID` is being written, its `UUID.heartbeat` is touched by whoever writes.
 `.replaced-NAME-UUID` was NAME until the attempt UUID took its place: it still is NAME while NAME is missing.
 `.trash-UUID` is nothing: it is renamed before it is removed, so that nobody meets half of it.
-What is called so and is not proven ours (`ownership`) is a user's, and stays.
+What has such a name and is not proven ours (`ownership`) is a user's, and stays.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from core.dist_checkpointing.format.json_files import unseal
 from core.dist_checkpointing.publish.manifest import MANIFEST
-from core.dist_checkpointing.publish.ownership import is_lock, is_remains, listed, strangers
+from core.dist_checkpointing.publish.ownership import foreign_files, is_lock, is_remains, listed_files
 from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 
 log = logging.getLogger(__name__)
@@ -26,49 +26,52 @@ _TRASH = re.compile(r"\.trash-([0-9a-f]{32})")
 
 
 class RenameCommit:
-    """What `CheckpointRoot` needs of a POSIX file system."""
+    """How `CheckpointRoot` commits, finds and removes checkpoints in a POSIX file system."""
 
     def __init__(self, files: PosixCheckpointDir) -> None:
         self.files, self._fs = files, files.fs
 
     def prepare(self, folder: str = "") -> None:
-        """Makes the directory, or one in it, durably: what is in it would go with it."""
-        new = self._fs.makedirs(os.path.join(self.files.path, folder) if folder else self.files.path)
-        self._fs.sync_all(os.path.dirname(path) for path in new)
+        """Makes the directory, or one in it, durably: what is in it would be lost with it after a power failure."""
+        path = os.path.join(self.files.path, folder) if folder else self.files.path
+        new_folders = self._fs.makedirs(path)
+        self._fs.sync_all(os.path.dirname(new_folder) for new_folder in new_folders)
 
     def names(self) -> list[str]:
         """Every committed checkpoint, sorted."""
         entries = self._entries()
-        plain = {entry for entry in entries if not entry.startswith(".")}
-        return sorted(plain | {name for name, _, _ in _marked("replaced", entries)})
+        names = {entry for entry in entries if not entry.startswith(".")}
+        # between two renames of a commit the old checkpoint still stands for its name
+        names.update(name for name, _, _ in _marked("replaced", entries))
+        return sorted(names)
 
     def open(self, name: str) -> PosixCheckpointDir | None:
         """A committed checkpoint, None if there is none of that name."""
         # The name itself first: a listing of thousands of steps costs more than all else here.
-        if self._is_there(name):
+        if self._exists(name):
             return self.files.below(name)
         for entry in self._replaced(name):
-            if self._is_there(entry):
+            if self._exists(entry):
                 return self.files.below(entry)
         # Replaced and swept between the two looks: its successor has the name now.
-        return self.files.below(name) if self._is_there(name) else None
+        return self.files.below(name) if self._exists(name) else None
 
-    def _is_there(self, entry: str) -> bool:
+    def _exists(self, entry: str) -> bool:
         return self._fs.stat(self.files.url + entry) is not None
 
     def identity(self, name: str) -> str:
-        """The uuid of the checkpoint `name`, "damaged" if it cannot be told, "" if there is none."""
-        place = self.open(name)
-        if place is None:
+        """The uuid of the checkpoint `name`, "damaged" if its manifest is, "" if there is none."""
+        directory = self.open(name)
+        if directory is None:
             return ""
         try:
-            return str(unseal(place.read(MANIFEST), "")["uuid"])
+            return str(unseal(directory.read(MANIFEST), "")["uuid"])
         except (OSError, ValueError, KeyError):
             return "damaged"
 
-    def strangers(self, name: str) -> list[str]:
-        """What is called `name` and is not proven to be a checkpoint's: nobody but its user may remove it."""
-        return [name] if self._is_no_directory(name) else strangers(self.files.below(name))
+    def foreign_files(self, name: str) -> list[str]:
+        """What lies at `name` and is not proven to be a checkpoint's: nobody but its user may remove it."""
+        return [name] if self._is_no_directory(name) else foreign_files(self.files.below(name))
 
     def _is_no_directory(self, name: str) -> bool:
         path = self.files.url + name
@@ -81,46 +84,50 @@ class RenameCommit:
     def create(self, name: str, uuid: str, note: bytes) -> None:
         """Makes the temporary, with its first heartbeat. ValueError: a user's files would be replaced."""
         self._check_free(name)
-        folder = self.files.path
-        while folder != os.path.dirname(folder):
-            if (
-                self._fs.stat(f"{folder}/{MANIFEST}") is not None
-                and listed(PosixCheckpointDir(folder, self._fs)) is not None
-            ):
-                raise ValueError(f"{folder} is a checkpoint itself; save beside it, not inside")
-            folder = os.path.dirname(folder)
+        self._check_outside_checkpoints()
         self.prepare()
-        place = self.temporary(name, uuid)
-        self._fs.mkdir(place.path)
+        temporary = self.temporary(name, uuid)
+        self._fs.mkdir(temporary.path)
         try:
-            self._fs.write(place.url + _heartbeat(uuid), note, exclusive=True)
-            self._fs.mkdir(place.url + "receipts")
+            self._fs.write(temporary.url + _heartbeat(uuid), note, exclusive=True)
+            self._fs.mkdir(temporary.url + "receipts")
         except BaseException as error:  # a full disk; an interrupt
             if not isinstance(error, FileExistsError):
                 self.abandon(name, uuid)
             raise
 
+    def _check_outside_checkpoints(self) -> None:
+        """ValueError: this directory lies inside of a checkpoint, whose next save would remove it."""
+        folder = self.files.path
+        while folder != os.path.dirname(folder):
+            has_manifest = self._fs.stat(f"{folder}/{MANIFEST}") is not None
+            if has_manifest and listed_files(PosixCheckpointDir(folder, self._fs)) is not None:
+                raise ValueError(f"{folder} is a checkpoint itself; save beside it, not inside")
+            folder = os.path.dirname(folder)
+
     def _check_free(self, name: str) -> None:
         """ValueError: what has the name is more than a checkpoint of ours, or none."""
-        where = self.files.url + name
+        path = self.files.url + name
         if self._is_no_directory(name):
-            raise ValueError(f"{where} is a file or a link, a checkpoint is a directory; choose another name")
-        if not (found := self.strangers(name)):
+            raise ValueError(f"{path} is a file or a link, a checkpoint is a directory; choose another name")
+        foreign = self.foreign_files(name)
+        if not foreign:
             return
-        some = f"{found[0]}{', …' if len(found) > 1 else ''}"
-        if listed(self.files.below(name)) is not None:
+        example = f"{foreign[0]}{', …' if len(foreign) > 1 else ''}"
+        if listed_files(self.files.below(name)) is not None:
             raise ValueError(
-                f"{where} is a checkpoint and holds {len(found)} more ({some}), which a save would remove; move "
+                f"{path} is a checkpoint and holds {len(foreign)} more ({example}), which a save would remove; move "
                 "that, or choose another name"
             )
-        if inside := [path for path in found if self._fs.stat(f"{where}/{path}/{MANIFEST}") is not None]:
+        checkpoints = [entry for entry in foreign if self._fs.stat(f"{path}/{entry}/{MANIFEST}") is not None]
+        if checkpoints:
             raise ValueError(
-                f"{where} holds other checkpoints ({inside[0]}, …), which a save there would remove; choose another "
-                "name"
+                f"{path} holds other checkpoints ({checkpoints[0]}, …), which a save there would remove; choose "
+                "another name"
             )
         raise ValueError(
-            f"{where} holds {len(found)} entries ({some}) and is no checkpoint: a save would replace it; choose a "
-            "directory that is empty or does not exist"
+            f"{path} holds {len(foreign)} entries ({example}) and is no checkpoint: a save would replace it; choose "
+            "a directory that is empty or does not exist"
         )
 
     def abandon(self, name: str, uuid: str) -> None:
@@ -128,15 +135,15 @@ class RenameCommit:
         self._discard([f".tmp-{name}-{uuid}"])
 
     def note(self, name: str, uuid: str) -> bytes:
-        """What `create` was given."""
+        """The `note` that `create` was given."""
         return self.temporary(name, uuid).read(_heartbeat(uuid))
 
     def beat(self, name: str, uuid: str) -> None:
-        """Says that the temporary is being written."""
+        """A heartbeat: the temporary is being written."""
         self.temporary(name, uuid).touch(_heartbeat(uuid))
 
     def last_beat(self, name: str, uuid: str) -> str:
-        """What each beat changes."""
+        """A text that every beat changes."""
         return self.temporary(name, uuid).last_touch(_heartbeat(uuid))
 
     def ages(self) -> dict[tuple[str, str], float]:
@@ -144,13 +151,14 @@ class RenameCommit:
         return self._ages(self._entries())
 
     def _ages(self, entries: Iterable[str]) -> dict[tuple[str, str], float]:
-        temporaries = [
-            (name, uuid) for name, uuid, entry in _marked("tmp", entries) if is_remains(self.files.below(entry))
-        ]
-        return {(name, uuid): self.age(name, uuid) for name, uuid in temporaries}
+        ages = {}
+        for name, uuid, entry in _marked("tmp", entries):
+            if is_remains(self.files.below(entry)):
+                ages[name, uuid] = self.age(name, uuid)
+        return ages
 
     def exists(self, name: str, uuid: str) -> bool:
-        """Whether the temporary is there."""
+        """Whether the attempt's temporary exists."""
         return self._fs.stat(self.temporary(name, uuid).path) is not None
 
     def age(self, name: str, uuid: str) -> float:
@@ -166,24 +174,29 @@ class RenameCommit:
         """
         if self.identity(name) != replaces:
             return False
-        place = self.temporary(name, uuid)
-        self._fs.write(place.url + MANIFEST, manifest)
-        place.remove(_heartbeat(uuid))
-        self._fs.sync_all([place.url + MANIFEST, *(place.url + folder for folder in _folders(files))])
+        # 1. the manifest, and all directory entries, durable: ranks have synced the content of their files
+        temporary = self.temporary(name, uuid)
+        self._fs.write(temporary.url + MANIFEST, manifest)
+        temporary.remove(_heartbeat(uuid))
+        folders = [temporary.url + folder for folder in _folders(files)]
+        self._fs.sync_all([temporary.url + MANIFEST, *folders])
+        # 2. the old checkpoint steps aside; until 3. it is found under its other name
         self._check_free(name)
         if replaces and self._fs.stat(self.files.url + name) is not None:
             self._fs.rename(self.files.url + name, f"{self.files.url}.replaced-{name}-{uuid}")
+        # 3. the commit: an atomic rename, durable when the directory is synced
         if not self._rename(name, uuid):
             return False
+        # 4. what was replaced goes last
         self._discard(filter(self._is_checkpoint, self._replaced(name)))
         return True
 
     def publish_folder(self, name: str, uuid: str) -> bool:
         """Makes the temporary a directory `name` that is no checkpoint. False: the name was taken meanwhile."""
-        place = self.temporary(name, uuid)
-        place.remove(_heartbeat(uuid))
-        self._fs.rmdir(place.url + "receipts")
-        self._fs.sync(place.path)
+        temporary = self.temporary(name, uuid)
+        temporary.remove(_heartbeat(uuid))
+        self._fs.rmdir(temporary.url + "receipts")
+        self._fs.sync(temporary.path)
         return self._rename(name, uuid)
 
     def _rename(self, name: str, uuid: str) -> bool:
@@ -201,11 +214,13 @@ class RenameCommit:
         self._discard(filter(self._is_checkpoint, [*self._replaced(name), name]))
 
     def sweep(self, stale_s: float, name: str = "", *, thorough: bool = False) -> list[str]:
-        """Removes what no one will finish and returns its names; a replaced checkpoint without successor is back.
-        `name` and `thorough` are for stores in which a listing is dear."""
+        """Removes what no one will finish and returns its names; a replaced checkpoint without successor comes back.
+
+        `name` and `thorough` are for stores in which a listing is expensive.
+        """
         leftovers, ownerless = self._leftovers(stale_s)
         for name, entry in ownerless:
-            if not self._is_there(name):
+            if not self._exists(name):
                 with contextlib.suppress(OSError):  # another job does the same; it counts as the step anyhow
                     self._fs.rename(self.files.url + entry, self.files.url + name)
         self._discard(entry for entry in leftovers if not _TRASH.fullmatch(entry))
@@ -214,7 +229,7 @@ class RenameCommit:
         return leftovers
 
     def watch(self, stale_s: float) -> None:
-        """Nothing: the file server's clock tells the age of each heartbeat."""
+        """Does nothing: the age of each heartbeat is known by the file server's clock."""
 
     def leftovers(self, stale_s: float, *, thorough: bool = False) -> list[str]:
         """What `sweep` would remove."""
@@ -223,18 +238,17 @@ class RenameCommit:
     def _leftovers(self, stale_s: float) -> tuple[list[str], list[tuple[str, str]]]:
         """Entries that nobody needs, and (name, entry) of each replaced checkpoint that no live attempt replaces.
 
-        One listing serves all: looks at different times would tell of different moments of a commit.
+        One listing serves all: two listings could show different moments of a commit.
         """
         entries = self._entries()
         ages = self._ages(entries)
         live = {attempt for attempt, age in ages.items() if age < stale_s}
-        ownerless = [
-            (name, entry)
-            for name, uuid, entry in _marked("replaced", entries)
-            if (name, uuid) not in live and self._is_checkpoint(entry)
-        ]
+        ownerless = []
+        for name, uuid, entry in _marked("replaced", entries):
+            if (name, uuid) not in live and self._is_checkpoint(entry):
+                ownerless.append((name, entry))
         stale = [f".tmp-{name}-{uuid}" for name, uuid in ages if (name, uuid) not in live]
-        succeeded = [entry for name, entry in ownerless if self._is_there(name)]
+        succeeded = [entry for name, entry in ownerless if self._exists(name)]
         return [*stale, *succeeded, *filter(self._is_trash, entries)], ownerless
 
     def _entries(self) -> list[str]:
@@ -245,7 +259,7 @@ class RenameCommit:
 
     def _is_checkpoint(self, entry: str) -> bool:
         try:
-            return not self.strangers(entry)
+            return not self.foreign_files(entry)
         except OSError:  # another user's
             return False
 
@@ -253,13 +267,14 @@ class RenameCommit:
         """A directory, or a lock that was being given back."""
         if not _TRASH.fullmatch(entry):
             return False
+        if is_remains(self.files.below(entry)):
+            return True
         path = self.files.url + entry
-        return is_remains(self.files.below(entry)) or (
-            os.path.isfile(path) and not os.path.islink(path) and is_lock(self.files.read(entry))
-        )
+        is_file = os.path.isfile(path) and not os.path.islink(path)
+        return is_file and is_lock(self.files.read(entry))
 
     def _discard(self, entries: Iterable[str]) -> None:
-        """Trash durably first: after a power loss, too, a name stands for all of a checkpoint.
+        """Renames to trash, durably, then removes: after a power loss, too, a name stands for a complete checkpoint.
 
         Raises no OSError: what cannot be removed now, because a file of it is read over NFS, is left to a sweep.
         """
@@ -283,7 +298,7 @@ class RenameCommit:
             self._remove(trash)
 
     def _remove(self, trash: str) -> None:
-        """Its mark goes last: half of it still is known as ours."""
+        """Removes trash, its mark last: after an interrupt the rest is still known as ours."""
         path = self.files.url + trash
         mark = f"{path}/{trash.removeprefix('.trash-')}.trash"
         with contextlib.suppress(OSError):  # a file; a full disk

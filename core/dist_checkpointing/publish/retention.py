@@ -1,6 +1,6 @@
 """Which steps of a run are kept: the newest, multiples, one per so many hours, the best by a metric, tagged ones.
 
-Pure but for `Facts`, which come from the manifests. `.retention.json` beside the steps remembers them, so that a
+Pure but for `StepFacts`, which come from the manifests. `.retention.json` beside the steps remembers them, so that a
 save reads one manifest and not those of all steps; without that file they are read again.
 """
 
@@ -15,19 +15,21 @@ MODES = ("min", "max")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Of one step, as its manifest tells: when it was saved (seconds since 1970), and what was measured then."""
+class StepFacts:
+    """What the manifest of a step says: when it was saved (seconds since 1970), and what was measured then."""
 
     time: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of_run(cls, run: Mapping[str, Any]) -> "Facts":
-        """From `run` of a manifest; what is no finite number there counts as not told."""
-        told = run.get("metrics")
-        metrics = told if isinstance(told, Mapping) else {}
+    def from_run(cls, run: Mapping[str, Any]) -> "StepFacts":
+        """From `run` of a manifest; what is no finite number there is left out."""
+        metrics = run.get("metrics")
+        if not isinstance(metrics, Mapping):
+            metrics = {}
         time: Any = run.get("time")
-        return cls(time if _is_number(time) else 0.0, {name: v for name, v in metrics.items() if _is_number(v)})
+        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+        return cls(time if _is_number(time) else 0.0, numbers)
 
 
 def _is_number(value: Any) -> bool:
@@ -39,21 +41,22 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
     Raises ValueError: a value that is no number.
     """
-    found = {}
+    numbers = {}
     for name, value in (metrics or {}).items():
         try:
-            found[str(name)] = float(value)
+            numbers[str(name)] = float(value)
         except (TypeError, ValueError):
             raise ValueError(f"metrics[{name!r}] is a {type(value).__name__}, no number; give a float") from None
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """keep_last: newest whole steps. keep_every: multiples of it. keep_hours: the first step, and each that was saved
+    """Rules that add up: a step is removed only if no rule keeps it.
+
+    keep_last: newest complete steps. keep_every: multiples of it. keep_hours: the first step, and each that was saved
     so many hours after the last one kept by this. keep_best: a metric given to `save`; the keep_best_count steps with
     its smallest values ("max": largest) stay.
-
     Raises ValueError with every rule that is broken.
     """
 
@@ -77,27 +80,33 @@ class Retention:
 
     @property
     def reads_facts(self) -> bool:
-        """Whether `kept` looks at them."""
+        """Whether `protected` needs more than the numbers of the steps."""
         return self.keep_hours is not None or self.keep_best is not None
 
-    def kept(self, steps: Iterable[int], facts: Mapping[int, Facts]) -> set[int]:
-        """Those of `steps` that stay whatever is newer; not those of `keep_last`, which must be whole."""
+    def protected(self, steps: Iterable[int], facts: Mapping[int, StepFacts]) -> set[int]:
+        """Those of `steps` that stay whatever is newer; not those of `keep_last`, which must be complete."""
         steps = sorted(steps)
-        found = {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
+        protected: set[int] = set()
+        if self.keep_every is not None:
+            protected.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_hours is not None:
-            found |= set(self._spaced([(facts[step].time, step) for step in steps if step in facts]))
+            protected.update(self._spaced([(facts[step].time, step) for step in steps if step in facts]))
         if self.keep_best is not None:
-            sign = 1 if self.keep_best_mode == "min" else -1
-            told = [(sign * facts[s].metrics[self.keep_best], s) for s in steps if self._is_told(facts.get(s))]
-            found |= {step for _, step in sorted(told)[: self.keep_best_count]}
-        return found
+            protected.update(self._best(steps, facts))
+        return protected
 
-    def _is_told(self, facts: Facts | None) -> bool:
-        return facts is not None and self.keep_best in facts.metrics
+    def _best(self, steps: Iterable[int], facts: Mapping[int, StepFacts]) -> list[int]:
+        assert self.keep_best is not None
+        # the smallest values of the metric, or of its negative; equal values: the older step
+        sign = 1 if self.keep_best_mode == "min" else -1
+        known_steps = [step for step in steps if step in facts and self.keep_best in facts[step].metrics]
+        measured = [(sign * facts[step].metrics[self.keep_best], step) for step in known_steps]
+        return [step for _, step in sorted(measured)[: self.keep_best_count]]
 
-    def _spaced(self, saved: Iterable[tuple[float, int]]) -> Iterable[int]:
-        last = -math.inf
-        for time, step in saved:
+    def _spaced(self, times: Iterable[tuple[float, int]]) -> Iterable[int]:
+        """Steps at least `keep_hours` apart; `times`: (seconds, step), ascending."""
+        last = -math.inf  # so that the first step is kept
+        for time, step in times:
             if time - last >= 3600 * (self.keep_hours or 0):
                 last = time
                 yield step

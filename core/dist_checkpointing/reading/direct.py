@@ -71,6 +71,7 @@ class DirectReader:
 
     def finish(self) -> None:
         """Waits for all. Raises ValueError: the first cell that is missing or damaged."""
+        # emptied first: after a failure the reader can be used again
         running, self._running = self._running, []
         errors = [future.exception() for future in running]  # waits for every one: their memory is the caller's
         for error in errors:
@@ -95,6 +96,7 @@ class DirectReader:
             if expected is not None and cell.size != expected[0]:
                 raise ValueError(f"it has {cell.size} bytes, the manifest says {expected[0]}")
             cell.read(box_in_cell, into, self._scratch)
+            # after reading: the checksums of the chunks that were read are known then
             if expected is not None and cell.digest() != expected[1]:
                 raise ValueError("it is not the cell that was saved there, by its digest in the manifest")
         except ValueError as error:
@@ -155,6 +157,7 @@ class _CellFile:
         memory = scratch(len(indirect) * unit_bytes).reshape(len(indirect), unit_bytes)
         staged = [(number, memory[row]) for row, (number, _, _) in enumerate(indirect)]
         self._fill(direct + staged)
+        # what was needed of a unit only in part, or goes to strided memory, is copied from scratch
         for (_, target, overlap), (_, unit_memory) in zip(indirect, staged, strict=True):
             unit_array = unit_memory.view(into.dtype).reshape(self._chunks.unit)
             target[...] = _view(unit_array, overlap)

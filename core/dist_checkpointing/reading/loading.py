@@ -147,6 +147,7 @@ def _shares_reads(stored: StoredCheckpoint, ps: ParallelState, requested: bool |
     """Collective: whether ranks read for each other. Raises DamagedCheckpoint: they opened different checkpoints."""
     if ps.world is None or requested is False:
         return False
+    # a checkpoint may be replaced between two opens: ranks must not mix its old and new files
     reports = gather_json([stored.manifest.uuid, socket.gethostname()], ps.world, ps.device)
     first_uuid, _ = reports[0]
     for rank, (uuid, _) in enumerate(reports):
@@ -156,6 +157,7 @@ def _shares_reads(stored: StoredCheckpoint, ps: ParallelState, requested: bool |
                 "saved again meanwhile, or hosts have other files there; share the directory, or give "
                 "share_reads=False"
             )
+    # on one host the page cache reads each byte once: exchanging it would only cost more copies
     hosts = {host for _, host in reports}
     return bool(requested) or len(hosts) > 1 or not isinstance(stored.directory, PosixCheckpointDir)
 

@@ -90,6 +90,7 @@ class OptimizerLoad:
         states = self._states[parameter.tensor] = {}
         for kind in self._kinds:
             key, value = f"{self._path}/{kind}/{parameter.key}", self._object(kind, parameter)
+            # an array, a value of its own per parameter, or nothing: then the optimizer starts without this state
             source = self._key_mapping.source(key)
             if set(paths(source)) <= self._stored.metadata.keys():
                 tensor = states[kind] = self._memory_for(assemble(source, self._stored), kind, parameter)
@@ -135,6 +136,7 @@ class OptimizerLoad:
                     f"{key}: in one group with {name} here, whose options are {options} in the checkpoint, and not "
                     f"{values[key]}; group the parameters as they were"
                 )
+            # options on both sides that the other lacks: this is another optimizer, not another version
             only_saved = options.keys() - parameter.group.keys() - SCHEDULER_OPTIONS
             only_local = parameter.group.keys() - options.keys() - {"params"}
             if only_local and only_saved:
@@ -150,7 +152,7 @@ class OptimizerLoad:
             loaded: dict[str, Any] = {}
             for kind, state in states.items():
                 loaded[kind] = values.get(state.key) if isinstance(state, ShardedObject) else state
-            optimizer_state.pop(tensor, None)
+            optimizer_state.pop(tensor, None)  # what the checkpoint does not have must not stay from before
             if loaded:
                 optimizer_state[tensor] = loaded
         for parameter in self._parameters:

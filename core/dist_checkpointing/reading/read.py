@@ -103,6 +103,7 @@ def _reads_of_cell(targets: list[Target], dtype: torch.dtype) -> list[Target | S
 
     Layers of a small stack share a cell: one read of what they span, unless that is more than twice what they need.
     """
+    # several targets: read what they span at once, if it is little more than they need
     if len(targets) > 1:
         intervals_by_dim = zip(*(box for box, _ in targets), strict=True)
         bounds: Box = tuple(
@@ -111,6 +112,7 @@ def _reads_of_cell(targets: list[Target], dtype: torch.dtype) -> list[Target | S
         )
         if volume(bounds) <= 2 * sum(volume(box) for box, _ in targets):
             return [stage(bounds, dtype, targets)]
+    # else one by one; another dtype, or another device, needs memory beside the target
     reads: list[Target | Staged] = []
     for box, target in targets:
         if target.device.type == "cpu" and target.dtype == dtype:

@@ -49,6 +49,7 @@ class StoredCheckpoint:
             )
         if sizes and (problems := check(directory)):
             raise ValueError("\n".join(problems[:10]))
+        # the manifest vouches for the root's zarr.json, and that for all other metadata
         manifest = read_manifest(directory)
         root_file = f"{directory.url}zarr.json"
         data = directory.read("zarr.json")

@@ -88,8 +88,8 @@ def paths(source: TensorSource) -> list[str]:
     if not isinstance(source, Concat):
         return [path_of(source.key)]
     all_paths = []
-    for part in _sources(source):
-        all_paths += paths(part)
+    for inner in _sources(source):
+        all_paths += paths(inner)
     return all_paths
 
 
@@ -121,11 +121,12 @@ def _concatenated(concat: Concat, stored: StoredCheckpoint) -> Assembly:
     assemblies = [assemble(source, stored) for source in _sources(concat)]
     first_shape = assemblies[0].shape
     dim = concat.dim + len(first_shape) if concat.dim < 0 else concat.dim
+    # each assembly's leaves move behind those before it
     leaves: list[tuple[Box, Leaf]] = []
     size = 0  # along `dim`, so far
     for assembly in assemblies:
         if not _fits(assembly.shape, first_shape, dim):
-            shapes = ", ".join(f"{_name(one)} {one.shape}" for one in (assemblies[0], assembly))
+            shapes = f"{_name(assemblies[0])} {first_shape}, {_name(assembly)} {assembly.shape}"
             raise ValueError(
                 f"{shapes} cannot be one behind the other along dim {concat.dim}; give others, or another"
             )
@@ -150,6 +151,7 @@ def _name(assembly: Assembly) -> str:
 
 def index_dims(index: tuple[Any, ...], shape: Shape) -> list[tuple[int, int, bool]]:
     """Of each dim: start, stop, whether it falls away. Raises IndexError, TypeError: an index that is none."""
+    # `...` stands for as many full slices as are missing
     dots = [number for number, item in enumerate(index) if item is Ellipsis]
     if len(dots) == 1:
         missing = len(shape) - len(index) + 1

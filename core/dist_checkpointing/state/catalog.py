@@ -93,6 +93,7 @@ def _add_leaf(local: LocalState, key: str, leaf: Any) -> None:
     if isinstance(leaf, ShardedTensor):
         _add_shard(local, leaf)
         return
+    # everything else is a value: a number, a text, a list without tensors
     item = leaf if isinstance(leaf, ShardedObject) else ShardedObject(key, leaf)
     check_key(item.key)
     value = _encoded(item)
@@ -145,6 +146,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _encoded(item: ShardedObject) -> Any:
+    # as it will read back: ranks compare what is stored, not what they hold
     try:
         return json.loads(json.dumps(encode(item.data), allow_nan=False))
     except Exception as error:  # a registered function may raise anything
@@ -216,6 +218,7 @@ def merge_catalogs(catalogs: Sequence[LocalCatalog]) -> Catalog:
 
     Raises ValueError: ranks that disagree about an array (a model built differently, names that are not global).
     """
+    # a rank that lists no array of a stage has no shard of it; together all arrays are known
     arrays: dict[str, ArrayInfo] = {}
     first_rank: dict[str, int] = {}  # key -> the first rank that has it, for the message
     holdings: list[Holdings] = []

@@ -42,6 +42,7 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
             f"{sharded.key} is a DTensor of shape {list(tensor.shape)}, {tensor.placements}, but "
             f"{list(local.shape)} is here; make it with distribute_tensor, or give from_local its whole shape"
         )
+    # several intervals of a dim make several boxes: every combination is one shard
     stack_offset, tensor_offset = sharded.global_offset[:axes], sharded.global_offset[axes:]
     true_shape = sharded.global_shape[axes:]
     shards = []

@@ -75,6 +75,7 @@ class ShardedTensor:
                     f"{key}: offset ({axis}, {position}, {count}) needs an axis below {len(shape)} and a position "
                     f"below {count}"
                 )
+            # of `count` equal shards, so the global size is a multiple of the local one
             offset[axis] = position * shape[axis]
             shape[axis] *= count
             if tp_dim is None and axis >= prepend_axis_num:
@@ -181,7 +182,7 @@ class Mapper:
         """
         refuse_freed(name, tensor)
         data = tensor.detach()
-        if not is_dtensor(data):
+        if not is_dtensor(data):  # whose padding is cut when its local shards are made
             data = true_part(data, layout, self._coordinate, self._sizes)
         return self.sharded_tensor(group, name, layout, data, self._local_box(layout), tensor.detach())
 
@@ -213,11 +214,13 @@ class Mapper:
         self, group: str, name: str, layout: Layout, data: Tensor, box: Box, local: Tensor | None
     ) -> ShardedTensor:
         """`data`, which is `box` of one parameter, as a shard of its array: the stack's, for a layer of a stack."""
+        # one layer of a stack is one row along dim 0 of the stack's array
         key, layer, stack = stacked_key(name, self._stacks)
         stack_shape: tuple[int, ...] = ()
         stack_offset: tuple[int, ...] = ()
         if layer is not None:
             stack_shape, stack_offset = (self._stacks[stack],), (layer,)
+        # the grid of cells follows the tensor-parallel cut, or else the first cut of any axis
         tp_dim = layout.split.get("tp", next(iter(layout.split.values()), None))
         if tp_dim is not None:
             tp_dim += len(stack_shape)

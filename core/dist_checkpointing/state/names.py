@@ -60,6 +60,7 @@ class KeyMapping:
     def source(self, key: str) -> TensorSource:
         """What `key` is read from. Raises ValueError: a mapping that gives something else than a key."""
         if key not in self._sources:
+            # a user's mapping: a function of all keys, or a dict of those that differ
             if callable(self._mapping):
                 mapped = self._mapping(key)
             else:

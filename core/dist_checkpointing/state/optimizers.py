@@ -54,12 +54,14 @@ class Parameter:
         Raises ValueError: another shape than that of a parameter of which only a shard is here.
         """
         leaf, axes = self.leaf, self.leaf.prepend_axis_num
+        # moments have the parameter's shape and lie as it does
         if value.shape == self.tensor.shape:
             if self.replicated:
                 return value
             if not is_dtensor(value):  # without the padded rows of a vocabulary
                 value = value[tuple(slice(0, size) for size in leaf.data.shape)]
             return replace(leaf, key=key, data=value, local=None)
+        # a step count has no dims; factored moments can be saved only where each rank holds the full parameter
         is_complete = tuple(leaf.data.shape) == self.shape and not is_dtensor(leaf.data)
         if value.dim() and not is_complete and not is_dtensor(value):
             raise ValueError(

@@ -44,9 +44,12 @@ def straight_boxes(shape: Shape, view: Shape, box: Box, memory: Tensor) -> Itera
     for (first, end), interval in zip(view_spans, intervals, strict=True):
         counted_boxes.append(list(_with_positions(flat_boxes(tuple(finer[first:end]), *interval))))
     for combination in product(*counted_boxes):
-        part = memory[tuple(slice(start, stop) for _, start, stop in combination)]
-        finer_box: Box = tuple(interval for dim_box, _, _ in combination for interval in dim_box)
-        yield from _array_boxes(shape, finer, array_spans, finer_box, part.view(extent(finer_box)))
+        # one box for each dim of the view: together a box of the finer dims
+        finer_box: Box = ()
+        for dim_box, _, _ in combination:
+            finer_box += dim_box
+        box_memory = memory[tuple(slice(start, stop) for _, start, stop in combination)]
+        yield from _array_boxes(shape, finer, array_spans, finer_box, box_memory.view(extent(finer_box)))
 
 
 def _without_ones(shape: Shape) -> Shape:
@@ -106,10 +109,10 @@ def _array_boxes(
             for (position, _), size in zip(intervals, finer[first:end], strict=True):
                 start = start * size + position
             array_intervals.append((start, start + prod(extent(tuple(intervals)))))
-        part = memory[slices(relative(tuple(finer_box), box))]
+        box_memory = memory[slices(relative(tuple(finer_box), box))]
         remaining = iter(array_intervals)
         array_box = tuple(next(remaining) if size > 1 else (0, 1) for size in shape)
-        yield array_box, part.view(extent(array_box))
+        yield array_box, box_memory.view(extent(array_box))
 
 
 def _walked_dims(sizes: list[int], box: Box, strides: tuple[int, ...]) -> int:

@@ -22,6 +22,7 @@ def is_sharded(tensor: Any) -> bool:
 
 def unstorable(tensor: Tensor) -> str | None:
     """Why a tensor cannot be stored as it is, and the remedy; None if it can."""
+    # quantized and other wrapper subclasses: their values are made of several tensors
     if is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}, which has no stored form; give plain tensors that it can be made from"
     if tensor.layout is not torch.strided:
@@ -31,6 +32,7 @@ def unstorable(tensor: Tensor) -> str | None:
         return f"of {tensor.dtype}, which has no stored form; known: {', '.join(STORED_DTYPES)}"
     if tensor.is_meta:
         return "on the meta device, it has no values; make it on a device first, with `to_empty`"
+    # lazily conjugated or negated: the memory holds other values than the tensor
     if tensor.is_conj() or tensor.is_neg():
         return f"a conjugate or negative view of {dtype}; give tensor.resolve_conj().resolve_neg()"
     return None

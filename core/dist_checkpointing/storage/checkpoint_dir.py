@@ -233,6 +233,7 @@ class PosixCheckpointDir:
         self.fs.sync(os.path.dirname(path))
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
+        # folders first; the files are then written, and synced, in threads
         for folder in sorted({os.path.dirname(name) for name in files}):
             self.make_folder(folder)
         self.fs.map(lambda item: self.fs.write_new(self.url + item[0], item[1]), files.items())
@@ -261,6 +262,7 @@ class PosixCheckpointDir:
         """By a rename that only one can do; the loser puts back what it should not have taken."""
         path, aside = self.url + name, f"{self.url}.trash-{uuid4().hex}"
         if old is not None:
+            # of two that try, one finds the file and the other finds none
             try:
                 self.fs.rename(path, aside)
             except FileNotFoundError:

@@ -48,6 +48,7 @@ class KvCheckpointDir:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         if not offset and length is None:
             return self._read(name, slice(None)).value
+        # one request for the range, where it lies inside of the object
         stop = None if length is None else offset + length
         try:
             return self._read(name, slice(offset, stop)).value

@@ -164,6 +164,7 @@ class _Operations:
 
     def start(self, name: str, size: int, operation: Callable[[], ts.Future[None]], array: np.ndarray) -> None:
         """Starts an operation on `array`, which is kept alive; one larger than the budget runs alone."""
+        # the oldest first: it is the most likely to be done
         while self._pending and self._pending_bytes + size > self._budget:
             self._wait_for_first()
         if self._failure is None:

@@ -47,6 +47,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return
+    # rich is optional: importing it takes long, and not every machine has it
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

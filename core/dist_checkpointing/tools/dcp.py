@@ -172,6 +172,7 @@ def _contents(folder: str, metadata: Any) -> DcpContents:
         index_fields = _fields(index, "MetadataIndex")
         name = index_fields["fqn"]
         byte_ranges[name, index_fields.get("offset")] = _byte_range(folder, name, _fields(info, "_StorageInfo"))
+    # DCP flattens nested dicts and lists, and keeps the way to each value
     flattened: Mapping[str, Any] = fields.get("planner_data") or {}  # name -> where it was in nested dicts
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, ByteRange] = {}
@@ -198,6 +199,7 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
 
 def _byte_range(folder: str, name: str, fields: Mapping[str, Any]) -> ByteRange:
     path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    # a path of the file is not believed: it could name any file of this machine
     if leads_elsewhere(path):
         raise ValueError(f"{name} lies outside, in {path!r}")
     if fields.get("transform_descriptors"):
@@ -226,6 +228,7 @@ def _tensor(name: str, fields: Mapping[str, Any], byte_ranges: ByteRanges) -> Sa
             raise ValueError(f"{name}: a piece {box} does not lie in {shape}")
         if volume(box):
             shards.append((box, _look_up(byte_ranges, name, offset)))
+    # overlaps are found when the shards are read; here their number must be right
     elements = sum(volume(box) for box, _ in shards)
     if elements != prod(shape):
         raise ValueError(f"{name}: its pieces have {elements} elements, its shape {shape} has {prod(shape)}")

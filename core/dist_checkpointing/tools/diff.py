@@ -49,6 +49,7 @@ def _array_difference(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> str
             name = f"{key}/{cell_name(index)}"
             count += a.manifest.files.get(name) != b.manifest.files.get(name)
         return f"{count} of {prod(grid_shape(a.metadata[key]))} cells" if count else None
+    # other grids: only the values can be compared
     count = _unequal_values(a, b, key)
     return f"{count} of {prod(a.shape(key))} values" if count else None
 

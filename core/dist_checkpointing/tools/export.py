@@ -52,6 +52,7 @@ def tensors(
         if not info.stacked and pp_rank != _pipeline_stage(name, pp_size):
             continue
         intervals_by_dim = cuts(info, tp_size, pp_size)
+        # the box of this rank: its tensor-parallel cut, and the layers of its pipeline stage
         box = [intervals[0] for intervals in intervals_by_dim]
         if info.tp_dim is not None:
             box[info.tp_dim] = intervals_by_dim[info.tp_dim][tp_rank]

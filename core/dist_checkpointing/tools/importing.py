@@ -152,7 +152,7 @@ def _add_list(imported: Import, key: str, members: Mapping[str, Path], saved: Dc
 
 def _unflattened(items: Mapping[Path, Any]) -> Any:
     """The inverse of what DCP did: lists by position, dicts by name."""
-    if () in items:
+    if () in items:  # a leaf: the path to it is used up
         return items[()]
     children: dict[str | int, dict[Path, Any]] = {}
     for (name, *rest), value in items.items():

@@ -27,8 +27,8 @@ def cut_for(stored: StoredCheckpoint, tp: int) -> dict[str, Json]:
     metadata = {}
     for key in stored.keys:
         info = stored.info(key)
-        parts = 8 if 8 % tp == 0 else tp
-        cell = cell_shape(info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, parts=parts)
+        tp_sizes = 8 if 8 % tp == 0 else tp  # the grid of a save, where it suits
+        cell = cell_shape(info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, tp_sizes=tp_sizes)
         attributes = stored.metadata[key]["attributes"]
         metadata[key] = array_metadata(info, cell, inner_shape(cell), attributes)
     return metadata
@@ -52,6 +52,7 @@ def copy(stored: StoredCheckpoint, url: str, metadata: Mapping[str, Json], run: 
 
 
 def _copied_cells(stored: StoredCheckpoint, metadata: Mapping[str, Json], done: Done) -> Cells:
+    # run through twice, so a function: once for what is to be read, once for what is written
     def new_cells() -> Iterator[tuple[str, Index, Box]]:
         for key in stored.keys:
             for index, box in cells(stored.shape(key), Chunking.from_metadata(metadata[key]).cell):

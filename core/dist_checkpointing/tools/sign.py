@@ -26,6 +26,7 @@ def sign(directory: CheckpointDir, key_file: str | os.PathLike[str]) -> int:
     Raises ValueError: damage, no such key, a file in the way that is no signature.
     """
     key = _read_key(key_file, "private")
+    # a signature vouches for every byte, so every byte is read first
     if problems := check(directory, full=True):
         raise ValueError(f"{len(problems)} problems, only a whole checkpoint is signed; {'; '.join(problems[:3])}")
     if directory.size(SIGNATURE) is not None:
@@ -85,6 +86,7 @@ def _digests(directory: CheckpointDir) -> dict[str, str]:
     sizes = {path: size for path, (size, _) in read_manifest(directory).files.items()}
 
     def digest(path: str) -> str:
+        # in blocks: a file may be larger than memory
         hasher, size = sha256(), sizes[path]
         for offset in range(0, size, _BLOCK_BYTES):
             hasher.update(directory.read(path, offset, min(_BLOCK_BYTES, size - offset)))

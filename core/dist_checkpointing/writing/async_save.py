@@ -104,6 +104,7 @@ class WriterProgram:
         limit_s = timeout_s
         if limit_s is None:
             limit_s = self._job.timeout_s + MARGIN_S - (time.monotonic() - self._begin_time)
+        # the writer answers with one line; a pipe that ends without one means that it died
         ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, limit_s))
         if not ready:
             if timeout_s is not None:
@@ -153,6 +154,7 @@ class BackgroundCall:
         self._error: BaseException | None = None
         self._stream: AbstractContextManager[Any] = nullcontext()
         if device is not None and device.type != "cpu":
+            # behind what the training step has queued: the values of now are copied, not half-updated ones
             stream = torch.Stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
             self._stream = stream

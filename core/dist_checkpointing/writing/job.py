@@ -83,6 +83,7 @@ class Job:
                 f"{self.name} would have a manifest of {manifest_bytes} bytes, readers take {MAX_JSON_BYTES}: save "
                 "the model and each state of the optimizer as checkpoints of their own"
             )
+        # first what killed jobs left: their space may be needed
         self._root.sweep(self.name)
         with space_for(self._root.files, self.nbytes + SLACK):
             self._root.begin(self.name, self.uuid)
@@ -152,7 +153,7 @@ class Job:
         Raises RuntimeError: a rank failed; TimeoutError: one is silent. Orphaned: the job is gone, by `orphaned()`,
         and no other rank goes on.
         """
-        check_others = self._root.others(self.name, self.uuid, orphaned)
+        check_others = self._root.other_ranks(self.name, self.uuid, orphaned)
         deadline = time.monotonic() + self.timeout_s
         if self.rank != 0:
             self.merge(check_others)
@@ -173,6 +174,7 @@ class Job:
                 waiting=check_others,
             )
         if self.retention is not None:
+            # only now: a failed save must never cost an older checkpoint
             try:
                 self._root.retain(**self.retention)
             except (OSError, ValueError, RuntimeError) as error:

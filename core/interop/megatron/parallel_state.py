@@ -45,16 +45,19 @@ def initialize_model_parallel(
 
     Raises ValueError: an argument that asks for groups which are not here; sizes that do not fit the world.
     """
-    if asked := [name for name, value in more.items() if value not in (None, False, 1)]:
+    unsupported = [name for name, value in more.items() if value not in (None, False, 1)]
+    if unsupported:
         raise ValueError(
-            f"{len(asked)} arguments ask for groups that are not here: {', '.join(asked)}; leave them out"
+            f"{len(unsupported)} arguments ask for groups that are not here: {', '.join(unsupported)}; leave them out"
         )
+    # Megatron orders axes from the innermost to the outermost, we do it the other way round
+    axes = [axis for axis in reversed(order.split("-")) if axis != "ep"]
     return current.initialize_model_parallel(
         tensor_model_parallel_size,
         pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
-        order="-".join(axis for axis in reversed(order.split("-")) if axis != "ep"),
+        order="-".join(axes),
         distributed_timeout_minutes=distributed_timeout_minutes,
     )
 

@@ -9,7 +9,7 @@ from core.parallel_state.collectives.groups import world
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient. Raises ValueError: a rest."""
+    """The quotient. Raises ValueError: the numbers do not divide."""
     if numerator % denominator:
         raise ValueError(f"{numerator} does not divide by {denominator}")
     return numerator // denominator
@@ -18,7 +18,7 @@ def divide(numerator: int, denominator: int) -> int:
 def unwrap_model(model: Any, module_instances: tuple | None = None) -> Any:
     """The module inside wrappers, of one or of a list of chunks."""
     if isinstance(model, (list, tuple)):
-        return [unwrap_model(one) for one in model]
+        return [unwrap_model(chunk) for chunk in model]
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model

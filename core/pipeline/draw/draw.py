@@ -6,6 +6,7 @@ Standard library only.
 import json
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import chain
 from math import floor, log10
 
 from core.pipeline.schedule.timeline import Event, Timeline
@@ -48,15 +49,17 @@ def _label_events(row: Sequence[Event]) -> list[tuple[Event, str]]:
     for event in row:
         kind, stage, microbatch = event.action
         chunk = chunk_of_stage[stage]
-        letter = kind.lower() if chunk % 2 else kind
-        number = "" if microbatch is None else str(microbatch)
-        labelled.append((event, letter + number + "'" * (chunk // 2)))
+        label = kind.lower() if chunk % 2 else kind
+        if microbatch is not None:
+            label += str(microbatch)
+        labelled.append((event, label + "'" * (chunk // 2)))
     return labelled
 
 
 def _label_time(timeline: Timeline) -> float:
     """The time that gets room for a label: the shortest action, unless that would stretch all others too much."""
-    durations = sorted(event.end - event.start for row in timeline.rows for event in row) or [0.0]
+    events = chain.from_iterable(timeline.rows)
+    durations = sorted(event.end - event.start for event in events) or [0.0]
     short = durations[len(durations) // 10]
     half_of_mean = sum(durations) / len(durations) / 2
     return max(short, half_of_mean) or 1.0
@@ -67,8 +70,9 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
 
     An action is as wide as it takes long. What is wider than `width` columns goes on below.
     """
+    # a column is so wide that every label fits into an action of the usual length
     rows = [_label_events(row) for row in timeline.rows]
-    cells = [cell for row in rows for cell in row]
+    cells = list(chain.from_iterable(rows))
     if not cells:
         return "nothing ran\n"
     label_time = _label_time(timeline)
@@ -109,6 +113,7 @@ def _text_line(row: Sequence[tuple[Event, str]], scale: float, columns: int) -> 
 def _legend(cells: Sequence[tuple[Event, str]]) -> str:
     kinds = {event.action.kind for event, _ in cells}
     entries = [f"{kind} {meaning}" for kind, meaning in MEANING.items() if kind in kinds]
+    # only what this drawing needs
     if any(label[0].islower() for _, label in cells):
         entries.append("small letters: a rank's second stage")
     if any(label.endswith("'") for _, label in cells):
@@ -131,8 +136,10 @@ def draw_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
         lanes.append(f'<text x="{_LEFT - 10}" y="{y + _LANE_HEIGHT / 2 + 4}" class="a e">rank {rank}</text>')
         lanes.append(f'<rect x="{_LEFT}" y="{y}" width="{width}" height="{_LANE_HEIGHT}" fill="{_IDLE}"/>')
         lanes += _boxes(row, y, width / total)
-    unit_text = f" {unit}" if unit else ""
-    heading = f"step {timeline.makespan:.4g}{unit_text}, bubble {100 * timeline.bubble:.1f} %"
+    step = f"{timeline.makespan:.4g}"
+    if unit:
+        step += f" {unit}"
+    heading = f"step {step}, bubble {100 * timeline.bubble:.1f} %"
     height = bottom + 58
     return "\n".join(
         [
@@ -194,12 +201,14 @@ def _axis(y: float, width: float, total: float) -> Iterator[str]:
 
 
 def _key(timeline: Timeline, y: float) -> Iterator[str]:
-    kinds = {event.action.kind for row in timeline.rows for event in row}
+    kinds = {event.action.kind for event in chain.from_iterable(timeline.rows)}
     chunks = max((len(_chunk_of_stage(row)) for row in timeline.rows), default=1)
     entries = [(kind, f"{kind} {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
     x = _LEFT
     for kind, text in [*entries, ("", "idle")]:
-        fills = [shade(kind, chunk, chunks) for chunk in range(chunks)] if kind else [_IDLE]
+        fills = [_IDLE]
+        if kind:
+            fills = [shade(kind, chunk, chunks) for chunk in range(chunks)]
         for fill in fills:
             yield f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill}"/>'
             x += 15

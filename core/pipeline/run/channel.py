@@ -56,7 +56,12 @@ class Form:
         remaining = iter(tensors)
         if self.nesting is _TENSOR_NESTING:
             return next(remaining)
-        leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
+        leaves = []
+        for constant in self.constants:
+            if constant is None:  # a tensor
+                leaves.append(next(remaining))
+            else:
+                leaves.append(constant[0])
         return pytree.tree_unflatten(leaves, self.nesting)
 
     def messages(self, direction: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -179,7 +184,8 @@ class Channel:
         self._rows = rows
         self._plan, self._groups, self._device = plan, groups, device
         self._global_rank, self._prefetch_depth = global_rank, prefetch_depth
-        self.forms: dict[tuple[str, int], Form] = {}  # (F or B, receiving stage)
+        # the form of outputs and gradients, by (F or B, receiving stage); known after the first message of a step
+        self.forms: dict[tuple[str, int], Form] = {}
         self._inboxes: dict[Action, _Inbox] = {}  # by every action that it will receive
         self._pending_sends: dict[Action, list[Sent]] = {}
         for peer, actions in plan.inbox.items():
@@ -192,12 +198,14 @@ class Channel:
 
         Raises ValueError: another form than this step's first microbatch had.
         """
+        # every pair of ranks has two groups, one per direction: gloo matches messages by their order in a group
         group = self._groups[-1, self._plan.outbox[action]]
         destination = 1 - group.rank
         works: list[Sent] = []
         tensors = value
         if action.kind == "SEND_F":
             form, tensors = Form.of(value)
+            # what goes forward says what will come back: gradients have the forms of the outputs
             first_form = self.forms.setdefault(("B", action.stage), form)
             if first_form is form:
                 works += self._send_header(form, group, destination)
@@ -211,7 +219,7 @@ class Channel:
 
     def _send_header(self, form: Form, group: Group, destination: int) -> list[Sent]:
         numbers, description = form.header()
-        rows = -1 if self._rows is None else self._rows
+        rows = -1 if self._rows is None else self._rows  # -1: this rank was given no batch
         messages = [torch.tensor([*numbers, rows], device=self._device)]
         if description:
             messages.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self._device))
@@ -244,6 +252,7 @@ class Channel:
         if action.kind == "RECV_B":
             any_wanted = any(wants_grad for _, _, wants_grad in form.tensors)
             return tensors if any_wanted else []
+        # the stage cuts its graph at tensors that require grad
         for tensor, (_, _, wants_grad) in zip(tensors, form.tensors, strict=False):
             tensor.requires_grad_(wants_grad)
         return form.fill(tensors)
@@ -272,6 +281,7 @@ class Channel:
         if kind != ANY_NESTING:
             self.forms[boundary] = Form.from_header(numbers)
             return
+        # any other nesting: its pickled description follows the header
         message = irecv((length,), torch.uint8, inbox.source, inbox.group, device=self._device, header=False)
         self.forms[boundary] = pickle.loads(message.wait().cpu().numpy().tobytes())
 
@@ -299,7 +309,7 @@ class Channel:
             if (action.kind[-1], action.stage) not in self.forms:
                 if action.kind == "RECV_F":
                     self._expect_header(inbox)
-                return
+                return  # waiting for the header here could deadlock: the peer may wait for us first
             self._post(inbox)
 
     def _wait_sent(self, action: Action, *, arrived: bool = False) -> None:

@@ -83,7 +83,9 @@ class Executor:
 
     def run(self, clock: Clock) -> None:
         """Every action in order, then wait until everything sent has arrived."""
-        compute = self._compute if self._watch is None else partial(self._compute_watched, self._watch)
+        compute = self._compute
+        if self._watch is not None:  # in one step only, so that all others pay nothing
+            compute = partial(self._compute_watched, self._watch)
         for action in self.plan.order:
             self.current_action = action
             if action.kind in "FIWR":
@@ -101,8 +103,10 @@ class Executor:
         if self.current_action is None:
             return "after its last action"
         kind, stage, microbatch = self.current_action
-        microbatch_text = "" if microbatch is None else f", microbatch {microbatch}"
-        return f"stage {stage}{microbatch_text}, action {kind} ({self.current_action})"
+        place = f"stage {stage}"
+        if microbatch is not None:
+            place += f", microbatch {microbatch}"
+        return f"{place}, action {kind} ({self.current_action})"
 
     def _compute_watched(self, watch: MemoryWatch, action: Action) -> None:
         kind, stage, microbatch = action
@@ -121,7 +125,8 @@ class Executor:
 
         received = None
         if kind in "FI":
-            received = self._pending.get(("F" if kind == "F" else "B", stage, microbatch))
+            direction = "F" if kind == "F" else "B"
+            received = self._pending.get((direction, stage, microbatch))
         watch.around(action, self.stages[stage].module, self.step.microbatches[microbatch], received, run)
 
     def _compute(self, action: Action) -> None:
@@ -160,7 +165,7 @@ class Executor:
                 self.channel.send(action, self._pending.pop(("F", stage + 1, microbatch)))
             case "SEND_B":
                 self.channel.send(action, self._pending.pop(("B", stage - 1, microbatch)))
-            case "REDUCE_GRAD":
+            case "REDUCE_GRAD":  # after the last W of a stage: its buckets are full
                 sync.stage_done(self.stages[stage].module)
             case "UNSHARD":  # ZeRO-3: all-gather this stage's weights
                 sync.unshard(self.stages[stage].module)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from core.autograd import GradSync, WeightGradBag
-from core.autograd.module_state import Before
+from core.autograd.module_state import StateBefore
 from core.pipeline.run.step import LossFn
 
 
@@ -47,5 +47,5 @@ class MicrobatchState:
     outputs_want_grad: list[bool] = field(default_factory=list)  # per output tensor, as the next stage was told
     loss_gradient: list[Tensor] = field(default_factory=list)  # on the last stage: what backward starts from
     input_versions: list[int] = field(default_factory=list)  # in-place write counters before F, compared by R
-    modules_before: Before = field(default_factory=Before)  # buffers and attributes before F, restored for R
+    modules_before: StateBefore = field(default_factory=StateBefore)  # buffers and attributes before F
     writable_copy: Any = None  # of (received, microbatch), for an F that may write into them

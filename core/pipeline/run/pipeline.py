@@ -76,15 +76,17 @@ class Pipeline:
     ) -> None:
         self.ps, self._microbatches, self.seed = ps, num_microbatches, seed
         # prefetching gains more with gloo; on an accelerator a posted receive occupies part of the device
-        default_depth = 4 if ps.device.type == "cpu" else 2
-        self.receive_ahead = default_depth if receive_ahead is None else receive_ahead
+        if receive_ahead is None:
+            receive_ahead = 4 if ps.device.type == "cpu" else 2
+        self.receive_ahead = receive_ahead
         tuner = Tuner(ps, num_microbatches, memory_limit, self.receive_ahead, search_seconds)
         self._tuner = tuner if schedule == "auto" else None
+        # the number of the next step, and of calls so far: ranks compare the latter when one of them fails
         self.step_index, self._calls = 0, 0
         self._global_ranks = ps.grid.members(ps.rank, "pp")
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.stages: dict[int, Stage] = {}
-        self._plans: dict[Schedule, RankPlan] = {}
+        self._plans: dict[Schedule, RankPlan] = {}  # of schedules that this rank is connected for
         self._clock: Clock | None = None  # of the last step
         self._scale_watch = ScaleWatch(ps) if ps.size("pp") > 1 and grad_sync is None else None
         self._batch_watch = BatchWatch(ps)
@@ -125,6 +127,7 @@ class Pipeline:
         """Schedule and stages. Raises ValueError, on this rank: see the class."""
         ps, modules = self.ps, list(modules_of(stages).values())
         self.schedule = resolve_schedule(schedule, stages, ps, self.num_microbatches)
+        # schedule and policies first: they say which stages there are, and what each recomputes
         no_modules = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
         if no_modules:
             raise ValueError(
@@ -195,6 +198,7 @@ class Pipeline:
             self._batch_watch.after_step()
             if without_sync and self._scale_watch is not None:
                 self._scale_watch.after_step([*self.modules.values()])
+        # outside of the block: "auto" has errors of its own, which it raises on every rank
         self._clock = clock
         self.step_index += 1
         self._tune()
@@ -249,7 +253,10 @@ class Pipeline:
         return executor
 
     def _step_context(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **options: Any) -> StepContext:
-        microbatches = split_microbatches(batch, count) if batch is not None else [None] * count
+        microbatches: list[Any] = [None] * count
+        if batch is not None:
+            microbatches = split_microbatches(batch, count)
+        # replicas number their microbatches one after the other: random numbers depend on the global index
         first_microbatch = self.ps.index("dp") * count
         return StepContext(self.step_index, first_microbatch, microbatches, loss_fn, self.grad_sync, **options)
 
@@ -292,7 +299,9 @@ class Pipeline:
         by_global_rank = self.ps.connect((self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links)
         groups = {(a, b): by_global_rank[self._global_rank(a), self._global_rank(b)] for a, b in rank_plan.links}
         channel = Channel(rank_plan, groups, self._global_rank, self.ps.device, self.receive_ahead, rows_of(batch))
-        watch = self._tuner.watch if self._tuner is not None and step.training else None
+        watch = None
+        if self._tuner is not None and step.training:
+            watch = self._tuner.watch
         return Executor(rank_plan, self.stages, channel, step, watch)
 
     def _run(self, executor: Executor, clock: Clock) -> None:
@@ -303,7 +312,7 @@ class Pipeline:
         try:
             executor.run(clock)
         except BaseException:
-            executor.channel.drop()
+            executor.channel.drop()  # messages under way would keep connections open, and peers waiting
             raise
         finally:
             for generator, state in states:
@@ -313,6 +322,7 @@ class Pipeline:
                 stage.clear()
 
     def _global_result(self, total: Tensor) -> StepResult:
+        # only the last stage has numbers, the others add zeros; then the sum over replicas
         total = all_reduce(all_reduce(total, self.ps.group("pp")), self.ps.group("dp-cp"))
         return StepResult(total[0], total[1])
 

@@ -66,6 +66,7 @@ class SingleStage:
         self.model, self.ps, self.num_microbatches, self.seed = model, ps, num_microbatches, seed
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.step_index = 0
+        # our own models carry a context that their operations already hold
         model_context = stage if stage is not None else getattr(model, "stage", None)
         self.stage = model_context if isinstance(model_context, StageContext) else StageContext()
         self._forward_arguments = forward_arguments(model)
@@ -96,6 +97,7 @@ class SingleStage:
                     output = call_stage(model, microbatch, self._forward_arguments)
                     loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
                 del output  # before backward: the graph holds what it needs
+                # gradient accumulation: backward adds to the gradients of the microbatches before
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
                     with without_autocast(self.ps.device):
@@ -105,6 +107,7 @@ class SingleStage:
                 sums.append(loss_and_tokens(loss_sum, num_tokens, self.ps.device))
         finally:
             self.stage.release()
+        # all-reduce or reduce-scatter of what is left, then wait for all of it
         sync.stage_done(model)
         sync.finish()
         self.step_index += 1

@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from core.autograd import NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
-from core.autograd.compiled import make_compilable
-from core.autograd.module_state import Before, ModuleState
+from core.autograd.linear import make_compilable
+from core.autograd.module_state import ModuleState, StateBefore
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
@@ -125,8 +125,12 @@ class Stage:
             input_leaves.append(value.detach().requires_grad_())
             return input_leaves[-1]
 
-        if step.training:  # a single tensor is the common case, and needs no pytree
-            received = make_leaf(received) if isinstance(received, Tensor) else tree_map(make_leaf, received)
+        # a single tensor is the common case, and needs no pytree
+        if step.training:
+            if isinstance(received, Tensor):
+                received = make_leaf(received)
+            else:
+                received = tree_map(make_leaf, received)
         bag = WeightGradBag(compiled=self._has_compiled_code, open=False)
         state = MicrobatchState(received, input_leaves, step.first_microbatch + microbatch, bag)
 
@@ -157,7 +161,7 @@ class Stage:
         self._remember_loss_edge(state, output, step)
         return loss_and_tokens(output[0], output[1], self.device)
 
-    def _guard_attributes(self, before: Before, with_graph: bool) -> None:
+    def _guard_attributes(self, before: StateBefore, with_graph: bool) -> None:
         """Tensors that a graphless F left on modules cannot be differentiated: using them in a loss must raise."""
         for module, name, _ in before.attributes:
             value = module.__dict__.get(name)
@@ -199,7 +203,7 @@ class Stage:
                 "clone it in the stage, or use recompute='none'"
             )
         step.sync.before_forward(self.module)
-        with torch.enable_grad(), self._module_state.as_before(state.modules_before):
+        with torch.enable_grad(), self._module_state.with_state(state.modules_before):
             output = self._call(microbatch, state, step)
         if self.last:
             self._remember_loss_edge(state, output, step)
@@ -276,6 +280,7 @@ class Stage:
         if keep_graph:
             self._remember_output_edges(state, tensors)
 
+        # without the graph, so that the output's memory is free once it is sent
         remaining_wants = iter(wants_grad)
         detached = []
         for leaf in leaves:
@@ -323,8 +328,11 @@ class Stage:
 
         input_grads = []
         for leaf, gradient in zip(state.input_leaves, gradients, strict=True):
-            input_grads.append(gradient if gradient is not None else torch.zeros_like(leaf))
+            if gradient is None:
+                gradient = torch.zeros_like(leaf)
+            input_grads.append(gradient)
         self._unshare_new_gradients([*state.bag.tensors(), *input_grads])
+        # the graph is gone; until W only the bag is needed
         state.received, state.input_leaves, state.output_edges, state.loss_gradient = None, [], [], []
         return input_grads
 
@@ -348,6 +356,7 @@ class Stage:
 
     def weight_gradients(self, microbatch: int, step: StepContext) -> None:
         """W: empties the bag; `sync` hears of each parameter whose gradient of this microbatch is complete."""
+        # the last of the microbatch: nothing of it stays
         bag, sync = self._in_flight.pop(microbatch).bag, step.sync
         with without_autocast(self.device):
             if isinstance(sync, NullGradSync):

@@ -47,6 +47,7 @@ def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(module.forward).parameters.values()
     names = tuple(parameter.name for parameter in parameters if parameter.kind in named_kinds)
+    # torch.compile and DDP wrap the module, and take whatever it takes: (*args, **kwargs)
     wrapped = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     if not names and isinstance(wrapped, nn.Module):
         return forward_arguments(wrapped)
@@ -61,7 +62,8 @@ def call_stage(module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] 
     Raises ValueError: a mapping of which forward takes nothing.
     """
     if isinstance(microbatch, Mapping):
-        arguments = forward_arguments(module) if arguments is None else arguments
+        if arguments is None:
+            arguments = forward_arguments(module)
         keywords = {name: microbatch[name] for name in arguments if name in microbatch}
         if not keywords:
             raise ValueError(
@@ -85,6 +87,7 @@ def call_next_stage(module: nn.Module, received: Any, microbatch: Any, arguments
         keywords = dict(received)
     if not keywords:  # an empty mapping is an argument like any other
         positional = received if isinstance(received, tuple) else (received,)
+    # what arrived goes before the batch: tokens of the batch must not replace an activation
     if isinstance(microbatch, Mapping):
         unfilled = arguments[len(positional) :]
         keywords = {name: microbatch[name] for name in unfilled if name in microbatch} | keywords
@@ -104,14 +107,17 @@ def call_loss_fn(loss_fn: LossFn, output: Any, microbatch: Any) -> tuple[Tensor,
         )
     loss = result[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"that is a {type(loss).__name__}"
+        kind = f"that is a {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            kind = f"of shape {tuple(loss.shape)}"
         raise ValueError(f"loss_fn returned a loss {kind}, not 1 number in a tensor; sum it")
     return result
 
 
 def check_loss(loss_sum: Tensor, num_tokens: Tensor | float) -> bool:
     """Whether the loss has a gradient. Raises ValueError: a constant over valid tokens."""
-    if not loss_sum.requires_grad and float(num_tokens):  # a constant is fine where everything is masked
+    # a constant is fine where everything is masked; `float` waits for the device, in this rare case only
+    if not loss_sum.requires_grad and float(num_tokens):
         raise ValueError(
             f"loss_fn returned a loss over {float(num_tokens):g} tokens that depends on 0 trainable parameters; do "
             "not detach it, and call step outside of no_grad"
@@ -141,6 +147,7 @@ def loss_and_tokens(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.
     """[2] float64: loss and tokens of a microbatch, detached."""
     if not isinstance(num_tokens, Tensor):  # filled in on the device, which is no copy from the host
         num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=device)
+    # float64: sums over millions of tokens stay exact enough to compare layouts by
     scalars = [value.detach().to(device, torch.float64).reshape(()) for value in (loss_sum, num_tokens)]
     return torch.stack(scalars)
 
@@ -188,6 +195,7 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
         raise ValueError(
             f"the batch is a list of {len(batch)}; give a tensor, a tuple (positionally) or a mapping (by name)"
         )
+    # all tensors of the outermost level must agree; deeper ones are cut if they have as many rows
     sizes = {key: value.shape[0] for key, value in _entries(batch) if _has_rows(value)}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one")
@@ -205,7 +213,9 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
 def _entries(batch: Any) -> list[tuple[Any, Any]]:
     if isinstance(batch, Mapping):
         return list(batch.items())
-    return list(enumerate(batch if isinstance(batch, tuple) else (batch,)))
+    if not isinstance(batch, tuple):
+        batch = (batch,)
+    return list(enumerate(batch))
 
 
 def _cut_rows(value: Any, first: int, count: int, size: int) -> Any:
@@ -214,11 +224,14 @@ def _cut_rows(value: Any, first: int, count: int, size: int) -> Any:
         return _view_rows(value, first, count) if value.shape[0] == size else value
     if isinstance(value, Mapping):
         entries = {key: _cut_rows(inner, first, count, size) for key, inner in value.items()}
-        return entries if type(value) is dict else _mapping_like(value, entries)
+        if type(value) is dict:
+            return entries
+        return _mapping_like(value, entries)
     if isinstance(value, tuple):
         elements = [_cut_rows(inner, first, count, size) for inner in value]
-        is_namedtuple = hasattr(value, "_fields")
-        return type(value)(*elements) if is_namedtuple else tuple(elements)
+        if hasattr(value, "_fields"):  # a namedtuple
+            return type(value)(*elements)
+        return tuple(elements)
     one_entry_per_row = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
     if one_entry_per_row and len(value) == size:
         return value[first : first + count]
@@ -237,7 +250,9 @@ def _view_rows(value: Tensor, first: int, count: int) -> Tensor:
     # `.data` gives each microbatch a version counter of its own: a module that writes into one in place must not
     # make autograd and R believe that all the others were written as well
     view = value.narrow(0, first, count)
-    return view if value.requires_grad else view.data
+    if value.requires_grad:  # the user wants the gradient of the input itself
+        return view
+    return view.data
 
 
 def rows_of(batch: Batch | None) -> int | None:
@@ -248,6 +263,7 @@ def rows_of(batch: Batch | None) -> int | None:
 
 def evaluation_microbatches(batch: Batch | None, num_microbatches: int) -> int:
     """Into how many microbatches a batch of any size is cut for a forward without backward: at most so many."""
+    # the greatest common divisor divides any number of rows, and stays within the schedule's microbatches
     return gcd(rows_of(batch) or num_microbatches, num_microbatches)
 
 

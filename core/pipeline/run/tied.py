@@ -55,6 +55,7 @@ def _refuse_different_ends(modules: Mapping[int, nn.Module], ps: ParallelState) 
     """Raise ValueError, on every rank: a marked table whose two ends hold different values. All-gather over pp."""
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
     tables = [parameter for parameter in parameters if _is_marked(parameter) and not parameter.is_meta]
+    # a sum of absolute values is enough to tell two initialisations apart, and is cheap to compare
     local_sums = [float(table.detach().abs().sum(dtype=torch.float64)) for table in tables]
     totals = []  # (rank, sum of absolute values)
     for rank, rank_sums in enumerate(all_gather_objects(local_sums, ps.group("pp"))):
@@ -144,6 +145,7 @@ def sum_tied_gradients(earlier_grads: Mapping[nn.Parameter, Tensor | None], ps: 
     for parameter, earlier in earlier_grads.items():
         if parameter.grad is None:  # this end got no gradient; the other one waits in the all-reduce all the same
             parameter.grad = torch.zeros_like(parameter)
+        # both ends have the sum now, and make the same update
         all_reduce(parameter.grad, ps.group("embedding"))
         if earlier is not None:
             parameter.grad += earlier

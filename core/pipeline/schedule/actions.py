@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "I", "W", "R")
@@ -28,8 +29,9 @@ class Action(NamedTuple):
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{self.stage}{self.kind}{microbatch}"
+        if self.microbatch is None:
+            return f"{self.stage}{self.kind}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
@@ -76,13 +78,13 @@ class Schedule:
     @cached_property
     def microbatches(self) -> int:
         """How many microbatches it processes."""
-        actions = (action for order in self.orders for action in order)
-        return 1 + max((action.microbatch for action in actions if action.microbatch is not None), default=-1)
+        microbatches = (action.microbatch for action in chain.from_iterable(self.orders))
+        return 1 + max((index for index in microbatches if index is not None), default=-1)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int | None]]:
         """(stage, microbatch) of every R."""
-        actions = (action for order in self.orders for action in order)
+        actions = chain.from_iterable(self.orders)
         return frozenset((action.stage, action.microbatch) for action in actions if action.kind == "R")
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -100,14 +102,15 @@ class Schedule:
         """From `text()`. Raises ValueError: something that is not an action, or no placement."""
         head, *rows = text.removesuffix("\n").split("\n")
         name, colon, placement_text = head.rpartition(":")
-        words = placement_text.split()
-        are_numbers = all(word.isascii() and word.isdecimal() and len(word) < MAX_LENGTH for word in words)
-        if not colon or not words or not are_numbers:
+        # `isdecimal` alone would take other scripts' digits, and a number of any length
+        ranks = placement_text.split()
+        are_numbers = all(rank.isascii() and rank.isdecimal() and len(rank) < MAX_LENGTH for rank in ranks)
+        if not colon or not ranks or not are_numbers:
             raise ValueError(
                 f"a schedule's text starts with `name: rank of stage 0, of stage 1 ..`, got {head[:60]!r}"
             )
         orders = [[Action.parse(word) for word in row.split()] for row in rows]
-        return cls.make(map(int, words), orders, name)
+        return cls.make(map(int, ranks), orders, name)
 
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
@@ -119,7 +122,8 @@ def v_shape(ranks: int, chunks: int = 2) -> tuple[int, ...]:
     """Placement 0 1 .. P-1, P-1 .. 1 0: the first and the last stage share rank 0 (a W for more chunks)."""
     placement: list[int] = []
     for chunk in range(chunks):
-        placement += range(ranks) if chunk % 2 == 0 else reversed(range(ranks))
+        goes_down = chunk % 2 == 0
+        placement += range(ranks) if goes_down else reversed(range(ranks))
     return tuple(placement)
 
 

@@ -24,7 +24,7 @@ class ActivationMemory:
 
     def __init__(self, problem: SchedulingProblem, limits: Sequence[float], careful: bool) -> None:
         self.problem, self.limits, self.careful = problem, limits, careful
-        self.held = [0.0] * problem.ranks
+        self.used = [0.0] * problem.ranks
         self.progress = [[0] * problem.microbatches for _ in range(problem.ranks)]
         self.oldest, self.newest = [0] * problem.ranks, [0] * problem.ranks  # microbatches in flight
         # bits to shift by, of each stage
@@ -40,43 +40,46 @@ class ActivationMemory:
         known = self.remaining_by_progress[rank].get(progress)
         if known is not None:
             return known
-        problem, more, peak, held = self.problem, 0.0, 0.0, 0.0
+        problem = self.problem
+        more = peak = present = 0.0
         stages = problem.stages_of[rank]
         actions = [(stage, F) for stage in stages]
         for stage in reversed(stages):
-            actions += [(stage, R), (stage, I), (stage, W)] if problem.recomputed[stage] else [(stage, I), (stage, W)]
+            if problem.recomputed[stage]:
+                actions.append((stage, R))
+            actions += [(stage, I), (stage, W)]
         for stage, kind in actions:
             change = problem.memory_change[stage * problem.stride + kind]
             is_done = progress >> self.shift[stage] & STATE_MASK > kind
             if is_done:
-                held += change
+                present += change
             else:
                 more += change
                 peak = max(peak, more)
-        self.remaining_by_progress[rank][progress] = (peak, held)
-        return peak, held
+        self.remaining_by_progress[rank][progress] = (peak, present)
+        return peak, present
 
     def fits(self, rank: int, stage: int, microbatch: int, kind: int) -> bool:
         """Whether the rank may do an action (an F with the R of a direct I counts as its R)."""
         more = self.change(rank, stage, microbatch, kind)
         limit = self.limits[rank]
-        held = self.held[rank] + more
+        used = self.used[rank] + more
         if more <= 0:
             return True
-        if not self.careful or held + self.peak_of_one[rank] <= limit:  # room for a whole microbatch: surely safe
-            return held <= limit
+        if not self.careful or used + self.peak_of_one[rank] <= limit:  # room for a whole microbatch: surely safe
+            return used <= limit
 
         # the banker's rule: let the microbatches in flight end in turn, each giving its memory back
         rank_progress = self.progress[rank]
         before = rank_progress[microbatch]
         rank_progress[microbatch] = self.after(microbatch, rank, stage, kind)
-        safe = held <= limit
+        safe = used <= limit
         for other in range(self.oldest[rank], max(self.newest[rank], microbatch + 1)):
             if not safe:
                 break
             peak, gives_back = self.remaining(rank, rank_progress[other])
-            safe = held + peak <= limit
-            held -= gives_back
+            safe = used + peak <= limit
+            used -= gives_back
         rank_progress[microbatch] = before
         return safe
 
@@ -95,7 +98,7 @@ class ActivationMemory:
 
     def do(self, rank: int, stage: int, microbatch: int, kind: int) -> None:
         """An action is done: its memory, and which microbatches are in flight."""
-        self.held[rank] += self.change(rank, stage, microbatch, kind)
+        self.used[rank] += self.change(rank, stage, microbatch, kind)
         self.progress[rank][microbatch] = self.after(microbatch, rank, stage, kind)
         self.newest[rank] = max(self.newest[rank], microbatch + 1)
         rank_progress, finished = self.progress[rank], self.finished[rank]

@@ -40,8 +40,8 @@ class SchedulingProblem:
 
         self.stride = 4 * microbatches  # from an action to the same of the next stage
         self.size = self.stride * self.stages
-        actions_per_microbatch = sum(4 if recomputed else 3 for recomputed in self.recomputed)
-        self.actions = microbatches * actions_per_microbatch
+        # F, I, W of every stage, and R of those that are recomputed
+        self.actions = microbatches * (3 * self.stages + sum(self.recomputed))
         self.duration, self.delay = [0.0] * self.size, [0.0] * self.size
         self.memory_change, self.source = [0.0] * self.size, [-1] * self.size
         self.graph = [0.0] * self.stages
@@ -53,6 +53,7 @@ class SchedulingProblem:
     def _fill_stage(self, stage: int, costs: Costs) -> None:
         saved, graph, waiting = (costs.at(name, stage) for name in ("saved", "graph", "waiting"))
         self.graph[stage] = graph
+        # activation checkpointing: F keeps the stage's input, R makes the graph
         after_forward = saved if self.recomputed[stage] else graph
         memory_changes = (after_forward, graph - saved, waiting - graph, -waiting)  # of F, R, I, W
         durations = [costs.at(name, stage) for name in KINDS]
@@ -61,12 +62,14 @@ class SchedulingProblem:
             self.memory_change[first : first + 4] = memory_changes
             if stage:
                 self.source[first + F] = first + F - self.stride
-            is_last = stage == self.stages - 1
-            self.source[first + I] = first + F if is_last else first + I + self.stride
+            if stage < self.stages - 1:
+                self.source[first + I] = first + I + self.stride
+            else:  # the gradient of the loss
+                self.source[first + I] = first + F
             for kind in (F, I):
                 source = self.source[first + kind]
-                crosses_ranks = source >= 0 and self.placement[source // self.stride] != self.placement[stage]
-                self.delay[first + kind] = costs.comm if crosses_ranks else 0.0
+                if source >= 0 and self.placement[source // self.stride] != self.placement[stage]:
+                    self.delay[first + kind] = costs.comm
 
     def stage_work(self, stage: int) -> float:
         """Time of everything that a stage does for a microbatch, R included."""
@@ -167,7 +170,10 @@ class SchedulingProblem:
             durations.append(rank_durations)
             peaks.append(peak)
         ends = self.end_times(orders, durations)
-        return None if ends is None else (ends[0], peaks)
+        if ends is None:
+            return None
+        makespan, _ = ends
+        return makespan, peaks
 
     def schedule(self, orders: IntegerOrders, name: str = "auto") -> Schedule:
         """Integers to actions, without the R that cost nothing."""
@@ -212,6 +218,8 @@ class SchedulingProblem:
             for stage in range(self.stages):
                 orders[self.placement[stage]].append(self.action(F, stage, microbatch))
             for stage in reversed(range(self.stages)):
-                kinds = (R, I, W) if self.recomputed[stage] else (I, W)
-                orders[self.placement[stage]].extend(self.action(kind, stage, microbatch) for kind in kinds)
+                order = orders[self.placement[stage]]
+                if self.recomputed[stage]:
+                    order.append(self.action(R, stage, microbatch))
+                order += [self.action(I, stage, microbatch), self.action(W, stage, microbatch)]
         return orders

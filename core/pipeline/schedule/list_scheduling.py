@@ -57,15 +57,18 @@ class Policies:
         not_recompute_first = [kinds for kinds in permutations if kinds[0] != "R"]
         in_flight = (ranks // 2, ranks * 3 // 4, ranks, ranks, ranks * 3 // 2, 2 * ranks, FOREVER, FOREVER)
         self.rng, self.plain = rng, list(PLAIN_POLICIES)
+        # options without an effect in this problem have one value
+        ahead = (0, 1, 1, 2) if any(problem.recomputed) else (0,)
+        direct = (True, False) if problem.recomputed[-1] else (True,)
         # what stands twice is drawn twice as often: over many problems it led to the best tenth more often
         self.choices: dict[str, tuple[Any, ...]] = {
             "kinds": (*frequent, *frequent, *not_recompute_first),
             "in_flight": tuple(max(1, limit) for limit in in_flight),
-            "ahead": (0, 1, 1, 2) if any(problem.recomputed) else (0,),
+            "ahead": ahead,
             "patience": (0.0, 0.0, 0.5, 0.5, 1.0),
             "deep": (True, False),
             "waiting": (FOREVER, FOREVER, FOREVER, chunks * ranks, chunks, 1),
-            "direct": (True, False) if problem.recomputed[-1] else (True,),
+            "direct": direct,
             "pace": (0.0, 0.0, 0.5, 0.5, 0.75, 0.9, 1.0),
             "careful": (True, True, False),
         }
@@ -105,7 +108,9 @@ class ListScheduler:
         if source < 0:  # F of the first stage, where action // 4 is the microbatch
             return self.entry_interval * (action // 4)
         end = self.end[source]
-        return end if end < 0 else end + self.problem.delay[action]
+        if end < 0:
+            return end
+        return end + self.problem.delay[action]
 
     def options(self, rank: int) -> Iterator[tuple[int, int, int, float, int]]:
         """(priority, stage, microbatch, arrival, kind) of every action that order and memory allow.
@@ -133,6 +138,7 @@ class ListScheduler:
                 needed = microbatch == oldest and gradient >= 0
                 allowed = needed or microbatch < oldest + policy.ahead
                 if microbatch < done_forward[stage] and allowed and fits(rank, stage, microbatch, R):
+                    # needed for an I, it is as urgent as the I itself; with `ahead` it need not wait for the gradient
                     recompute_priority = priority[I] if needed else priority[R]
                     arrival = gradient if needed and not policy.ahead else 0.0
                     yield recompute_priority, stage, microbatch, arrival, R
@@ -150,7 +156,8 @@ class ListScheduler:
         waiting = self.waiting_weights[rank]
         if waiting:
             stage, microbatch = waiting[0]
-            yield priority[W] if len(waiting) < policy.waiting else -1, stage, microbatch, 0.0, W
+            is_urgent = len(waiting) >= policy.waiting
+            yield -1 if is_urgent else priority[W], stage, microbatch, 0.0, W
 
     def choose(self, rank: int, now: float) -> tuple[float, tuple[int, int, int] | None]:
         """(when to look again, or the (stage, microbatch, kind) to start now)."""
@@ -159,11 +166,13 @@ class ListScheduler:
             if arrival > now:
                 later.append((arrival, priority))
                 continue
+            # the deepest stage has the least work before it; the oldest microbatch frees its memory first
             key = (priority, -stage, microbatch) if self.policy.deep else (priority, microbatch, -stage)
             if key < best_key:
                 best, best_key = (stage, microbatch, kind), key
         if best is None:
             return min(later, default=(-1.0, 0))[0], None
+        # patience: it may pay to wait for something better that is about to arrive
         if later and self.policy.patience:
             stage, _, kind = best
             until = now + self.policy.patience * self.problem.duration[stage * self.problem.stride + kind]
@@ -190,7 +199,10 @@ class ListScheduler:
         problem = self.problem
         kind, stage = action & KIND_BITS, action // problem.stride
         microbatch = action % problem.stride // 4
-        end = self.end[action] = now if free else now + problem.duration[action]
+        end = now
+        if not free:
+            end += problem.duration[action]
+        self.end[action] = end
         self.orders[rank].append(action)
         self.memory.do(rank, stage, microbatch, kind)
         self.done_count[kind][stage] += 1
@@ -200,10 +212,12 @@ class ListScheduler:
             self.waiting_weights[rank].append((stage, microbatch))
 
         # wake the rank of the neighbouring stage when the message is there
-        neighbour = stage + 1 if kind == F else stage - 1
-        has_consumer = kind in (F, I) and 0 <= neighbour < problem.stages
-        if has_consumer and problem.placement[neighbour] != rank:
-            consumer = action + problem.stride if kind == F else action - problem.stride
+        if kind not in (F, I):
+            return end
+        direction = 1 if kind == F else -1  # F goes to the next stage, I to the previous one
+        neighbour = stage + direction
+        if 0 <= neighbour < problem.stages and problem.placement[neighbour] != rank:
+            consumer = action + direction * problem.stride
             heapq.heappush(self.events, (end + problem.delay[consumer], problem.placement[neighbour]))
         return end
 
@@ -211,15 +225,16 @@ class ListScheduler:
         """Until nobody has anything to do; None when actions remain."""
         while self.events:
             now, rank = heapq.heappop(self.events)
-            if now < self.free_at[rank]:
+            if now < self.free_at[rank]:  # busy: it looks again when its action ends
                 continue
             next_look, best = self.choose(rank, now)
             if best is not None:
                 self.free_at[rank] = next_look = self.start(rank, now, *best)
             if next_look >= 0:
                 heapq.heappush(self.events, (next_look, rank))
-        is_complete = sum(map(len, self.orders)) == self.problem.actions
-        return self.orders if is_complete else None
+        if sum(map(len, self.orders)) < self.problem.actions:  # a deadlock over memory
+            return None
+        return self.orders
 
 
 def list_schedule(problem: SchedulingProblem, limits: Sequence[float], policy: Policy) -> IntegerOrders | None:

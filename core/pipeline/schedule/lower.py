@@ -33,7 +33,9 @@ def _add_messages(schedule: Schedule, order: Order) -> Order:
             if action.kind in ("UNSHARD", "RESHARD"):
                 actions.append(action)
             continue
-        for kind in "IW" if action.kind == "B" else action.kind:
+        # B is split, so that the previous stage gets its gradient before this rank computes W
+        halves = "IW" if action.kind == "B" else action.kind
+        for kind in halves:
             if kind not in MESSAGES:
                 actions.append(Action(kind, stage, microbatch))
                 continue
@@ -81,6 +83,7 @@ class RankPlan:
 def plan(schedule: Schedule, rank: int) -> RankPlan:
     """The plan of `rank`."""
     orders = [_add_messages(schedule, order) for order in schedule.orders]
+    # to whom each send goes: the rank of the neighbouring stage
     outbox = {}
     for action in orders[rank]:
         if action.kind.startswith("SEND"):

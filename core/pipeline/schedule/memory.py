@@ -173,9 +173,10 @@ class _RankWalk:
 
     def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int) -> None:
         self.schedule, self.plan, self.stages, self.depth = schedule, plan(schedule, rank), stages, depth
-        has_last_stage = schedule.placement[-1] == rank
-        small_messages = schedule.stages + (schedule.microbatches if has_last_stage else 0)
-        self.live = self.most = float(SMALL_MESSAGE * small_messages)
+        small_messages = schedule.stages
+        if schedule.placement[-1] == rank:  # the last stage keeps the sums of every microbatch
+            small_messages += schedule.microbatches
+        self.live = self.peak_bytes = float(SMALL_MESSAGE * small_messages)
 
         # what each peer will still send, and what is posted of it
         self.expected = {peer: deque(order) for peer, order in self.plan.inbox.items()}
@@ -198,7 +199,9 @@ class _RankWalk:
 
     def peak(self) -> float:
         """The most at any moment."""
-        sender = {action: peer for peer, order in self.expected.items() for action in order}
+        sender: dict[Action, int] = {}
+        for peer, order in self.expected.items():
+            sender.update(dict.fromkeys(order, peer))
         for peer in self.expected:
             self._post_ahead(peer)
         for action in self.plan.order:
@@ -206,15 +209,16 @@ class _RankWalk:
                 self._receive(action, sender[action])
             elif action.kind in ("F", "I", "W", "R"):
                 self._compute(action)
-            self.most = max(self.most, self.live)  # a send refers to what its action handed on: nothing changes
-        return self.most
+            # a send refers to what its action handed on: nothing changes
+            self.peak_bytes = max(self.peak_bytes, self.live)
+        return self.peak_bytes
 
     def _receive(self, action: Action, peer: int) -> None:
         while action not in self.posted[peer]:
             self._post(peer)
         self.posted[peer].remove(action)
         self._post_ahead(peer)
-        self.most = max(self.most, self.live)
+        self.peak_bytes = max(self.peak_bytes, self.live)
         for sent in self.plan.receipts.get(action, ()):  # these have arrived
             self.live -= self.message_size(sent.kind, sent.stage)
 
@@ -222,8 +226,9 @@ class _RankWalk:
         kind, stage, microbatch = action
         memory = self.stages[stage]
         recomputed = (stage, microbatch) in self.schedule.recomputed
+        after_forward = memory.saved if recomputed else memory.graph
         before, after = {
-            "F": (0.0, memory.saved if recomputed else memory.graph),
+            "F": (0.0, after_forward),
             "R": (memory.saved, memory.graph),
             "I": (memory.graph, memory.waiting),
             "W": (memory.waiting, 0.0),
@@ -231,7 +236,7 @@ class _RankWalk:
         if kind == "F":
             self.live -= self.message_size("RECV_F", stage)  # from now on it belongs to the graph
         inside = max(before, after) - before + memory.beyond
-        self.most = max(self.most, self.live + inside)
+        self.peak_bytes = max(self.peak_bytes, self.live + inside)
         self.live += after - before
         if kind in "FI":
             self.live += self.message_size(kind, stage)

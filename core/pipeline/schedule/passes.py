@@ -79,6 +79,7 @@ def split_backward(schedule: Schedule) -> Schedule:
 def forward_only(placement: Iterable[int], ranks: int, microbatches: int) -> Schedule:
     """F of every stage, `ranks` microbatches of a stage before the next stage's: keeps every rank at work."""
     placement = tuple(placement)
+    # waves of `ranks` microbatches: while the last of a wave is on its way, the first comes back for the next chunk
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     for first in range(0, microbatches, ranks):
         wave = range(first, min(first + ranks, microbatches))

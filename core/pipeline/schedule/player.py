@@ -5,6 +5,7 @@ Standard library only.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 
 from core.pipeline.schedule.actions import Action, Schedule, check_placement
 from core.pipeline.schedule.timeline import Event, Timeline
@@ -34,12 +35,17 @@ class Costs:
     def at(self, name: str, stage: int) -> float:
         """Cost `name` of a stage."""
         value = getattr(self, name)
-        return value if isinstance(value, (int, float)) else value[stage]
+        if isinstance(value, (int, float)):
+            return value
+        return value[stage]
 
     def divided(self, chunks: int) -> "Costs":
         """The costs of a rank's whole slice, as those of its `chunks` equal stages; comm stays."""
-        costs = {cost.name: getattr(self, cost.name) for cost in fields(self)}
-        return Costs(**{name: cost if name == "comm" else cost / chunks for name, cost in costs.items()})
+        costs = {}
+        for cost in fields(self):
+            value = getattr(self, cost.name)
+            costs[cost.name] = value if cost.name == "comm" else value / chunks
+        return Costs(**costs)
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
     """
     check_placement(schedule.placement, schedule.ranks)
     count = schedule.microbatches if microbatches is None else microbatches
+    # in the order of each rank: whatever an action needs of its own stage must stand before it
     done: dict[Done, None] = {}
     for rank, order in enumerate(schedule.orders):
         for action in order:
@@ -99,7 +106,7 @@ def check_gathers(schedule: Schedule) -> None:
 
     Without any, modules gather their own parameters, unit by unit.
     """
-    if not any(action.kind == "UNSHARD" for order in schedule.orders for action in order):
+    if not any(action.kind == "UNSHARD" for action in chain.from_iterable(schedule.orders)):
         return
     for order in schedule.orders:
         unsharded: set[int] = set()
@@ -144,7 +151,9 @@ def _sources(schedule: Schedule, action: Action) -> list[Done]:
         return [("F", stage - 1, microbatch)]
     if kind in ("I", "B"):
         is_last = stage == schedule.stages - 1
-        return [("F", stage, microbatch)] if is_last else [("I", stage + 1, microbatch)]
+        if is_last:  # the gradient of the loss
+            return [("F", stage, microbatch)]
+        return [("I", stage + 1, microbatch)]
     return []
 
 
@@ -164,8 +173,9 @@ class _Player:
             if source not in self.end_times:
                 return None
             _, source_stage, _ = source
-            is_local = self.schedule.placement[source_stage] == rank
-            arrival = self.end_times[source] + (0.0 if is_local else self.costs.comm)
+            arrival = self.end_times[source]
+            if self.schedule.placement[source_stage] != rank:  # the latency of a message
+                arrival += self.costs.comm
             begin = max(begin, arrival)
         return begin
 
@@ -173,8 +183,10 @@ class _Player:
         """Play one action from `begin` on."""
         kind, stage, microbatch = action
         end = begin
+        # communication takes no time here: `comm` is added to the arrival
         if kind in "FBIWR":
-            for half in ("I", "W") if kind == "B" else (kind,):
+            halves = "IW" if kind == "B" else kind
+            for half in halves:
                 end += self.costs.at(half, stage)
                 self.end_times[half, stage, microbatch] = end
             if self.fused_backward and kind == "B":  # the message leaves after W
@@ -213,7 +225,7 @@ def play(schedule: Schedule, costs: Costs | None = None, *, fused_backward: bool
         raise ValueError(_describe_deadlock(schedule, player.position, player.end_times))
     timeline = Timeline(tuple(map(tuple, player.rows)))
     memory = tuple(_memory_curve(schedule, row, costs) for row in timeline.rows)
-    peaks = tuple(max((held for _, held in curve), default=0.0) for curve in memory)
+    peaks = tuple(max((amount for _, amount in curve), default=0.0) for curve in memory)
     return Played(timeline, peaks, memory)
 
 
@@ -235,10 +247,10 @@ def _memory_curve(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tup
             changes.append((end, -waiting))
         else:
             changes.append((end, -waiting))
-    held, curve = 0.0, []
+    memory, curve = 0.0, []
     for time, change in changes:
-        held += change
-        curve.append((time, held))
+        memory += change
+        curve.append((time, memory))
     return tuple(curve)
 
 

@@ -85,7 +85,9 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
 
 def auto_placement(ranks: int, chunks: int = 2) -> tuple[int, ...]:
     """The placement for "auto" where the user gave none: a V for two stages per rank, else a loop."""
-    return v_shape(ranks) if chunks == 2 else looped(ranks, chunks)
+    if chunks == 2:
+        return v_shape(ranks)
+    return looped(ranks, chunks)
 
 
 def placement(schedule: str | Generator, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
@@ -112,6 +114,7 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
     _check_positive(ranks, "rank")
     _check_positive(microbatches, "microbatch")
     if isinstance(schedule, str):
+        # named ones are right by their tests; a user's own is checked below
         chunk_count = chunks_of(schedule, chunks)
         named = _look_up(schedule)
         if named.any_chunks:
@@ -128,6 +131,7 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
     generated = schedule(ranks, microbatches)
     if not isinstance(generated, Schedule):
         raise ValueError(f"the function for the schedule returned {generated!r}, not a Schedule; use Schedule.make")
+    # before anything runs: other ranks would wait for actions that never come
     if (generated.ranks, generated.microbatches) != (ranks, microbatches):
         raise ValueError(
             f"schedule {generated.name!r} is for {generated.ranks} ranks and {generated.microbatches} microbatches, "
@@ -143,7 +147,9 @@ def candidates(stages: Sequence[int], microbatches: int) -> list[Schedule]:
     ranks = max(stages) + 1
     schedules = []
     for name, named in NAMED.items():
-        chunks = len(stages) // ranks if named.any_chunks else None
+        chunks = None
+        if named.any_chunks:
+            chunks = len(stages) // ranks
         if placement(name, ranks, chunks) == tuple(stages):
             schedules.append(make(name, ranks, microbatches, chunks))
     return schedules

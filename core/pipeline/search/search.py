@@ -47,7 +47,9 @@ class SearchResult:
     @property
     def over_ideal(self) -> float:
         """Step over ideal; 1 is no bubble at all."""
-        return self.played.makespan / self.ideal if self.ideal else 1.0
+        if not self.ideal:
+            return 1.0
+        return self.played.makespan / self.ideal
 
     def summary(self, unit: str = "") -> str:
         """One line for the log. unit: of the memory."""
@@ -56,7 +58,9 @@ class SearchResult:
         limits = self.limits or (0.0,) * len(peaks)
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
         beside = self.memory_beside[rank] if self.memory_beside else 0.0
-        limit_text = f" of {self.limits[rank] + beside:.4g}" if self.limits else ""
+        limit_text = ""
+        if self.limits:
+            limit_text = f" of {self.limits[rank] + beside:.4g}"
 
         step = self.played.makespan
         comparison = "no named schedule fits"
@@ -65,7 +69,9 @@ class SearchResult:
             ratio = step / best_named if best_named else 1.0
             comparison = f"{ratio:.3f} of the best named schedule's step ({name})"
         remaining = 1 - self.bound / step if step else 0.0
-        ended = f"; the search was ended after {self.time_limit:g} s" if self.time_limit else ""
+        ended = ""
+        if self.time_limit:
+            ended = f"; the search was ended after {self.time_limit:g} s"
         return (
             f"auto: predicted bubble {100 * self.played.bubble:.1f} %, "
             f"peak {peaks[rank] + beside:.4g}{limit_text}{unit}; "
@@ -116,6 +122,7 @@ def search(
     if budget is None:
         budget = default_budget(problem.actions)
     spent = _improve(problem, starts, budget, seed, deadline, enough)
+    # a named schedule is kept where nothing is faster: its name says more than "auto"
     makespan, orders = starts.best[0] if starts.best else (INFINITE, [])
     if named and named[0][1].makespan <= makespan:
         schedule, played = named[0]
@@ -179,7 +186,7 @@ class _BestOrders:
             return INFINITE
         score = self.problem.score(orders)
         if score is None:
-            return INFINITE
+            return INFINITE  # a deadlock
         makespan, peaks = score
         if any(peak > limit for peak, limit in zip(peaks, self.allowed, strict=True)):
             return INFINITE
@@ -237,6 +244,7 @@ def _list_schedules(
         is_done = starts.best and starts.best[0][0] <= bound
         if is_done or (starts.best and perf_counter() > deadline):
             return number
+        # the first half explores, the second varies the five best
         policy = policies.draw()
         if number > passes // 2:
             best_policies = sorted(makespans, key=lambda tried: makespans[tried])[:5]
@@ -252,9 +260,10 @@ def _refusal(problem: SchedulingProblem, limits: Sequence[float]) -> str:
     assert score is not None
     peaks = score[1]
     rank = max(range(problem.ranks), key=lambda r: peaks[r] - limits[r])
-    one_limit_for_all = len(set(limits)) == 1
-    smallest = max(peaks) if one_limit_for_all else peaks[rank]
-    on_this_rank = "" if one_limit_for_all else " there"
+    # one limit for all must be enough for the fullest rank; limits per rank are named one by one
+    smallest, on_this_rank = peaks[rank], " there"
+    if len(set(limits)) == 1:
+        smallest, on_this_rank = max(peaks), ""
     return (
         f"no schedule meets the memory limit {limits[rank]:g} of rank {rank}: one microbatch at a time already takes "
         f"{peaks[rank]:g}; the smallest limit that works is {_round_up(smallest)}{on_this_rank}. Raise the "

@@ -20,6 +20,7 @@ Rules = Iterator[tuple[bool, str]]
 
 def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
     """Sizes of layers, and how tensor and pipeline ranks divide them."""
+    # a model that is wrong by itself has no sizes to divide: its mistake alone is reported
     try:
         config = model.transformer()
     except ValueError as error:
@@ -35,7 +36,7 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     """The batch divides over data ranks and microbatches; checked once the number of data ranks is known."""
-    ranks = parallel.data
+    ranks = parallel.data  # None until the size of the world is known
     if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
         yield False, _describe_batch_mismatch(training, ranks)
 
@@ -46,6 +47,7 @@ def _describe_batch_mismatch(training: TrainingConfig, ranks: int) -> str:
     step = micro * ranks
     below, above = batch // step * step, -(-batch // step) * step
     remedy = f"{below} or {above}" if below else f"{above}"
+    # with this batch, other microbatches may divide
     if batch % ranks == 0:
         by_distance = sorted(divisors(batch // ranks), key=lambda divisor: abs(divisor - micro))
         nearest = sorted(by_distance[:8])
@@ -99,6 +101,7 @@ def _file_rules(data: DataConfig) -> Rules:
 def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
     if not 1 < parallel.pipeline <= model.num_layers:  # fewer layers than ranks: reported by `layout_rules`
         return
+    # interleaved schedules have several stages per rank, each of at least one layer
     stages = len(pipeline.placement(parallel.pipeline))
     yield (
         stages <= model.num_layers,
@@ -117,6 +120,7 @@ def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rule
 
 def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
     """On local disks; object stores are asked when they are read."""
+    # one checkpoint to start from
     load = checkpoint.load
     if load is not None and "://" not in load:
         yield (
@@ -124,6 +128,7 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
             f"checkpoint.load={load} is no checkpoint: it has no manifest.json; give a step's own directory, as "
             "runs/checkpoints/step-00001000",
         )
+    # the run's own directory
     directory = checkpoint.directory
     if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:
         steps = len(dist_checkpointing.CheckpointRoot(directory).steps())

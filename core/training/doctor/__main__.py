@@ -28,6 +28,7 @@ else:
 
 
 def _checks(device: str | None, self_test: bool) -> list[Check]:
+    # a machine without torch still gets the list of packages; under torchrun the ranks that exist are tested
     if WITHOUT_TORCH:
         return [*packages(), Check(name="machine", value=WITHOUT_TORCH, status="info")]
     if started_processes() > 1:
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-self-test", action="store_true", help="start no processes")
     options = parser.parse_args(arguments)
     checks = _checks(options.device, not options.no_self_test)
-    seconds = time.perf_counter() - BEGIN
+    seconds = time.perf_counter() - BEGIN  # imports included, which take the most
     if int(os.environ.get("RANK", 0)) == 0:
         if options.json:
             print(as_json(checks, seconds))

@@ -87,6 +87,7 @@ class Compiler:
 
 def fast_paths(kind: str | None, compiler: Compiler) -> Iterator[Check]:
     """Devices, backends, attention kernels, the fused optimizer and the compiler, on the device asked for."""
+    # a wrong --device is one line of the report; the rest is checked on the CPU
     try:
         device = local_device(kind)
     except ValueError as error:
@@ -97,6 +98,7 @@ def fast_paths(kind: str | None, compiler: Compiler) -> Iterator[Check]:
     yield from backends(device)
     yield attention(device)
     yield fused_adamw(device)
+    # last: it has been compiling beside all of these
     yield compiler.check(device)
 
 
@@ -151,6 +153,7 @@ def backends(device: torch.device) -> Iterator[Check]:
 
 def attention(device: torch.device) -> Check:
     """Which kernels of scaled_dot_product_attention work, causal, at the dtype of a run."""
+    # mixed precision on accelerators: the kernels differ by dtype
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.ones(1, 2, 16, 64, device=device, dtype=dtype)
     working, failing, reasons = [], [], ""
@@ -172,6 +175,7 @@ def attention(device: torch.device) -> Check:
         value += f"; switched off: {', '.join(disabled)}"
         remedy = "; ".join(f"torch.backends.cuda.enable_{name}_sdp(True)" for name in disabled)
         return Check(name="attention", value=value, status="off", remedy=remedy)
+    # the math kernel alone writes the whole matrix of scores
     if set(working) <= {"math"}:
         remedy = "a torch build for this device has a fused kernel"
         if reasons:

@@ -21,6 +21,7 @@ def machine() -> Iterator[Check]:
         yield _safely(check)
 
 
+# a check that fails says so in its line: the report must come out on every machine
 def _safely(check: Callable[[], Check]) -> Check:
     try:
         return check()
@@ -36,12 +37,14 @@ def cpu() -> Check:
         usable = sorted(os.sched_getaffinity(0))
     quota, threads = _cpu_quota(), torch.get_num_threads()
 
-    facts = [f"{os.cpu_count()} {'cores' if cores > 1 else 'core'}"]
+    noun = "cores" if cores > 1 else "core"
+    facts = [f"{os.cpu_count()} {noun}"]
     if len(usable) < cores:
         facts.append(f"pinned to {len(usable)} of them ({_ranges(usable)})")
     if quota is not None and quota < len(usable):
         facts.append(f"limited to the time of {quota:g}")
-    facts.append(f"torch uses {threads} {'threads' if threads > 1 else 'thread'}")
+    noun = "threads" if threads > 1 else "thread"
+    facts.append(f"torch uses {threads} {noun}")
     facts.append(f"OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS') or 'not set'}")
     value = "; ".join(facts)
 
@@ -68,8 +71,10 @@ def _cpu_quota() -> float | None:
     path = CGROUP / "cpu.max"
     if not path.exists():
         return None
-    quota, period = path.read_text().split()
-    return None if quota == "max" else int(quota) / int(period)
+    quota, period = path.read_text().split()  # microseconds of CPU time per period
+    if quota == "max":
+        return None
+    return int(quota) / int(period)
 
 
 def memory() -> Check:

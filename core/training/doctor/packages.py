@@ -67,6 +67,7 @@ def packages() -> Iterator[Check]:
 def required(name: str, minimum: str) -> Check:
     """A package without which nothing runs: imported, and new enough."""
     remedy = f"pip install '{name}>={minimum}'"
+    # imported: a package may be installed and still not load (another C library, another numpy)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -195,6 +195,7 @@ class LocalWorld:
                     open_pipes.remove(pipe)
             remaining = self.deadline - time.monotonic()
         endings = [self._end(pid, kill=pipe in open_pipes) for pid, pipe in zip(self.pids, self.pipes, strict=True)]
+        # nothing is left behind: neither processes nor files
         for pipe in self.pipes:
             os.close(pipe)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -233,6 +234,7 @@ def _run_rank(rank: int, ranks: int, directory: str, pipe: int) -> None:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):  # only the parent prints
             os.dup2(null, stream)
+        # one thread per rank: two ranks on few cores would wait for each other
         torch.set_num_threads(1)
         try:
             init_world("gloo", WAIT_S, init_method=f"file://{directory}/store", rank=rank, world_size=ranks)

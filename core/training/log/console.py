@@ -33,6 +33,7 @@ def errors_as_one_line() -> Iterator[None]:
         print(f"error: rank {rank} lost the others: {str(error).splitlines()[0][:100]}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except (ValueError, OSError, ImportError) as error:
+        # rank 0 prints without a rank: most mistakes are everybody's
         if rank:
             time.sleep(_HEAD_START_S)
         speaker = f"rank {rank}: " if rank else ""
@@ -78,6 +79,7 @@ class Console:
         if self.tokens:
             columns.append(TextColumn("{task.fields[speed]}"))
         columns += [TextColumn("left"), TimeRemainingColumn()]
+        # transient: lines printed by `say` stay, the bar is gone at the end
         progress = Progress(*columns, transient=True)
         if progress.console.is_terminal:
             progress.start()

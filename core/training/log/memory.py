@@ -85,6 +85,7 @@ class MemoryReport:
         return self._report(point, self.local_usage())
 
     def _report(self, point: str, usage: Usage) -> list[Usage]:
+        # the table's head comes with the first line
         usages = all_gather_objects(usage, self.ps.world)
         if not self.usages:
             self._say(self._line("memory, MiB per rank", {name: name for name in self._columns}))
@@ -95,7 +96,9 @@ class MemoryReport:
     @property
     def _columns(self) -> list[str]:
         names = [field.name for field in fields(Usage)]
-        return names if self.ps.device.type != "cpu" else names[:-2]  # without the accelerator's counts
+        if self.ps.device.type == "cpu":
+            return names[:-2]  # without the accelerator's counts
+        return names
 
     def _line(self, title: str, cells: Mapping[str, str]) -> str:
         columns = [f"{cells.get(name, ''):>{COLUMN_WIDTH}}" for name in self._columns]
@@ -214,5 +217,7 @@ def _range(usages: list[Usage], name: str) -> str:
     values = [asdict(usage)[name] for usage in usages]
     if not any(values):
         return "0"
-    low, high = (f"{value / 2**20:.1f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low}-{high}"
+    low, high = f"{min(values) / 2**20:.1f}", f"{max(values) / 2**20:.1f}"
+    if low == high:
+        return low
+    return f"{low}-{high}"

@@ -48,6 +48,7 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length:
 
     Products that activation checkpointing computes again, and rows that pad the vocabulary, do not count.
     """
+    # a multiplication and an addition each in forward, and twice that in backward (input and weight gradients)
     layer, output = multiplications_per_token(config, vocab_size, sequence_length)
     return 6 * (config.num_layers * layer + output)
 
@@ -182,6 +183,7 @@ class MetricsLog:
         self.records: list[StepRecord] = []
         self._sinks = tuple(sinks)
         self._path = Path(directory) / "metrics.jsonl" if directory is not None else None
+        # a resumed run writes the file anew without the steps that it makes again
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if start and self._path.exists():

@@ -60,6 +60,7 @@ def open_sinks(
     config: flat, as W&B shows it. start: steps that a resumed run does not make again.
     Raises ImportError, on every rank alike: all extras that are missing, with the remedy.
     """
+    # every rank checks, so that a missing extra ends all of them at once
     requested = {"tensorboard": tensorboard, "wandb": wandb_project is not None}
     missing = [name for name, is_requested in requested.items() if is_requested and not _is_installed(name)]
     if missing:
@@ -130,6 +131,7 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ImportError(_install_hint("wandb")) from error
+        # offline by default: a run must not send anything that nobody asked for
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
             project=project,

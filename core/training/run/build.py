@@ -21,12 +21,13 @@ def build_stages(
 ) -> dict[int, GPTModel]:
     """stage -> model of this rank; one whole model where there is one pipeline rank."""
     ranks = ps.size("pp")
+    placement = pipeline.placement(ranks) if ranks > 1 else (0,)
     return gpt_stages(
         model.transformer(),
         model.spec(),
         vocab_size,
         sequence_length,
-        placement=pipeline.placement(ranks) if ranks > 1 else (0,),
+        placement=placement,
         share_embeddings_and_output_weights=model.tie_embeddings,
         parallel=ps,
         seed=model.seed,
@@ -45,6 +46,7 @@ def build_sharded(
 
     memory: reports what both hold.
     """
+    # collectives inside: every rank reports memory, or none does
     if memory is not None:
         memory.at("model init")
     shard = DataParallel(stages, ps, **data_parallel.arguments())
@@ -67,6 +69,7 @@ def build_executor(
     """A `Pipeline` over several ranks, a `SingleStage` on one, with activation checkpointing as set. Collective."""
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
+    # activation checkpointing is installed on the model here; a Pipeline does it stage by stage
     if ps.size("pp") == 1:
         (model,) = stages.values()
         apply_recompute(model, training.recompute, stage=getattr(model, "stage", None))

@@ -101,7 +101,9 @@ class Checkpoints(AbstractContextManager):
 
     def _refuse_newer_steps(self, start: int) -> int:
         """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""
-        steps = from_first(self.manager.steps, self.ps) if self.manager is not None else []
+        if self.manager is None:
+            return start
+        steps = from_first(self.manager.steps, self.ps)
         if steps and steps[-1] > start:
             raise ValueError(
                 f"{self.config.directory} has step {steps[-1]}, this run begins at {start}: its checkpoints would be "
@@ -112,6 +114,7 @@ class Checkpoints(AbstractContextManager):
     def _take_over(self, url: str, state: Mapping[str, Any]) -> int:
         """Check a loaded state, give it to the optimizer, and say from where the run goes on; its step."""
         saved = state["training"]
+        # another order of the data would repeat some samples and skip others, silently
         differences = []
         for name, value in saved["order"].items():
             if self._order.get(name) != value:
@@ -173,6 +176,7 @@ class Checkpoints(AbstractContextManager):
             return False
         stop = self.stopped = self._any_rank_terminated()
         every = self.config.every
+        # the last step and a terminated one are saved at once: there is no next step to save beside
         is_due = last or stop or (every > 0 and step % every == 0)
         if is_due and step != self._saved_step:
             if self.config.asynchronous and not (last or stop):
@@ -180,6 +184,7 @@ class Checkpoints(AbstractContextManager):
             else:
                 self._save_at_once(step, metrics)
             self._saved_step = step
+        # every rank ends after the same step, so that nobody waits in the next one's collectives
         if stop:
             self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
         return stop

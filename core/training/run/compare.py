@@ -38,6 +38,7 @@ def first_step_alone(
         grad_sync=shard,
         seed=training.seed,
     )
+    # the same microbatches in the same order, so that dropout draws the same masks
     result = executor.step(batches.batch(0), next_token_loss)
     stats = optimizer.step(num_tokens=result.num_tokens)
     return FirstStep(float(result.loss), float(stats.grad_norm))

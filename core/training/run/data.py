@@ -97,6 +97,7 @@ class Corpus:
         """The validation text in order, `eval_batches` of it (0: all): this data rank's rows."""
         if self.valid is None:
             return iter(())
+        # in order and not shuffled: bits per byte are of the text as it stands
         rows = self.valid.sequential(self.training.global_batch_size, rank, size)
         return islice(rows, self.training.eval_batches or None)
 
@@ -129,7 +130,9 @@ class Corpus:
         weighted_bytes = total_weight = 0.0
         for blend_weight, source in self.train_parts:
             tokens = source.tokens(0, min(source.num_tokens, _SAMPLED_TOKENS))
-            weight = source.num_tokens if blend_weight is None else blend_weight
+            weight = blend_weight
+            if weight is None:  # drawn in proportion to its tokens
+                weight = source.num_tokens
             weighted_bytes += weight * (len(self._decode(tokens)) / len(tokens))
             total_weight += weight
         return weighted_bytes / total_weight
@@ -226,11 +229,15 @@ def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | 
     documents end with a token in some files only."""
     for file in files:
         check_tokenizer(file, tokenizer)
+    # the card beside a file says how it was prepared; Megatron's files have none, and end documents as usual
     ends = {}
     for file in files:
         ends[file.prefix] = file.card.end_of_text if file.card else tokenizer.end_of_text
     if len(set(ends.values())) > 1:
-        descriptions = [f"{prefix} with {'none' if end is None else end}" for prefix, end in ends.items()]
+        descriptions = []
+        for prefix, end in ends.items():
+            token = "none" if end is None else end
+            descriptions.append(f"{prefix} with {token}")
         raise ValueError(
             f"documents end with {len(set(ends.values()))} different tokens: {', '.join(descriptions)}; prepare all "
             "files alike, with --append-eod or without"
@@ -255,7 +262,9 @@ def _file_hash(source: TokenSource) -> str:
     """Of the file behind a text: equal for a copy, different for another text of the same length."""
     file = source.file if isinstance(source, TokenRange) else source
     assert isinstance(file, TokenFile)
-    return file.card.bin_hash if file.card is not None else sampled_hash(f"{file.prefix}.bin")
+    if file.card is not None:
+        return file.card.bin_hash
+    return sampled_hash(f"{file.prefix}.bin")
 
 
 def _open_files(names: Sequence[str]) -> list[tuple[float | None, TokenFile]]:

@@ -61,6 +61,7 @@ class TrainingModel(EngineFace):
         self.stages = dict(stages)
         self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
         self.training_config, self._owns_signals = training, False
+        # gradient accumulation: microbatches of one update on one rank
         rows_per_replica = training.global_batch_size // self.dp_world_size
         self.accumulation = rows_per_replica // training.micro_batch_size
         self.lr_scheduler = Scheduler(optimizer)
@@ -93,6 +94,7 @@ class TrainingModel(EngineFace):
         gradient of float16 weights carries `optimizer.loss_scale`, which `optimizer.step` takes out again.
         Raises ValueError: as calling it; a batch without what `loss_fn` needs.
         """
+        # the mean of this rank's tokens: the optimizer averages over the data ranks
         self._refuse_stages()
         batch = self._move(batch)
         output = call_stage(self.module, batch)
@@ -121,13 +123,16 @@ class TrainingModel(EngineFace):
         if not self._owns_signals:  # SIGTERM and Ctrl-C end this loop from its first step on
             self._owns_signals = True
             self.checkpoints.__enter__()
+        # forward, backward and gradient reduction
         self.optimizer.zero_grad()
         self.executor.step_index = self.global_steps  # dropout seeds are a function of it, also after a resume
         learning_rate = self.optimizer.learning_rate
         result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
+        # the update; gradients are divided by the tokens of the global batch
         self.checkpoints.before_update()
         stats = self.optimizer.step(num_tokens=result.num_tokens)
         self._last_stats = stats
+        # checkpoints, and the end of the run after SIGTERM
         steps = self.global_steps
         self.micro_steps = steps * self.gradient_accumulation_steps()
         last = steps == self.training_config.train_steps

@@ -56,6 +56,7 @@ class EngineFace(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # a loop of DeepSpeed's that asks for these gets the name that they have here
             if name in ELSEWHERE:
                 raise AttributeError(f"the engine has no {name} here; use {ELSEWHERE[name]}") from None
             if name == "module" or not hasattr(self.module, name):
@@ -262,6 +263,7 @@ class EngineFace(nn.Module):
                 "the optimizer's count, and custom_load_fn has no place here"
             )
         ps = self.optimizer.ps
+        # rank 0 looks: storage may show other ranks another state
         path = from_first(lambda: _find_checkpoint(parse_address(load_dir), tag), ps)
         if path is None:
             warnings.warn(
@@ -271,10 +273,12 @@ class EngineFace(nn.Module):
             )
             return None, None
         if load_module_only:
+            # weights alone: the optimizer's main weights are copied from them, and replicas get them
             load({"model": sharded_state_dict(self.optimizer.shard)}, path, ps=ps, strict=load_module_strict)
             self.optimizer.reload_parameters()
             self.optimizer.shard.publish()
         else:
+            # the step says where the data goes on: the order of samples is a function of it
             step = self.checkpoints.restore(path)
             self.micro_steps = step * self.gradient_accumulation_steps()
             if self.loader is not None:

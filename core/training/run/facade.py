@@ -58,6 +58,7 @@ def initialize(
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
     run = _run_config(config).check(world_size)
+    # configuration first: its mistakes are reported before any process group exists
     device = join_world(run.device)
     if joins_world and is_initialized():
         atexit.register(destroy_world)
@@ -72,9 +73,11 @@ def initialize(
     stages = _stages(run, model, corpus, ps)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
-    order = corpus.order if corpus is not None else None
+    source, order = batches, None
+    if corpus is not None:
+        source, order = corpus.train, corpus.order
+    # load before the loader is made: it begins with the batch after the checkpoint's
     checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, _say_on_first_rank(ps), order)
-    source = batches if corpus is None else corpus.train
     start = checkpoints.resume()
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
@@ -138,7 +141,9 @@ def _stages(
     ps: ParallelState,
 ) -> Mapping[int, nn.Module]:
     if model is None:
-        vocab_size = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
+        vocab_size = run.data.vocab_size
+        if corpus is not None:
+            vocab_size = corpus.tokenizer.vocab_size
         return build_stages(run.model, run.pipeline, vocab_size, run.data.sequence_length, ps)
     dtype = None  # as it is
     if run.model.bf16:
@@ -146,7 +151,8 @@ def _stages(
     elif run.model.fp16:
         dtype = torch.float16
     stages: dict[int, nn.Module] = {}
-    for index, module in (model if isinstance(model, Mapping) else {0: model}).items():
+    modules = model if isinstance(model, Mapping) else {0: model}
+    for index, module in modules.items():
         if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
             stages[index] = module.to(ps.device, dtype)
             continue

@@ -80,6 +80,7 @@ class _ThroughputMeter:
 
     def add(self, num_tokens: Tensor, skipped: Tensor) -> None:
         """Take one step's numbers into the running sums."""
+        # tensors: reading them in every step would make the host wait for the device
         self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
 
     def read(self, step: int) -> tuple[float, float, int]:
@@ -205,7 +206,10 @@ def _record(
     peak_flops: float | None,
 ) -> StepRecord:
     tokens_per_s, seconds, skipped = meter.read(step)
-    flops_per_s = tokens_per_s * flops_per_token
+    flops_per_s = tokens_per_s * flops_per_token  # of the model; activation checkpointing's forward does not count
+    mfu = None
+    if peak_flops is not None:
+        mfu = flops_per_s / peak_flops
     return StepRecord(
         step=step + 1,
         loss=loss,
@@ -215,7 +219,7 @@ def _record(
         tflops_per_s=flops_per_s / 1e12,
         step_ms=1e3 * seconds,
         tokens=int(tokens),
-        mfu=flops_per_s / peak_flops if peak_flops is not None else None,
+        mfu=mfu,
         memory_mib=memory_mib(tokens.device),
         skipped=skipped,
     )

@@ -22,6 +22,7 @@ def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
     """title -> timeline of a pipeline's last step, and of what the simulator predicts for its times. Collective."""
     if isinstance(executor, SingleStage):
         return {}
+    # played with the measured times: the difference is what the schedule does not know (messages, jitter)
     measured = executor.timeline()
     return {"predicted for these times": executor.predicted(measured).timeline, "last step, measured": measured}
 
@@ -56,7 +57,8 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
         start=start,
         rank=ps.rank,
     )
-    return MetricsLog(output if ps.rank == 0 else None, start, sinks)
+    directory = output if ps.rank == 0 else None
+    return MetricsLog(directory, start, sinks)
 
 
 def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:
@@ -81,6 +83,7 @@ def tell(
 ) -> None:
     """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the `validation`
     text (None: there is none) beside the baselines."""
+    # what needs no model: how far the run got is seen against these
     output = Path(loaded.run.training.output)
     baselines = dict(corpus.baselines)
     if validation is not None:
@@ -126,7 +129,9 @@ def write_report(
     except ImportError as error:
         raise ImportError("report.png needs matplotlib: pip install 'paracore[train]'") from error
     timelines = dict(timelines or {})
+    # two plots of fixed height, then one lane per rank and timeline (in inches)
     heights = [0.35 * len(timeline.rows) + 0.6 for timeline in timelines.values()]
+    # without pyplot, which would look for a display
     figure = Figure(figsize=(9, 6 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     loss_axes, norm_axes, *timeline_axes = figure.subplots(2 + len(timelines), 1, height_ratios=(4.2, 1.4, *heights))

@@ -1,4 +1,4 @@
-"""One data set for each part, blended from several files by weight."""
+"""One data set for each of train, valid and test, blended from several files by weight."""
 
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -21,16 +21,17 @@ def blending_order(
 
     sizes: how many samples each has; one that is used up is left out.
     """
-    which, sample = np.empty(size, np.int16), np.empty(size, np.int64)
-    counts, open_ = [0] * len(weights), list(range(len(weights)))
-    for i in range(size):
-        behind = [weights[d] * max(i, 1.0) - counts[d] for d in open_]
-        d = open_[behind.index(max(behind))]
-        which[i], sample[i] = d, counts[d]
-        counts[d] += 1
-        if sizes is not None and counts[d] == sizes[d]:
-            open_.remove(d)
-    return which, sample
+    dataset_index, sample_index = np.empty(size, np.int16), np.empty(size, np.int64)
+    taken, unexhausted = [0] * len(weights), list(range(len(weights)))
+    for position in range(size):
+        # the data set that is furthest behind its share goes next; of equal ones the first
+        behind = [weights[dataset] * max(position, 1.0) - taken[dataset] for dataset in unexhausted]
+        dataset = unexhausted[behind.index(max(behind))]
+        dataset_index[position], sample_index[position] = dataset, taken[dataset]
+        taken[dataset] += 1
+        if sizes is not None and taken[dataset] == sizes[dataset]:
+            unexhausted.remove(dataset)
+    return dataset_index, sample_index
 
 
 class BlendedDataset(torch.utils.data.Dataset):
@@ -42,15 +43,17 @@ class BlendedDataset(torch.utils.data.Dataset):
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> None:
         self.datasets = list(datasets)
         lengths = [len(dataset) for dataset in datasets]
-        count = sum(lengths) if size is None else size
-        self.dataset_index, self.dataset_sample_index = blending_order(
-            normalize(list(weights)), count, lengths if size is None else None
-        )
-        wanted = np.bincount(self.dataset_index, minlength=len(lengths)).tolist()
-        for number, (most, have) in enumerate(zip(wanted, lengths, strict=True)):
-            if most > have:
+        shares = normalize(list(weights))
+        if size is None:  # one epoch of each
+            order = blending_order(shares, sum(lengths), lengths)
+        else:
+            order = blending_order(shares, size)
+        self.dataset_index, self.dataset_sample_index = order
+        needed = np.bincount(self.dataset_index, minlength=len(lengths)).tolist()
+        for number, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+            if count > length:
                 raise ValueError(
-                    f"the blend takes {most} samples of data set {number}, which has {have}; raise "
+                    f"the blend takes {count} samples of data set {number}, which has {length}; raise "
                     "mid_level_dataset_surplus or ask for fewer"
                 )
 
@@ -58,7 +61,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         return len(self.dataset_index)
 
     def __getitem__(self, idx: int) -> dict[str, Tensor | int]:
-        """The sample of its data set."""
+        """A sample, with the number of its data set."""
         number = int(self.dataset_index[idx])
         return {"dataset_id": number, **self.datasets[number][int(self.dataset_sample_index[idx])]}
 
@@ -77,60 +80,73 @@ class BlendedMegatronDatasetBuilder:
         self.cls, self.sizes, self.is_built_on_rank, self.config = cls, list(sizes), is_built_on_rank, config
 
     def build(self) -> list[GPTDataset | BlendedDataset | None]:
-        """The parts. Raises ValueError: weights without sizes, a part with too few tokens."""
+        """[train, valid, test]. Raises ValueError: weights without sizes, a split with too few tokens."""
         config = self.config
         if not self.is_built_on_rank():
             return [None] * len(Split)
         if config.mock:
-            return list(self._parts(None, config.bounds, self.sizes))
+            return list(self._split_file(None, config.bounds, self.sizes))
         if config.blend is not None:
             return self._blended(*config.blend, config.bounds, self.sizes)
-        found: list[GPTDataset | BlendedDataset | None] = []
-        for part in Split:
-            blend = (config.blend_per_split or [None] * len(Split))[part.value]
-            bounds = [(0.0, 1.0) if other is part else None for other in Split]
-            found.append(None if blend is None else self._blended(*blend, bounds, self.sizes)[part.value])
-        return found
+        blends = config.blend_per_split or [None] * len(Split)
+        datasets: list[GPTDataset | BlendedDataset | None] = []
+        for split in Split:
+            blend = blends[split.value]
+            if blend is None:
+                datasets.append(None)
+                continue
+            bounds: list[tuple[float, float] | None] = [None] * len(Split)
+            bounds[split.value] = (0.0, 1.0)  # each split has files of its own
+            datasets.append(self._blended(*blend, bounds, self.sizes)[split.value])
+        return datasets
 
-    def _parts(self, prefix: str | None, bounds: Bounds, sizes: Sizes) -> list[GPTDataset | None]:
-        """Of one file: each part its share of the documents, in their order."""
+    def _split_file(self, prefix: str | None, bounds: Bounds, sizes: Sizes) -> list[GPTDataset | None]:
+        """One file: each split its share of the documents, in their order."""
         source = self.cls.build_low_level_dataset(prefix, self.config)
         count = len(source.sequence_lengths)
-        found: list[GPTDataset | None] = []
-        for part in Split:
-            share = bounds[part.value]
+        datasets: list[GPTDataset | None] = []
+        for split in Split:
+            share = bounds[split.value]
             if share is None:
-                found.append(None)
+                datasets.append(None)
                 continue
             documents = np.arange(round(share[0] * count), round(share[1] * count), dtype=np.int32)
-            found.append(self.cls(source, documents, sizes[part.value], part, self.config))
-        return found
+            datasets.append(self.cls(source, documents, sizes[split.value], split, self.config))
+        return datasets
 
     def _blended(
         self, prefixes: Sequence[str], weights: Sequence[float] | None, bounds: Bounds, sizes: Sizes
     ) -> list[GPTDataset | BlendedDataset | None]:
-        if weights is not None and any(s is None and b is not None for s, b in zip(sizes, bounds, strict=True)):
+        without_size = any(size is None and bound is not None for size, bound in zip(sizes, bounds, strict=True))
+        if weights is not None and without_size:
             raise ValueError(f"weights {list(weights)} need a size for every part, the sizes are {list(sizes)}")
+        # one file needs no blend
         if len(prefixes) == 1:
-            return list(self._parts(prefixes[0], bounds, sizes))
+            return list(self._split_file(prefixes[0], bounds, sizes))
         shares = None if weights is None else normalize(list(weights))
+        # a few samples more per file than its share: rounding must not exhaust one before the blend is complete
         surplus = 1.0 + self.config.mid_level_dataset_surplus
-        columns = []
+        per_file = []
         for number, prefix in enumerate(prefixes):
-            share = None if shares is None else shares[number]
-            wanted = [None if s is None or share is None else ceil(ceil(s * share) * surplus) for s in sizes]
-            columns.append(self._parts(prefix, bounds, wanted))
-        found: list[GPTDataset | BlendedDataset | None] = []
-        for part in Split:
-            parts = [column[part.value] for column in columns]
-            there = [dataset for dataset in parts if dataset is not None]
-            size = sizes[part.value]
-            if not there:
-                found.append(None)
-            elif shares is None:
-                lengths = [len(dataset) for dataset in there]
-                found.append(BlendedDataset(there, lengths, None if size is None else min(size, sum(lengths))))
+            file_sizes: list[int | None] = [None] * len(sizes)
+            if shares is not None:
+                share = shares[number]
+                file_sizes = [None if size is None else ceil(ceil(size * share) * surplus) for size in sizes]
+            per_file.append(self._split_file(prefix, bounds, file_sizes))
+
+        blended: list[GPTDataset | BlendedDataset | None] = []
+        for split in Split:
+            of_files = [file_datasets[split.value] for file_datasets in per_file]
+            datasets = [dataset for dataset in of_files if dataset is not None]
+            size = sizes[split.value]
+            if not datasets:
+                blended.append(None)
+            elif shares is None:  # in proportion to their lengths
+                lengths = [len(dataset) for dataset in datasets]
+                limited = None if size is None else min(size, sum(lengths))
+                blended.append(BlendedDataset(datasets, lengths, limited))
             else:
                 assert size is not None
-                found.append(BlendedDataset(there, shares, sum(ceil(size * share) for share in shares)))
-        return found
+                total_size = sum(ceil(size * share) for share in shares)
+                blended.append(BlendedDataset(datasets, shares, total_size))
+        return blended

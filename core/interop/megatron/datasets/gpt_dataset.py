@@ -16,8 +16,8 @@ from torch import Tensor
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.interop.megatron.datasets.utils import Split, split_bounds
 
-_MOCK_DOCUMENTS, _MOCK_LONGEST = 100_000, 4096
-_WHOLE_ENOUGH = 0.8  # of the last epoch, to be shuffled with the others
+_MOCK_DOCUMENTS, _MOCK_MAX_LENGTH = 100_000, 4096
+_NEARLY_FULL_EPOCH = 0.8  # from this part on the last epoch is shuffled with the others
 
 
 @dataclass
@@ -33,7 +33,7 @@ class GPTDatasetConfig:
     blend_per_split: list[tuple[list[str], list[float] | None] | None] | None = None
     split: str | None = None
     num_dataset_builder_threads: int = 1
-    path_to_cache: str | None = None  # no index is kept: it is made in no time
+    path_to_cache: str | None = None  # not used: the index is computed at once, in memory
     mmap_bin_files: bool = True
     tokenizer: Any = None
     mid_level_dataset_surplus: float = 0.005
@@ -60,8 +60,12 @@ class GPTDatasetConfig:
         if self.blend is not None and self.split is None:
             raise ValueError('blend needs split, such as "99,1,0"')
         self.mock = self.blend is None and not per_split
-        self.split = "1,1,1" if self.mock else self.split
-        self.bounds = split_bounds(self.split) if self.split is not None else [(0.0, 1.0)] * len(Split)
+        if self.mock:
+            self.split = "1,1,1"
+        # each split has files of its own without `split`
+        self.bounds = [(0.0, 1.0)] * len(Split)
+        if self.split is not None:
+            self.bounds = split_bounds(self.split)
 
 
 class MockDocuments:
@@ -69,20 +73,21 @@ class MockDocuments:
 
     def __init__(self, tokenizer: Any) -> None:
         self._vocab, self._end = tokenizer.vocab_size, tokenizer.eod
-        lengths = np.random.default_rng(seed=0).integers(1, _MOCK_LONGEST, _MOCK_DOCUMENTS, dtype=np.int32)
+        lengths = np.random.default_rng(seed=0).integers(1, _MOCK_MAX_LENGTH, _MOCK_DOCUMENTS, dtype=np.int32)
         self.sequence_lengths: np.ndarray = lengths
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens of one document."""
-        whole = (np.arange(1, int(self.sequence_lengths[idx]) + 1)) % self._vocab
-        whole[-1] = self._end
-        return whole[offset : None if length is None else offset + length]
+        tokens = (np.arange(1, int(self.sequence_lengths[idx]) + 1)) % self._vocab
+        tokens[-1] = self._end
+        stop = None if length is None else offset + length
+        return tokens[offset:stop]
 
 
 class GPTDataset(torch.utils.data.Dataset):
     """`[s]` tokens, labels, loss_mask and position_ids per sample, and a mask `[1, s, s]`, True = hidden.
 
-    documents: the numbers of those that belong to the part. num_samples: how many are wanted, over as many epochs as
+    documents: the numbers of those that belong to the split. num_samples: how many are needed, over as many epochs as
     it takes; None for one epoch. Raises ValueError: too few tokens for one sample.
     """
 
@@ -99,8 +104,8 @@ class GPTDataset(torch.utils.data.Dataset):
         self.pad = getattr(config.tokenizer, "pad", -1)
         if len(self) < 1:
             raise ValueError(
-                f"the {index_split.name} part has {self._per_epoch} tokens in {len(documents)} documents, a sample "
-                f"takes {config.sequence_length + 1}; give it a larger share of split, or shorter samples"
+                f"the {index_split.name} part has {self._tokens_per_epoch} tokens in {len(documents)} documents, a "
+                f"sample takes {config.sequence_length + 1}; give it a larger share of split, or shorter samples"
             )
 
     @classmethod
@@ -110,63 +115,76 @@ class GPTDataset(torch.utils.data.Dataset):
         return IndexedDataset(path_prefix)
 
     @cached_property
-    def _per_epoch(self) -> int:
+    def _tokens_per_epoch(self) -> int:
         return int(np.sum(self.source.sequence_lengths[self.documents], dtype=np.int64))
 
     @cached_property
     def _epochs(self) -> int:
-        wanted = 0 if self.num_samples is None else self.num_samples * self.config.sequence_length + 1
-        return max(1, -(-wanted // max(1, self._per_epoch)))
+        if self.num_samples is None:
+            return 1
+        needed_tokens = self.num_samples * self.config.sequence_length + 1  # one more for the last label
+        return max(1, -(-needed_tokens // max(1, self._tokens_per_epoch)))
 
     def _samples_in(self, epochs: int) -> int:
-        return (epochs * self._per_epoch - 1) // self.config.sequence_length
+        return (epochs * self._tokens_per_epoch - 1) // self.config.sequence_length
 
     def __len__(self) -> int:
-        """All samples of the epochs: as many as are wanted, or a few more."""
+        """All samples of the epochs: as many as were asked for, or a few more."""
         return self._samples_in(self._epochs)
 
     @cached_property
     def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(documents of all epochs, the token at which each begins and the end, samples): drawn at first use."""
-        draw, apart = np.random.RandomState(self.config.random_seed), False
+        # the same calls of the same generator in the same order as Megatron: so the samples are the same
+        generator = np.random.RandomState(self.config.random_seed)
+        separate_last_epoch = False
         if self._epochs > 1 and self.num_samples is not None:
-            rest = self.num_samples - self._samples_in(self._epochs - 1)
-            apart = rest < int(_WHOLE_ENOUGH * self._samples_in(1))
+            last_epoch_samples = self.num_samples - self._samples_in(self._epochs - 1)
+            separate_last_epoch = last_epoch_samples < int(_NEARLY_FULL_EPOCH * self._samples_in(1))
 
         def shuffled(values: np.ndarray) -> np.ndarray:
-            draw.shuffle(values)
+            generator.shuffle(values)
             return values
 
-        together = self._epochs - apart
-        order = [shuffled(np.tile(self.documents, together).astype(np.int32))]
-        if apart:
-            order.append(shuffled(self.documents.astype(np.int32)))
-        documents = np.concatenate(order)
+        # documents: the epochs that are shuffled together, then the last one
+        joint_epochs = self._epochs - separate_last_epoch
+        orders = [shuffled(np.tile(self.documents, joint_epochs).astype(np.int32))]
+        if separate_last_epoch:
+            orders.append(shuffled(self.documents.astype(np.int32)))
+        documents = np.concatenate(orders)
         lengths = self.source.sequence_lengths[documents].astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        first, count = self._samples_in(together), len(self)
+
+        # samples, likewise
+        joint_samples, count = self._samples_in(joint_epochs), len(self)
         dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
-        samples = [shuffled(np.arange(first, dtype=dtype)), shuffled(np.arange(first, count, dtype=dtype))]
-        return documents, starts, np.concatenate(samples if apart else samples[:1])
+        samples = shuffled(np.arange(joint_samples, dtype=dtype))
+        last_epoch = shuffled(np.arange(joint_samples, count, dtype=dtype))
+        if separate_last_epoch:
+            samples = np.concatenate([samples, last_epoch])
+        return documents, starts, samples
 
     def _text(self, idx: int) -> Tensor:
         documents, starts, samples = self._order
-        at = int(samples[idx]) * self.config.sequence_length
-        stop = at + self.config.sequence_length + 1
-        number, parts = int(np.searchsorted(starts, at, side="right")) - 1, []
-        while at < stop:
-            until = min(stop, int(starts[number + 1]))
-            if until > at:
-                parts.append(self.source.get(int(documents[number]), at - int(starts[number]), until - at))
-            at, number = until, number + 1
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        position = int(samples[idx]) * self.config.sequence_length
+        stop = position + self.config.sequence_length + 1
+        number = int(np.searchsorted(starts, position, side="right")) - 1  # the document of the first token
+        pieces = []
+        while position < stop:
+            end = min(stop, int(starts[number + 1]))
+            if end > position:
+                offset = position - int(starts[number])
+                pieces.append(self.source.get(int(documents[number]), offset, end - position))
+            position, number = end, number + 1
+        return torch.from_numpy(np.concatenate(pieces).astype(np.int64))
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         """A sample; None is one that no loss counts (to fill a batch)."""
         config = self.config
-        text = self._text(0 if idx is None else range(len(self))[idx])
+        number = 0 if idx is None else range(len(self))[idx]  # a range checks the index, and counts from the end
+        text = self._text(number)
         tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
-        made = masks_and_positions(
+        masks = masks_and_positions(
             tokens,
             config.tokenizer.eod,
             reset_position_ids=bool(config.reset_position_ids),
@@ -174,13 +192,13 @@ class GPTDataset(torch.utils.data.Dataset):
             eod_mask_loss=bool(config.eod_mask_loss),
             create_attention_mask=config.create_attention_mask,
         )
-        made["loss_mask"][labels == self.pad] = 0.0
+        masks["loss_mask"][labels == self.pad] = 0.0
         if idx is None:
-            made["loss_mask"].zero_()
+            masks["loss_mask"].zero_()
         return {
             "tokens": tokens.masked_fill(tokens == self.pad, 0),
             "labels": labels.masked_fill(labels == self.pad, 0),
-        } | made
+        } | masks
 
 
 def masks_and_positions(
@@ -200,25 +218,27 @@ def masks_and_positions(
     ends = tokens == eod
     document = torch.cumsum(ends, 0) - ends.long()  # the end belongs to its document
     positions, loss_mask = torch.arange(s), torch.ones(s)
-    made = {"loss_mask": loss_mask}
+    masks = {"loss_mask": loss_mask}
     if eod_mask_loss:
         loss_mask[ends] = 0.0
+    # the running maximum of the documents' begins is the begin of each token's own document
     if reset_position_ids:
         begins = torch.cat([torch.ones(1, dtype=torch.bool), ends[:-1]])
         positions = positions - torch.cummax(torch.where(begins, positions, 0), 0).values
-    made["position_ids"] = positions
+    masks["position_ids"] = positions
+    # True hides: later positions, and other documents
     if create_attention_mask:
         hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
         if reset_attention_mask:
             hidden |= document[:, None] != document[None, :]
-        made["attention_mask"] = hidden[None]
-    return made
+        masks["attention_mask"] = hidden[None]
+    return masks
 
 
 class MockGPTDataset(GPTDataset):
-    """A GPTDataset of made-up documents."""
+    """A GPTDataset of generated documents."""
 
     @classmethod
     def build_low_level_dataset(cls, path_prefix: str | None, config: GPTDatasetConfig) -> Any:
-        """The made-up ones, whatever the prefix."""
+        """The generated documents, whatever the prefix."""
         return MockDocuments(config.tokenizer)

@@ -32,10 +32,11 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise ValueError("IndexedDataset reads text only; leave multimodal out")
         self.path_prefix = path_prefix
         self._file = TokenFile(path_prefix)
+        # the token at which each sequence begins, and the end: sequences lie one after the other in the .bin
         self._starts = np.concatenate([[0], np.cumsum(self._file.sequence_lengths, dtype=np.int64)])
 
     def __reduce__(self) -> Any:
-        return type(self), (self.path_prefix,)  # a loader's worker maps the files itself
+        return type(self), (self.path_prefix,)  # a worker of a DataLoader maps the files itself
 
     def __len__(self) -> int:
         return self._file.num_sequences
@@ -60,7 +61,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     @property
     def sequence_lengths(self) -> np.ndarray:
-        """Of every sequence, int32."""
+        """The length of every sequence, int32."""
         return self._file.sequence_lengths
 
     @property
@@ -73,7 +74,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Whether both files are there."""
+        """Whether both files exist."""
         return all(path.is_file() for path in file_paths(path_prefix))
 
 
@@ -88,22 +89,24 @@ class IndexedDatasetBuilder:
             raise ValueError("IndexedDatasetBuilder writes text only; leave multimodal out")
         if not bin_path.endswith(".bin"):
             raise ValueError(f"{bin_path!r} must end in .bin; use get_bin_path(prefix)")
-        self._prefix, self._open = bin_path.removesuffix(".bin"), 0  # sequences of the document at hand
+        self._prefix = bin_path.removesuffix(".bin")
+        self._open_sequences = 0  # of the document that is being written
         largest = int(np.iinfo(np.dtype(dtype)).max)
         self._writer = TokenFileWriter(self._prefix, vocab_size=largest + 1, dtype=dtype).__enter__()
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """The sequence of the document that is open."""
-        self._open += 1
-        if self._open > 1:
+        """Write the one sequence of a document."""
+        self._open_sequences += 1
+        if self._open_sequences > 1:
             raise ValueError(
-                f"a document of {self._open} sequences; join them: samples are cut out of whole documents anyway"
+                f"a document of {self._open_sequences} sequences; join them: samples are cut out of whole documents "
+                "anyway"
             )
         self._writer.add_document(np.asarray(tensor))
 
     def end_document(self) -> None:
-        """The next sequence begins another."""
-        self._open = 0
+        """The next sequence begins another document."""
+        self._open_sequences = 0
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Any = None) -> None:
         self.add_item(tensor)

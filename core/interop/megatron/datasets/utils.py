@@ -13,11 +13,11 @@ class Split(Enum):
 
 
 def compile_helpers() -> None:
-    """Nothing: no index is built by compiled code here."""
+    """Does nothing: no index is built by compiled code here."""
 
 
 def normalize(weights: list[float]) -> list[float]:
-    """Divided by their sum."""
+    """The weights divided by their sum."""
     total = sum(weights)
     return [weight / total for weight in weights]
 
@@ -43,8 +43,9 @@ def split_bounds(split: str) -> list[tuple[float, float] | None]:
     if len(shares) > len(Split) or not sum(shares):
         raise ValueError(f"split={split!r} has {len(shares)} shares; give up to {len(Split)}, not all 0")
     shares = normalize(shares + [0.0] * (len(Split) - len(shares)))
-    bounds, at = [], 0.0
+    bounds: list[tuple[float, float] | None] = []
+    begin = 0.0
     for share in shares:
-        bounds.append((at, at + share) if share else None)
-        at += share
+        bounds.append((begin, begin + share) if share else None)
+        begin += share
     return bounds

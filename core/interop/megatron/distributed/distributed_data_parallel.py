@@ -49,10 +49,11 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.config, self.ddp_config = module, config, ddp_config
-        own = getattr(module, "parallel", None)
-        self.parallel = own if isinstance(own, ParallelState) else current_state()
+        module_state = getattr(module, "parallel", None)
+        self.parallel = module_state if isinstance(module_state, ParallelState) else current_state()
 
     def __getattr__(self, name: str) -> Any:
+        # scripts ask the wrapper for what the module has
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -61,37 +62,44 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def _trained(self) -> dict[str, list[Tensor]]:
+    def _parameters_by_group(self) -> dict[str, list[Tensor]]:
         """group name -> parameters whose gradients are summed over it."""
-        found: dict[str, list[Tensor]] = {}
+        by_group: dict[str, list[Tensor]] = {}
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                found.setdefault(layout_of(parameter).gradient_groups[0], []).append(parameter)
-        return found
+                by_group.setdefault(layout_of(parameter).gradient_groups[0], []).append(parameter)
+        return by_group
 
     @torch.no_grad()
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """All-reduce per group and dtype. A parameter that got no gradient on this rank counts as zeros."""
         mean = not getattr(self.config, "calculate_per_token_loss", False)
-        for name, parameters in self._trained().items():
-            if (group := self.parallel.group(name)) is None:
+        for name, parameters in self._parameters_by_group().items():
+            group = self.parallel.group(name)
+            if group is None:
                 continue
-            for dtype in dict.fromkeys(p.dtype for p in parameters):
-                same = [p for p in parameters if p.dtype == dtype]
-                wide = torch.float32 if self.ddp_config.grad_reduce_in_fp32 and dtype.itemsize < 4 else dtype
-                parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(wide) for p in same]
-                total = all_reduce(torch.cat(parts), group)
+            for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+                same = [parameter for parameter in parameters if parameter.dtype == dtype]
+                reduce_in_fp32 = self.ddp_config.grad_reduce_in_fp32 and dtype.itemsize < 4
+                reduce_dtype = torch.float32 if reduce_in_fp32 else dtype
+                # one flat buffer: ranks may differ in which parameters got a gradient, not in what they send
+                flat_gradients = []
+                for parameter in same:
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    flat_gradients.append(gradient.reshape(-1).to(reduce_dtype))
+                total = all_reduce(torch.cat(flat_gradients), group)
                 if mean:
                     total /= group.size
-                for p, part in zip(same, total.split([p.numel() for p in same]), strict=True):
-                    p.grad = part.view(p.shape).to(dtype)
+                sizes = [parameter.numel() for parameter in same]
+                for parameter, gradient in zip(same, total.split(sizes), strict=True):
+                    parameter.grad = gradient.view(parameter.shape).to(dtype)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Nothing: `finish_grad_sync` does it all."""
+        """Does nothing: `finish_grad_sync` sums everything."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients add up until `finish_grad_sync` anyway."""
+        """Does nothing: gradients add up until `finish_grad_sync` anyway."""
         yield
 
     @torch.no_grad()
@@ -108,13 +116,13 @@ class DistributedDataParallel(nn.Module):
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Every parameter from the first rank of its data group."""
-        for name, parameters in self._trained().items():
+        for name, parameters in self._parameters_by_group().items():
             for parameter in parameters:
                 broadcast(parameter.data, self.parallel.group(name))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return found
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The end of a step's gradients: summed over the data ranks, and divided by the tokens if they are told."""
+"""Ends a step's gradients: sums them over the data ranks, and divides them by the tokens if these are given."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def finalize_model_grads(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """`finish_grad_sync` of every chunk. num_tokens: of this rank's microbatches, told on the last stage.
+    """`finish_grad_sync` of every chunk. num_tokens: of this rank's microbatches; that of the last stage counts.
 
     Norms under sequence parallelism and tables tied over the pipeline's ends are summed already, where they arise.
     Raises ValueError: a chunk that is not wrapped, on several data ranks.
@@ -32,6 +32,7 @@ def finalize_model_grads(
         if finish is not None:
             finish()
     if num_tokens is not None:
+        # only the last stage knows its tokens; then the sum over the replicas
         total = torch.as_tensor(num_tokens, device=ps.device).reshape(1).clone()
         broadcast(total, ps.group("pp"), ps.size("pp") - 1)
         all_reduce(total, ps.group("dp-cp"))

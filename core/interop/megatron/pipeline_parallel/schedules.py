@@ -8,7 +8,7 @@ from torch import nn
 from core.interop.megatron.utils import unwrap_model
 from core.pipeline.run.megatron import forward_backward as run
 
-# of what messages tell by themselves, or of groups that the current state has
+# messages carry their shapes, and the current state has the groups
 _NOT_NEEDED = ("decoder_seq_length", "p2p_communicator", "pg_collection", "first_val_step")
 
 
@@ -24,6 +24,7 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
             raise ValueError(f"{name} is not here: leave it out (1 of {len(keywords) + 1} keywords)")
     reports = run(model=model, **keywords)
     models = [model] if isinstance(model, nn.Module) else list(model)
+    # Megatron sums gradients over the replicas in this hook, after the last microbatch
     finalize = getattr(getattr(unwrap_model(models[0]), "config", None), "finalize_model_grads_func", None)
     if finalize is not None and not keywords.get("forward_only", False):
         finalize(models)

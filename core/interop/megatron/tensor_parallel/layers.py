@@ -13,10 +13,10 @@ from core.parallel_state.layout import true_part
 from core.tensor_parallel import Placement
 
 InitMethod = Callable[[Tensor], Any]
-STRIDE = ("stride", 1)  # one block of rows per rank, as ours are cut
+DEFAULT_STRIDE = ("stride", 1)  # one block of rows per rank, as our layouts have it
 
 
-def _place(config: Any, tp_group: Any) -> Placement:
+def _placement(config: Any, tp_group: Any) -> Placement:
     return Placement(
         group=tensor_group(tp_group),
         sequence_parallel=current_state().config.sequence_parallel,
@@ -27,24 +27,32 @@ def _place(config: Any, tp_group: Any) -> Placement:
 
 @torch.no_grad()
 def _draw(layer: Any, init_method: InitMethod | None) -> None:
-    """This rank's part of the whole weight as `init_method` draws it on the CPU (seed all ranks alike); bias 0."""
+    """Initialise a layer: this rank's shard of the full weight, which `init_method` draws on the CPU; bias 0.
+
+    All ranks must have one seed. Raises ValueError: no init_method.
+    """
     if init_method is None:
         raise ValueError("a layer of its own needs init_method, such as torch.nn.init.xavier_normal_")
     ps, weight = current_state(), layer.weight
     layout = layout_of(weight)
-    whole = torch.empty(layout.shape, dtype=weight.dtype)
-    init_method(whole)
+    full_weight = torch.empty(layout.shape, dtype=weight.dtype)
+    # every rank draws the same full weight, and keeps its rows or columns: equal for every number of tensor ranks
+    init_method(full_weight)
     weight.zero_()
-    true_part(weight, layout, ps.coordinate, ps.sizes).copy_(whole[layout.box(ps.coordinate, ps.sizes)])
+    true_part(weight, layout, ps.coordinate, ps.sizes).copy_(full_weight[layout.box(ps.coordinate, ps.sizes)])
     if getattr(layer, "bias", None) is not None:
         layer.bias.zero_()
 
 
 def _refuse(more: dict[str, Any]) -> None:
-    """Of the arguments that are not here, the values that ask for nothing pass: None, False and a stride of 1."""
-    asked = [name for name, value in more.items() if not (value is None or value is False or (name, value) == STRIDE)]
-    if asked:
-        raise ValueError(f"{len(asked)} arguments are not here: {', '.join(asked)}; leave them out")
+    """Raise ValueError for Megatron's arguments that are not here, unless their value has no effect."""
+    unsupported = []
+    for name, value in more.items():
+        without_effect = value is None or value is False or (name, value) == DEFAULT_STRIDE
+        if not without_effect:
+            unsupported.append(name)
+    if unsupported:
+        raise ValueError(f"{len(unsupported)} arguments are not here: {', '.join(unsupported)}; leave them out")
 
 
 def _output_and_bias(layer: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -52,7 +60,7 @@ def _output_and_bias(layer: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> 
     bias = layer.bias
     if not layer.skip_bias_add or bias is None:
         return run(x), None
-    layer._parameters["bias"] = None
+    layer._parameters["bias"] = None  # so that the layer does not add it
     try:
         return run(x), bias
     finally:
@@ -76,9 +84,9 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
         **more: Any,
     ) -> None:
         _refuse(more)
-        place = _place(config, tp_group)
+        placement = _placement(config, tp_group)
         super().__init__(
-            input_size, output_size, place=place, bias=bias, init=Init(std=0.02), gather_output=gather_output
+            input_size, output_size, place=placement, bias=bias, init=Init(std=0.02), gather_output=gather_output
         )
         _draw(self, init_method)
         self.skip_bias_add = skip_bias_add
@@ -104,10 +112,10 @@ class RowParallelLinear(ours.RowParallelLinear):
         **more: Any,
     ) -> None:
         _refuse(more)
-        place = _place(config, tp_group)
-        super().__init__(input_size, output_size, place=place, bias=bias, init=Init(std=0.02))
+        placement = _placement(config, tp_group)
+        super().__init__(input_size, output_size, place=placement, bias=bias, init=Init(std=0.02))
         _draw(self, init_method)
-        self.skip_bias_add, self.input_is_parallel, self.group = skip_bias_add, input_is_parallel, place.group
+        self.skip_bias_add, self.input_is_parallel, self.group = skip_bias_add, input_is_parallel, placement.group
 
     def forward(self, x: Tensor) -> Any:
         if not self.input_is_parallel:
@@ -129,5 +137,5 @@ class VocabParallelEmbedding(ours.VocabParallelEmbedding):
         **more: Any,
     ) -> None:
         _refuse(more)
-        super().__init__(num_embeddings, embedding_dim, place=_place(config, tp_group), init=Init(std=0.02))
+        super().__init__(num_embeddings, embedding_dim, place=_placement(config, tp_group), init=Init(std=0.02))
         _draw(self, init_method)

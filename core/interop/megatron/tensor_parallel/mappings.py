@@ -12,10 +12,12 @@ from core.parallel_state.collectives import Group
 def tensor_group(group: Any = None) -> Group | None:
     """The current tensor group. Raises ValueError: a torch group that is another one."""
     ps = current_state()
-    mine = ps.group("tp")
-    if group is not None and mine is not None and group is not mine.process_group:
-        raise ValueError(f"a group of {group.size()} ranks is not the tensor group of {mine.size}; leave it out")
-    return mine
+    current_group = ps.group("tp")
+    if group is not None and current_group is not None and group is not current_group.process_group:
+        raise ValueError(
+            f"a group of {group.size()} ranks is not the tensor group of {current_group.size}; leave it out"
+        )
+    return current_group
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:

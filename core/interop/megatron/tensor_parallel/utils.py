@@ -1,4 +1,4 @@
-"""A batch of one tensor rank for all of them."""
+"""Gives the batch of one tensor rank to all of them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,17 +18,18 @@ def broadcast_data(
     """
     ps = current_state()
     group, device = ps.group("tp"), ps.device
-    mine = None if data is None else {key: (tuple(data[key].shape), str(data[key].dtype)) for key in keys}
-    first = all_gather_objects(mine, group)[0]
-    if wrong := [f"{key} is {found}" for key, (_, found) in first.items() if found != str(datatype)]:
+    local_shapes = None
+    if data is not None:
+        local_shapes = {key: (tuple(data[key].shape), str(data[key].dtype)) for key in keys}
+    shapes = all_gather_objects(local_shapes, group)[0]
+    wrong = [f"{key} is {dtype}" for key, (_, dtype) in shapes.items() if dtype != str(datatype)]
+    if wrong:
         raise ValueError(f"{len(wrong)} of {len(keys)} tensors are not {datatype}: {', '.join(wrong)}; convert them")
-    made = {}
-    for key, (shape, _) in first.items():
-        own = data is not None and ps.index("tp") == 0
-        value = (
-            data[key].to(device).contiguous()
-            if own and data is not None
-            else torch.empty(shape, dtype=datatype, device=device)
-        )
-        made[key] = broadcast(value, group)
-    return made
+    tensors = {}
+    for key, (shape, _) in shapes.items():
+        if data is not None and ps.index("tp") == 0:
+            tensor = data[key].to(device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=datatype, device=device)
+        tensors[key] = broadcast(tensor, group)
+    return tensors

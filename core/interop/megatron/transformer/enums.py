@@ -4,20 +4,20 @@ from enum import Enum
 
 
 class ModelType(Enum):
-    """All are one here."""
+    """One kind serves every model here."""
 
     encoder_or_decoder = 1
 
 
 class LayerType(Enum):
-    """Of a transformer layer."""
+    """Whether a transformer layer is an encoder's or a decoder's."""
 
     encoder = 1
     decoder = 2
 
 
 class AttnType(Enum):
-    """Who is attended to."""
+    """Whether queries attend to their own or to another sequence."""
 
     self_attn = 1
     cross_attn = 2

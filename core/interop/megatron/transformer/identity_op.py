@@ -1,4 +1,4 @@
-"""A part that does nothing."""
+"""The identity, for a place in a spec that stays empty."""
 
 from typing import Any
 

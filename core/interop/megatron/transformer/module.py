@@ -16,13 +16,13 @@ class MegatronModule(nn.Module):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
-        return found
+        state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return state
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """This rank's part of every parameter, from their layouts. Raises ValueError: offsets of another module's."""
+        """This rank's shard of every parameter, from their layouts. Raises ValueError: sharded_offsets."""
         if sharded_offsets:
             raise ValueError(
                 f"{len(sharded_offsets)} sharded_offsets: layouts say where parameters lie; leave them out"

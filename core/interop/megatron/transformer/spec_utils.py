@@ -1,4 +1,4 @@
-"""`ModuleSpec` and `build_module`: a class, or where to import it from, with its parameters and parts."""
+"""`ModuleSpec` and `build_module`: a class, or where to import it from, with its parameters and submodules."""
 
 from dataclasses import dataclass, field
 from importlib import import_module as load
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class ModuleSpec:
-    """module: a class, a function, or (path, name). params: its keywords. submodules: the specs of its parts."""
+    """module: a class, a function, or (path, name). params: its keywords. submodules: their specs."""
 
     module: tuple[str, str] | type | Any
     params: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ def get_module(spec_or_module: ModuleSpec | type | Any, **more: Any) -> Any:
 
 
 def build_module(spec_or_module: ModuleSpec | type | Any, *args: Any, **kwargs: Any) -> Any:
-    """Built with `params` and what is given, its parts as `submodules`; a function as it is."""
+    """An instance, built with `params`, the arguments and `submodules`; a function is returned as it is."""
     module = get_module(spec_or_module)
     if not isinstance(module, type):
         return module

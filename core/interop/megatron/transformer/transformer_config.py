@@ -1,4 +1,4 @@
-"""Megatron's `TransformerConfig`: its fields that are a model's facts, checked against the layout of ranks."""
+"""Megatron's `TransformerConfig`: its fields that describe the model; sizes are checked against the layout."""
 
 from dataclasses import fields
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import torch
 
 from core.parallel_state import current_state, model_parallel_is_initialized
-from core.transformer.transformer_config import TransformerConfig as Facts
+from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
-_FACTS = frozenset(field.name for field in fields(Facts))
+_MODEL_FIELDS = frozenset(field.name for field in fields(ModelConfig))
 _SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
 }
-# how a step is run, kept as attributes; functions that scripts put there
-_KEPT = {
+# how a step is run: stays an attribute, some are functions that scripts put there
+_RUNTIME_DEFAULTS = {
     "finalize_model_grads_func": None,
     "calculate_per_token_loss": False,
     "recompute_granularity": None,
@@ -59,48 +59,55 @@ _NO_EFFECT = frozenset(
 )
 
 
-class TransformerConfig(Facts):
+class TransformerConfig(ModelConfig):
     """Ours, taking Megatron's other fields: sizes are compared with the current state, bf16 and fp16 become
     `params_dtype`, fields without effect on numbers are dropped.
 
     Raises ValueError: a size that is not the current one; a field that is not here, unless it is None, False or 0.
     """
 
-    def __init__(self, **given: Any) -> None:
-        facts = {name: given.pop(name) for name in list(given) if name in _FACTS}
-        kept = {name: given.pop(name, default) for name, default in _KEPT.items()}
-        for name in ("bf16", "fp16"):
-            if given.pop(name, False):
-                facts.setdefault("params_dtype", torch.bfloat16 if name == "bf16" else torch.float16)
-        _check_sizes({name: given.pop(name) for name in list(given) if name in _SIZES})
-        _check_sequence(given.pop("sequence_parallel", None))
-        unknown = [name for name, value in given.items() if name not in _NO_EFFECT and value not in (None, False, 0)]
+    def __init__(self, **arguments: Any) -> None:
+        model_fields = {name: arguments.pop(name) for name in list(arguments) if name in _MODEL_FIELDS}
+        runtime_fields = {name: arguments.pop(name, default) for name, default in _RUNTIME_DEFAULTS.items()}
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            if arguments.pop(name, False):
+                model_fields.setdefault("params_dtype", dtype)
+        # the layout of ranks is said once, to initialize_model_parallel: here it may only agree
+        _check_sizes({name: arguments.pop(name) for name in list(arguments) if name in _SIZES})
+        _check_sequence_parallel(arguments.pop("sequence_parallel", None))
+
+        requested = [name for name, value in arguments.items() if value not in (None, False, 0)]
+        unknown = [name for name in requested if name not in _NO_EFFECT]
         if unknown:
             raise ValueError(
                 f"TransformerConfig: {len(unknown)} fields are not here: {', '.join(sorted(unknown))}; leave out "
                 "(docs/from_megatron.md)"
             )
-        super().__init__(**facts)
-        for name, value in kept.items():
+        super().__init__(**model_fields)
+        for name, value in runtime_fields.items():
             setattr(self, name, value)
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:
     if not model_parallel_is_initialized():
         return
-    here = {name: current_state().size(axis) for name, axis in _SIZES.items()}
-    if wrong := [f"{name}={n}, the state has {here[name]}" for name, n in sizes.items() if n != here[name]]:
+    wrong = []
+    for name, size in sizes.items():
+        actual = current_state().size(_SIZES[name])
+        if size != actual:
+            wrong.append(f"{name}={size}, the state has {actual}")
+    if wrong:
         raise ValueError(
             f"TransformerConfig: {'; '.join(wrong)}; leave them out: initialize_model_parallel says them"
         )
 
 
-def _check_sequence(wanted: bool | None) -> None:
-    if wanted is None or not model_parallel_is_initialized():
+def _check_sequence_parallel(requested: bool | None) -> None:
+    if requested is None or not model_parallel_is_initialized():
         return
     ps = current_state()
-    if bool(wanted) != ps.config.sequence_parallel and ps.size("tp") > 1:
+    if bool(requested) != ps.config.sequence_parallel and ps.size("tp") > 1:
         raise ValueError(
-            f"TransformerConfig(sequence_parallel={wanted}), the state has {ps.config.sequence_parallel}; say it "
+            f"TransformerConfig(sequence_parallel={requested}), the state has {ps.config.sequence_parallel}; say it "
             "once, core.parallel_state.initialize_model_parallel(..., sequence_parallel=True)"
         )

@@ -46,6 +46,7 @@ def resolve_schedule(schedule: ScheduleLike, stages: Modules, ps: ParallelState,
             chunks = len(modules)
         resolved = make(schedule, ps.size("pp"), microbatches, chunks)
 
+    # what this rank was given must be what the schedule places here
     local_stages = resolved.stages_of(ps.index("pp"))
     given_stages = tuple(modules) if isinstance(stages, Mapping) else local_stages
     if resolved.ranks != ps.size("pp") or len(modules) != len(local_stages) or given_stages != local_stages:
@@ -68,6 +69,7 @@ def _gather_placement(stages: Modules, ps: ParallelState) -> tuple[int, ...]:
     per_rank = all_gather_objects((local_stages, len(modules_of(stages))), ps.group("pp"))
     if any(rank_stages is None for rank_stages, _ in per_rank):
         return auto_placement(len(per_rank), len(modules_of(stages)))
+    # mappings name their stages: together they are the placement
     owner = {}
     for rank, (rank_stages, _) in enumerate(per_rank):
         owner.update(dict.fromkeys(rank_stages, rank))

@@ -60,10 +60,10 @@ class _PatternScheduler(ListScheduler):
         return (min(worth_waiting), None) if worth_waiting else (now, best)
 
 
-def squeeze(plain: Schedule, pattern: Mapping[tuple[str, int, int], int], most: int) -> Schedule:
+def squeeze(plain: Schedule, pattern: Mapping[tuple[str, int, int], int], max_active: int) -> Schedule:
     """The schedule in which every rank does what `pattern` (kind, stage, microbatch) does first, as soon as it can.
 
-    plain: the pattern as it is, W included. most: stage activations that a rank may hold. Of a few policies and
+    plain: the pattern as it is, W included. max_active: stage activations that a rank may hold. Of a few policies and
     `plain` it is the best for F = I = W; of those within 0.5 % of it the best for costs as they usually are.
     """
     placement, count = plain.placement, plain.microbatches
@@ -74,7 +74,7 @@ def squeeze(plain: Schedule, pattern: Mapping[tuple[str, int, int], int], most: 
     for (kind, stage, microbatch), unit in pattern.items():
         pattern_unit[equal_problem.action(KINDS.index(kind), stage, microbatch)] = unit
 
-    limits = [(most + 0.5) / chunks] * equal_problem.ranks  # half an activation against rounding
+    limits = [(max_active + 0.5) / chunks] * equal_problem.ranks  # half an activation against rounding
     attempts = [equal_problem.orders(plain)]
     for costs, policy in POLICIES[: MAX_ACTIONS // equal_problem.actions]:
         problem = SchedulingProblem(placement, count, costs.divided(chunks))

@@ -13,14 +13,14 @@ from core.pipeline.schedule.passes import only_microbatches
 
 
 def _from_patterns(
-    name: str, ranks: int, microbatches: int, least: int, pattern: Callable[[int, int], str]
+    name: str, ranks: int, microbatches: int, min_microbatches: int, pattern: Callable[[int, int], str]
 ) -> Schedule:
     """A schedule from `pattern(rank, microbatches)`, the order as words of kind and chunk: `F0 F1 I1 W1`.
 
     The microbatch of a word is the next one of that kind and chunk, where B counts as an I and a W. Patterns hold
-    for at least `least` microbatches; with fewer they are made for `least`, and the surplus is left out.
+    for at least `min_microbatches`; with fewer they are made for that many, and the surplus is left out.
     """
-    count = max(microbatches, least)
+    count = max(microbatches, min_microbatches)
 
     def rank_order(rank: int) -> Iterator[Action]:
         stage_of_chunk = (rank, 2 * ranks - 1 - rank)
@@ -69,26 +69,26 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     def pattern(rank: int, count: int) -> str:
         distance = ranks - 1 - rank  # to the turning point of the V
         # Step 1: nF0
-        words = "F0 " * (2 * distance)
+        order = "F0 " * (2 * distance)
         # Step 2: nF0F1
-        words += "F0 F1 " * (rank + 1)
+        order += "F0 F1 " * (rank + 1)
         # Step 3: nB1W1F1 (zero bubble)
-        words += "I1 W1 F1 " * distance
+        order += "I1 W1 F1 " * distance
         # Step 4 (main step): nF0B1F1B0
-        words += "F0 B1 F1 B0 " * (count - 2 * ranks + rank + 1)
+        order += "F0 B1 F1 B0 " * (count - 2 * ranks + rank + 1)
         # Step 5: nB1F1B0
-        words += "B1 F1 B0 " * distance
+        order += "B1 F1 B0 " * distance
         # Step 6: nB1B0 (the second half is zero bubble: only I, their W are put off)
         chunks = ("1", "0") * (rank + 1)
         half = rank + 1
-        words += "".join(f"B{chunk} " for chunk in chunks[:half])
-        words += "".join(f"I{chunk} " for chunk in chunks[half:])
+        order += "".join(f"B{chunk} " for chunk in chunks[:half])
+        order += "".join(f"I{chunk} " for chunk in chunks[half:])
         # Step 7: nWB0 (zero bubble: a W that waits, then an I of chunk 0, whose own W waits in turn)
         waiting = [f"W{chunk} " for chunk in chunks[half:]] + ["W0 "] * distance
-        words += "".join(f"{weight}I0 " for weight in waiting[:distance])
+        order += "".join(f"{weight}I0 " for weight in waiting[:distance])
         # Step 8: nW
-        words += "".join(waiting[distance:])
-        return words
+        order += "".join(waiting[distance:])
+        return order
 
     return _from_patterns("dualpipe-v", ranks, microbatches, 2 * ranks, pattern)
 
@@ -103,13 +103,14 @@ def _first_units(ranks: int, rank: int, offsets: Sequence[int], pauses: Sequence
     first_units, begin = {}, 0
     for leg, offset, pause in zip(LEGS, offsets, (*pauses, 0), strict=True):
         goes_down = leg in ("F0", "I1")
-        first_units[leg] = begin + offset * (rank if goes_down else last - rank)
+        distance = rank if goes_down else last - rank  # from the leg's first rank
+        first_units[leg] = begin + offset * distance
         begin += offset * last + 1 + pause
     return first_units
 
 
 def _repeat_building_block(
-    name: str, ranks: int, microbatches: int, offsets: Sequence[int], pauses: Sequence[int], most: int
+    name: str, ranks: int, microbatches: int, offsets: Sequence[int], pauses: Sequence[int], max_active: int
 ) -> Schedule:
     """Repeats one building block every six units, then squeezes it (2405.15362, "controllable memory").
 
@@ -117,8 +118,8 @@ def _repeat_building_block(
     how many units apart neighbouring ranks are on its four legs, `pauses` how many units more than one pass at
     its three turns: the least with which two legs never meet in one unit, on any rank. The lifespan between F and
     I, and so the memory, follows from both. The legs take four of every six units of a rank. W take the other two,
-    two units after their I or later: they are to fill bubbles, not to cause them. Only a rank that holds `most`
-    chunk activations must do a W before its next F.
+    two units after their I or later: they are to fill bubbles, not to cause them. Only a rank that holds
+    `max_active` chunk activations must do a W before its next F.
     """
     unit_of: dict[tuple[str, int, int], int] = {}  # of (kind, stage, microbatch)
 
@@ -137,7 +138,7 @@ def _repeat_building_block(
         for unit in range(max(legs_by_unit) + 1):
             leg, microbatch = legs_by_unit.get(unit, ("", -1))
             if waiting:
-                must_free = leg[:1] == "F" and active == most
+                must_free = leg[:1] == "F" and active == max_active
                 may_fill = not leg and unit >= waiting[0][0] + 2
                 if must_free or may_fill:
                     yield waiting.popleft()[1]
@@ -154,18 +155,22 @@ def _repeat_building_block(
         yield from (action for _, action in waiting)
 
     repeated = Schedule.make(v_shape(ranks), map(rank_order, range(ranks)), name)
-    return squeeze(repeated, unit_of, most)
+    return squeeze(repeated, unit_of, max_active)
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """V-Half (2405.15362): half the memory of 1F1B and half its bubble."""
-    pauses = (1, 0 if ranks % 2 else 3, 0)
-    most = 2 * ((ranks + 2) // 2)
-    return _repeat_building_block("v-half", ranks, microbatches, (2, 1, 2, 1), pauses, most)
+    # the middle pause shifts the way back, so that legs do not meet (see `_repeat_building_block`)
+    middle = 0 if ranks % 2 else 3
+    pauses = (1, middle, 0)
+    max_active = 2 * ((ranks + 2) // 2)
+    return _repeat_building_block("v-half", ranks, microbatches, (2, 1, 2, 1), pauses, max_active)
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """V-Min (2405.15362): a third of the memory of 1F1B, the least on a V, and two thirds of its bubble."""
-    pauses = (0, 0 if ranks % 3 else 2, 0)
-    most = 2 * ((ranks + 4) // 3)
-    return _repeat_building_block("v-min", ranks, microbatches, (1, 1, 1, 1), pauses, most)
+    # as above
+    middle = 0 if ranks % 3 else 2
+    pauses = (0, middle, 0)
+    max_active = 2 * ((ranks + 4) // 3)
+    return _repeat_building_block("v-min", ranks, microbatches, (1, 1, 1, 1), pauses, max_active)

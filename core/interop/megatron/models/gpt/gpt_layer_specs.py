@@ -12,13 +12,16 @@ def get_gpt_layer_local_spec(
     qk_layernorm: bool | None = False,
     **more: Any,
 ) -> TransformerLayerSpec:
-    """The layer; which norm, activation and positions it has, configuration and model say.
+    """The layer; its norm, activation and positions follow from the configuration and the model.
 
     Raises ValueError: experts, latent attention and other parts that are not here; qk_layernorm, the configuration's.
     """
-    asked = {"num_experts": num_experts, "qk_layernorm": qk_layernorm} | more
-    normal = ("LayerNorm", "RMSNorm")
-    if wrong := [name for name, value in asked.items() if value not in (None, False, 0) and value not in normal]:
-        remedy = "; TransformerConfig(qk_layernorm=True) says it" if "qk_layernorm" in wrong else ""
-        raise ValueError(f"{len(wrong)} arguments ask for parts that are not here: {', '.join(wrong)}{remedy}")
+    arguments = {"num_experts": num_experts, "qk_layernorm": qk_layernorm} | more
+    without_effect = (None, False, 0, "LayerNorm", "RMSNorm")
+    unsupported = [name for name, value in arguments.items() if value not in without_effect]
+    if unsupported:
+        remedy = "; TransformerConfig(qk_layernorm=True) says it" if "qk_layernorm" in unsupported else ""
+        raise ValueError(
+            f"{len(unsupported)} arguments ask for parts that are not here: {', '.join(unsupported)}{remedy}"
+        )
     return gpt2_spec()

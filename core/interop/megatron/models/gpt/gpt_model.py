@@ -38,16 +38,17 @@ class GPTModel(ours.GPTModel):
         vp_stage: int | None = None,
         **more: Any,
     ) -> None:
+        # arguments without a meaning here pass; all others must be off
         more.pop("pg_collection", None)
         more.pop("rope_scaling_factor", None)
-        asked = [name for name, value in more.items() if value not in (None, False)]
-        if asked or not scatter_embedding_sequence_parallel:
-            names = ", ".join(asked) or "scatter_embedding_sequence_parallel=False"
-            raise ValueError(f"GPTModel: {max(1, len(asked))} arguments are not here: {names}; leave them out")
+        unsupported = [name for name, value in more.items() if value not in (None, False)]
+        if unsupported or not scatter_embedding_sequence_parallel:
+            names = ", ".join(unsupported) or "scatter_embedding_sequence_parallel=False"
+            raise ValueError(f"GPTModel: {max(1, len(unsupported))} arguments are not here: {names}; leave them out")
         spec = _with_positions(transformer_layer_spec, position_embedding_type)
-        runtime = config
+        megatron_config = config
         if position_embedding_type == "rope":
-            config = replace(_facts(config), rotary_base=float(rotary_base), rotary_percent=rotary_percent)
+            config = replace(_model_fields(config), rotary_base=float(rotary_base), rotary_percent=rotary_percent)
         super().__init__(
             config,
             spec,
@@ -55,14 +56,16 @@ class GPTModel(ours.GPTModel):
             max_sequence_length,
             pre_process=pre_process,
             post_process=post_process,
-            layers=_layers(config.num_layers, vp_stage, runtime),
+            layers=_virtual_stage_layers(config.num_layers, vp_stage, megatron_config),
             share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             parallel_output=parallel_output,
         )
-        self.config = runtime
-        granularity = getattr(runtime, "recompute_granularity", None)
+        self.config = megatron_config
+        # activation checkpointing, which Megatron configures beside the model
+        granularity = getattr(megatron_config, "recompute_granularity", None)
         if granularity is not None:
-            apply_recompute(self, {"full": "layer"}.get(granularity, granularity), stage=self.stage)
+            policy = "layer" if granularity == "full" else granularity
+            apply_recompute(self, policy, stage=self.stage)
 
     def forward(
         self,
@@ -77,19 +80,23 @@ class GPTModel(ours.GPTModel):
         **more: Any,
     ) -> Tensor:
         """As Megatron's: loss per token [b, s], else logits. Raises ValueError: an argument that is not here."""
-        asked = [name for name, value in more.items() if value is not None]
-        asked += ["decoder_input"] * (decoder_input is not None) + ["inference_context"] * any(unused)
-        if asked:
+        unsupported = [name for name, value in more.items() if value is not None]
+        if decoder_input is not None:
+            unsupported.append("decoder_input")
+        if any(unused):
+            unsupported.append("inference_context")
+        if unsupported:
             raise ValueError(
-                f"GPTModel.forward: {len(asked)} arguments are not here: {', '.join(asked)}; leave them out"
+                f"GPTModel.forward: {len(unsupported)} arguments are not here: {', '.join(unsupported)}; leave them "
+                "out"
             )
         output = super().forward(input_ids, position_ids, attention_mask, labels)
-        gather = runtime_gather_output and labels is None and self.parallel_output and self.post_process
-        return self.gather_logits(output) if gather else output
+        has_split_logits = labels is None and self.parallel_output and self.post_process
+        return self.gather_logits(output) if runtime_gather_output and has_split_logits else output
 
 
-def _facts(config: TransformerConfig) -> TransformerConfig:
-    """Without what Megatron keeps beside a model's facts, so that it can be changed field by field."""
+def _model_fields(config: TransformerConfig) -> TransformerConfig:
+    """Without the runtime fields of Megatron's class, so that `dataclasses.replace` works."""
     return TransformerConfig(**{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__})
 
 
@@ -98,13 +105,15 @@ def _with_positions(spec: TransformerLayerSpec, kind: str) -> TransformerLayerSp
         return spec
     if kind not in ("rope", "none"):
         raise ValueError(f"position_embedding_type={kind!r} is none of the 3: learned_absolute, rope, none")
-    return replace(spec, positions=None, rotary=llama_spec().rotary if kind == "rope" else None)
+    rotary = llama_spec().rotary if kind == "rope" else None
+    return replace(spec, positions=None, rotary=rotary)
 
 
-def _layers(num_layers: int, vp_stage: int | None, config: Any) -> range | None:
-    """Of a virtual stage: stage `vp_stage * pp + pp_rank`."""
+def _virtual_stage_layers(num_layers: int, vp_stage: int | None, config: Any) -> range | None:
+    """The layers of a virtual stage, which is stage `vp_stage * pp + pp_rank`; None without virtual stages."""
     chunks = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if vp_stage is None or not chunks:
         return None
     ps = current_state()
-    return even(num_layers, chunks * ps.size("pp"))[vp_stage * ps.size("pp") + ps.index("pp")]
+    stages = even(num_layers, chunks * ps.size("pp"))
+    return stages[vp_stage * ps.size("pp") + ps.index("pp")]
