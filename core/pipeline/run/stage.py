@@ -328,7 +328,9 @@ class Stage:
 
         input_grads = []
         for leaf, gradient in zip(state.input_leaves, gradients, strict=True):
-            input_grads.append(gradient if gradient is not None else torch.zeros_like(leaf))
+            if gradient is None:
+                gradient = torch.zeros_like(leaf)
+            input_grads.append(gradient)
         self._unshare_new_gradients([*state.bag.tensors(), *input_grads])
         # the graph is gone; until W only the bag is needed
         state.received, state.input_leaves, state.output_edges, state.loss_gradient = None, [], [], []

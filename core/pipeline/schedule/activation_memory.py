@@ -45,7 +45,9 @@ class ActivationMemory:
         stages = problem.stages_of[rank]
         actions = [(stage, F) for stage in stages]
         for stage in reversed(stages):
-            actions += [(stage, R), (stage, I), (stage, W)] if problem.recomputed[stage] else [(stage, I), (stage, W)]
+            if problem.recomputed[stage]:
+                actions.append((stage, R))
+            actions += [(stage, I), (stage, W)]
         for stage, kind in actions:
             change = problem.memory_change[stage * problem.stride + kind]
             is_done = progress >> self.shift[stage] & STATE_MASK > kind
