@@ -169,11 +169,12 @@ def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
     """What `schedule="auto"` finds for these costs, and how it compares."""
     chunks = 2 if options.chunks is None else options.chunks
     stages = auto_placement(options.stages, chunks)
+    recompute = range(len(stages)) if options.recompute else ()
     result = search(
         stages,
         options.microbatches,
         costs.divided(chunks),
-        recompute=range(len(stages)) if options.recompute else (),
+        recompute=recompute,
         memory_limit=options.memory_limit,
         candidates=candidates(stages, options.microbatches),
     )

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary split over ranks, in one buffer and one collective.
+"""Vocabulary-parallel cross entropy (arXiv 1909.08053, section 3), in one buffer and one collective.
 
 Each rank reduces its own columns to (max, sum of exponentials, logit of the label); one all-gather of these
 three numbers per token gives every rank the whole row's log-sum-exp. The logits' buffer is overwritten by the
@@ -15,17 +15,17 @@ from core.autograd.gradients import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.tensor_parallel.mappings import outside_graphs
 
-_CPU_CHUNK = 1 << 19  # elements handled at a time: what stays in a core's cache
-_DEVICE_CHUNK = 1 << 27  # ... or what keeps an accelerator busy without a float32 copy of everything
+_CPU_CHUNK = 1 << 19  # elements at a time that stay in a core's cache
+_DEVICE_CHUNK = 1 << 27  # elements that keep an accelerator busy without a float32 copy of all logits
 
 
-def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits) a piece at a time."""
-    size = _CPU_CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
-    rows = max(1, size // max(1, x.shape[1]))
-    for first in range(0, x.shape[0], rows):
-        part = slice(first, min(first + rows, x.shape[0]))
-        yield part, x[part]
+def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits), a chunk at a time."""
+    size = _CPU_CHUNK if logits.device.type == "cpu" else _DEVICE_CHUNK
+    rows = max(1, size // max(1, logits.shape[1]))
+    for first in range(0, logits.shape[0], rows):
+        chunk_rows = slice(first, min(first + rows, logits.shape[0]))
+        yield chunk_rows, logits[chunk_rows]
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,62 +37,73 @@ def _exponentials(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     A row of padding only (-inf) has the lowest finite max, so its exponentials are 0 and not NaN.
     """
-    top = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-    total = torch.empty_like(top)
+    local_max = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+    local_sum = torch.empty_like(local_max)
     lowest = torch.finfo(dtype).min
-    for rows, part in _chunks(logits):
-        wide = part if part.dtype == dtype else part.to(dtype)
-        torch.amax(wide, -1, out=top[rows])
-        peak = top[rows].clamp_(min=lowest)
-        wide.sub_(peak[:, None]).exp_()
-        torch.sum(wide, -1, out=total[rows])
-        if wide is not part:
-            part.copy_(wide)
-    return top, total
+    for rows, chunk in _chunks(logits):
+        values = chunk if chunk.dtype == dtype else chunk.to(dtype)
+        torch.amax(values, -1, out=local_max[rows])
+        row_max = local_max[rows].clamp_(min=lowest)
+        values.sub_(row_max[:, None]).exp_()
+        torch.sum(values, -1, out=local_sum[rows])
+        if values is not chunk:
+            chunk.copy_(values)
+    return local_max, local_sum
 
 
-def _scale(rows_of: Tensor, factor: Tensor) -> None:
-    """rows_of [n, v] *= factor [n, 1], multiplied in factor's dtype."""
-    for rows, part in _chunks(rows_of):
-        if part.dtype == factor.dtype:
-            part.mul_(factor[rows])
+def _scale_rows(matrix: Tensor, factor: Tensor) -> None:
+    """matrix [n, v] *= factor [n, 1], multiplied in factor's dtype."""
+    for rows, chunk in _chunks(matrix):
+        if chunk.dtype == factor.dtype:
+            chunk.mul_(factor[rows])
         else:
-            part.copy_(part.to(factor.dtype).mul_(factor[rows]))
+            chunk.copy_(chunk.to(factor.dtype).mul_(factor[rows]))
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """loss = log(sum over v of exp(x_v)) - x_label, and its gradient softmax(x) - onehot(label), both by columns."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, group: Group | None, vocab: int, smoothing: float, ignore: int
     ) -> Tensor:
-        size = logits.shape[-1]
-        flat, target = logits.detach().view(-1, size), labels.reshape(-1)
+        columns = logits.shape[-1]
+        flat, target = logits.detach().view(-1, columns), labels.reshape(-1)
         dtype = _compute_dtype(flat.dtype)
-        first = group.rank * size if group is not None else 0
-        valid = max(0, min(size, vocab - first))
-        local = target - first
-        mine = (local >= 0) & (local < valid) & (target != ignore)
-        local = local.masked_fill(~mine, 0)[:, None]
-        picked = flat.gather(1, local)[:, 0].to(dtype).masked_fill(~mine, 0)
-        mean = all_reduce(flat[:, :valid].sum(-1, dtype=dtype), group).div_(vocab) if smoothing else None
-        if valid < size:
-            flat[:, valid:] = -torch.inf
-        top, total = _exponentials(flat, dtype)
-        peak, whole = top, total
+        first = group.rank * columns if group is not None else 0
+        true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
+        counted = target != ignore
+
+        # The label's logit, on the rank that has its column; 0 on the others.
+        local_label = target - first
+        is_local = (local_label >= 0) & (local_label < true_columns) & counted
+        local_label = local_label.masked_fill(~is_local, 0)[:, None]
+        label_logit = flat.gather(1, local_label)[:, 0].to(dtype).masked_fill(~is_local, 0)
+        mean_logit = None
+        if smoothing:
+            mean_logit = all_reduce(flat[:, :true_columns].sum(-1, dtype=dtype), group).div_(vocab)
+        if true_columns < columns:
+            flat[:, true_columns:] = -torch.inf
+
+        # This rank's columns become (max, sum of exponentials); one all-gather makes these the row's.
+        local_max, local_sum = _exponentials(flat, dtype)
+        row_max, row_sum = local_max, local_sum
         if group is not None:
-            each = all_gather(torch.stack((top, total, picked))[None], group)  # [tp, 3, n]
-            peak = each[:, 0].amax(0)
-            whole = (each[:, 1] * (each[:, 0] - peak).exp()).sum(0)
-            picked = each[:, 2].sum(0)
-        loss = whole.log() + peak
-        if mean is not None:
-            loss -= (1 - smoothing) * picked + smoothing * mean
+            per_rank = all_gather(torch.stack((local_max, local_sum, label_logit))[None], group)  # [tp, 3, n]
+            row_max = per_rank[:, 0].amax(0)
+            row_sum = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0)
+            label_logit = per_rank[:, 2].sum(0)
+        loss = row_sum.log() + row_max
+        if mean_logit is not None:
+            loss -= (1 - smoothing) * label_logit + smoothing * mean_logit
         else:
-            loss -= picked
-        kept = target != ignore
-        ctx.save_for_backward(local, mine, (top - peak).exp_() / whole * kept, kept)
-        ctx.exponentials, ctx.valid, ctx.smoothing, ctx.vocab = flat, valid, smoothing, vocab
-        return loss.masked_fill_(~kept, 0).view(labels.shape)
+            loss -= label_logit
+
+        # exponential * probability_factor is the softmax: all that backward needs
+        probability_factor = (local_max - row_max).exp_() / row_sum * counted
+        ctx.save_for_backward(local_label, is_local, probability_factor, counted)
+        ctx.exponentials, ctx.true_columns, ctx.smoothing, ctx.vocab = flat, true_columns, smoothing, vocab
+        return loss.masked_fill_(~counted, 0).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,17 +111,18 @@ class _CrossEntropy(torch.autograd.Function):
             raise no_second_derivative("vocab_parallel_cross_entropy")
         if ctx.exponentials is None:
             raise RuntimeError("vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward")
-        local, mine, probability, kept = ctx.saved_tensors
-        out, ctx.exponentials = ctx.exponentials, None
-        g = gradient.reshape(-1).to(probability.dtype)
-        _scale(out, (probability * g)[:, None])
+        local_label, is_local, probability_factor, counted = ctx.saved_tensors
+        grad_logits, ctx.exponentials = ctx.exponentials, None
+        grad_loss = gradient.reshape(-1).to(probability_factor.dtype)
+        _scale_rows(grad_logits, (probability_factor * grad_loss)[:, None])
         if ctx.smoothing:
-            out[:, : ctx.valid] -= (g * kept * (ctx.smoothing / ctx.vocab))[:, None].to(out.dtype)
-        hit = (mine * g * (ctx.smoothing - 1)).to(out.dtype)
+            uniform = grad_loss * counted * (ctx.smoothing / ctx.vocab)
+            grad_logits[:, : ctx.true_columns] -= uniform[:, None].to(grad_logits.dtype)
+        label_gradient = (is_local * grad_loss * (ctx.smoothing - 1)).to(grad_logits.dtype)
         # one element a row: index_add_ on the flat buffer, because scatter_add_ copies the whole of it on CPU
-        flat_index = local[:, 0] + torch.arange(0, out.numel(), out.shape[1], device=out.device)
-        out.view(-1).index_add_(0, flat_index, hit)
-        return out.view(*gradient.shape, out.shape[-1]), None, None, None, None, None
+        row_starts = torch.arange(0, grad_logits.numel(), grad_logits.shape[1], device=grad_logits.device)
+        grad_logits.view(-1).index_add_(0, local_label[:, 0] + row_starts, label_gradient)
+        return grad_logits.view(*gradient.shape, grad_logits.shape[-1]), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -137,9 +149,12 @@ def vocab_parallel_cross_entropy(
         raise ValueError(
             f"logits {tuple(logits.shape)} need labels {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
         )
-    vocab = logits.shape[-1] * (1 if group is None else group.size) if vocab_size is None else vocab_size
-    own = logits if inplace and logits.is_contiguous() else logits.clone(memory_format=torch.contiguous_format)
-    return _loss(own, group, labels, vocab, label_smoothing, ignore_index)
+    if vocab_size is None:
+        vocab_size = logits.shape[-1] * (1 if group is None else group.size)
+    buffer = logits
+    if not (inplace and logits.is_contiguous()):
+        buffer = logits.clone(memory_format=torch.contiguous_format)
+    return _loss(buffer, group, labels, vocab_size, label_smoothing, ignore_index)
 
 
 @outside_graphs

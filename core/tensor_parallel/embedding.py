@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks, padded in memory only."""
+"""Vocabulary parallelism (arXiv 1909.08053): a table whose rows are split over ranks, padded in memory only."""
 
 from torch import Tensor
 
@@ -11,8 +11,8 @@ from core.tensor_parallel.placement import Placement
 def padded_vocab_rows(vocab_size: int, tp: int) -> int:
     """Rows of a vocabulary in memory, all ranks together.
 
-    For tp of 1, 2, 4, 8 always the same number, 8 equal multiples of 16, so that the parts' edges agree and a
-    checkpoint's cells do too; for another tp the least multiple of 16 per rank.
+    For tp of 1, 2, 4, 8 always the same number, 8 equal multiples of 16, so that the shards' edges agree and a
+    checkpoint's chunks do too; for another tp the smallest multiple of 16 per rank.
     """
     if tp in (1, 2, 4, 8):
         return 8 * _round_up(-(-vocab_size // 8))

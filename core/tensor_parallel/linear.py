@@ -1,4 +1,4 @@
-"""Linear layers split over one process group.
+"""Linear layers split over one process group (Megatron-LM, arXiv 1909.08053, section 3).
 
 Shapes: s sequence, b microbatch, i input features, o output features, tp size of the group.
 """
@@ -52,8 +52,8 @@ class ColumnParallelLinear(SpreadModule):
         y = deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
         if self.gather is None:
             return y
-        parts = y.unflatten(-1, self.weight.shape[:-1]).movedim(2 + self.split_dim, -1)
-        return gather_from_tensor_region(parts, self.gather).movedim(-1, 2 + self.split_dim).flatten(2)
+        by_dim = y.unflatten(-1, self.weight.shape[:-1]).movedim(2 + self.split_dim, -1)
+        return gather_from_tensor_region(by_dim, self.gather).movedim(-1, 2 + self.split_dim).flatten(2)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"
@@ -63,7 +63,7 @@ class RowParallelLinear(SpreadModule):
     """y = sum over ranks of x_r W_r^T, plus b once, with the input features split.
 
     x: [s, b, i/tp], each rank its own columns -> y: [s, b, o] the same on every rank ([s/tp, b, o] under
-    sequence parallelism). weight: [o, i/tp]; the bias is whole on every rank, and so is its gradient.
+    sequence parallelism). weight: [o, i/tp]; the bias is in full on every rank, and so is its gradient.
     Forward: all-reduce (reduce-scatter) of y. Backward: all-gather of dy (sequence parallelism only).
     Raises ValueError: the input features do not divide over the group.
     """

@@ -20,13 +20,13 @@ from core.tensor_parallel.placement import sequence_shard
 
 
 def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A compiled graph breaks here: messages between ranks cannot be traced. With a group of None it does not."""
-    alone = torch.compiler.disable(function)
+    """A graph break: collectives cannot be traced. With a group of None there is none, and no break."""
+    without_compiler = torch.compiler.disable(function)
 
     @wraps(function)
     def call(x: Tensor, group: Group | None, *args: Any, **options: Any) -> Tensor:
-        apart = group is not None and torch.compiler.is_compiling()
-        return alone(x, group, *args, **options) if apart else function(x, group, *args, **options)
+        breaks_graph = group is not None and torch.compiler.is_compiling()
+        return without_compiler(x, group, *args, **options) if breaks_graph else function(x, group, *args, **options)
 
     return call
 
@@ -48,10 +48,10 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -60,10 +60,10 @@ class _Reduce(torch.autograd.Function):
         return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        return g, None
+        return gradient, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -73,10 +73,10 @@ class _Scatter(torch.autograd.Function):
         return _split_last(x, group).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        return _gather_last(g, ctx.group), None
+        return _gather_last(gradient, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -86,10 +86,10 @@ class _Gather(torch.autograd.Function):
         return _gather_last(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        return _split_last(g, ctx.group).contiguous(), None
+        return _split_last(gradient, ctx.group).contiguous(), None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -99,10 +99,10 @@ class _ScatterSequence(torch.autograd.Function):
         return sequence_shard(x, group).clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        return all_gather(g, ctx.group), None
+        return all_gather(gradient, ctx.group), None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -112,12 +112,12 @@ class _GatherSequence(torch.autograd.Function):
         return all_gather(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
         if ctx.partial:
-            return reduce_scatter(g, ctx.group), None, None
-        return sequence_shard(g, ctx.group).contiguous(), None, None
+            return reduce_scatter(gradient, ctx.group), None, None
+        return sequence_shard(gradient, ctx.group).contiguous(), None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
@@ -128,10 +128,10 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        return all_gather(g, ctx.group), None
+        return all_gather(gradient, ctx.group), None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -141,12 +141,12 @@ class _SumGradient(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
         if getattr(ctx.weight, "main_grad", None) is not None:
-            return g, None  # summed once per step, by whoever owns main_grad
-        return all_reduce(g.clone(memory_format=torch.contiguous_format), ctx.group), None
+            return gradient, None  # the owner of main_grad sums once per step
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 @outside_graphs
@@ -183,7 +183,7 @@ def scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
 def gather_from_sequence_region(x: Tensor, group: Group | None, *, to_tensor_region: bool = True) -> Tensor:
     """[s/tp, b, h] -> [s, b, h] by all-gather.
 
-    Backward reduce-scatters when a tensor region follows (each rank's gradient is a part of the sum), else
+    Backward reduce-scatters when a tensor region follows (each rank's gradient is a partial sum), else
     takes this rank's rows.
     """
     return x if group is None else _GatherSequence.apply(x, group, to_tensor_region)
@@ -191,7 +191,7 @@ def gather_from_sequence_region(x: Tensor, group: Group | None, *, to_tensor_reg
 
 @outside_graphs
 def reduce_scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
-    """[s, b, h], each rank a part of the sum -> [s/tp, b, h]; backward all-gathers."""
+    """[s, b, h], a partial sum on each rank -> [s/tp, b, h]; backward all-gathers."""
     return x if group is None else _ReduceScatterSequence.apply(x, group)
 
 
@@ -206,11 +206,11 @@ def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
 
 
 def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: ParallelState | None = None) -> Tensor:
-    """All of a split parameter, in its true shape, on every rank; for penalties, norms and looks, with a gradient.
+    """All of a split parameter, in its true shape, on every rank; for penalties, norms, inspection; with a gradient.
 
     like: the parameter whose gradient, data or moment is given instead: `full_tensor(p.grad, like=p)`.
-    One all-gather per axis that splits it; backward takes this rank's part, so every rank of the axis must compute
-    the same from it. A parameter that nobody splits is returned as it is.
+    One all-gather per axis that splits it; backward takes this rank's shard, so every rank of the axis must compute
+    the same from it. A parameter that is not split is returned as it is.
     Raises ValueError: a tensor that is no parameter (nobody knows how it is split), or not of the shape of `like`.
     """
     if like is None and not isinstance(parameter, Parameter):
@@ -221,14 +221,14 @@ def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: P
     if like is not None and like.shape != parameter.shape:
         raise ValueError(f"full_tensor: {list(parameter.shape)} is not like the parameter, {list(like.shape)}")
     layout = layout_of(parameter if like is None else like)
-    ps, whole = parallel if parallel is not None else current_state(), parameter
+    ps, full = parallel if parallel is not None else current_state(), parameter
     for axis, dim in reversed(list(layout.split.items())):  # on one dim the first named axis is outermost
-        whole = gather_from_tensor_region(whole.transpose(dim, -1), ps.group(axis)).transpose(dim, -1)
-    return whole if not layout.padding else whole[tuple(slice(0, n) for n in layout.shape)]
+        full = gather_from_tensor_region(full.transpose(dim, -1), ps.group(axis)).transpose(dim, -1)
+    return full if not layout.padding else full[tuple(slice(0, size) for size in layout.shape)]
 
 
 def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
-    """For a module applied to sequence shards: what `sum_gradient` does, for parameters that no part of ours made.
+    """For a module applied to sequence shards: what `sum_gradient` does, for parameters of foreign modules.
 
     Every trainable parameter without a layout gets one, replicated and partial over tp, and a hook that sums its
     gradient in backward. Without this each rank would train a foreign module on its own tokens only.
@@ -238,14 +238,14 @@ def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad and not has_layout(parameter):
             set_layout(parameter, Layout(tuple(parameter.shape), partial=frozenset({"tp"})))
-            parameter.register_hook(_Summed(parameter, group))
+            parameter.register_hook(_SumGradientHook(parameter, group))
 
 
-class _Summed:
+class _SumGradientHook:
     def __init__(self, parameter: Parameter, group: Group) -> None:
         self._parameter, self._group = parameter, group
 
-    def __call__(self, g: Tensor) -> Tensor | None:
+    def __call__(self, gradient: Tensor) -> Tensor | None:
         if getattr(self._parameter, "main_grad", None) is not None:
             return None  # its owner sums, once per step
-        return all_reduce(g.clone(memory_format=torch.contiguous_format), self._group)
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self._group)

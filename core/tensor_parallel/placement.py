@@ -1,4 +1,4 @@
-"""Where the parts of one model live and over whom they are split: what every layer's constructor is told."""
+"""Where the layers of one model live and over which group they are split: given to every layer's constructor."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether activations between layers really are sequence shards."""
+        """Whether activations between layers are sequence shards (arXiv 2205.05198)."""
         return self.sequence_parallel and self.group is not None
 
     @property
@@ -56,7 +56,7 @@ class Placement:
         return frozenset({"tp"}) if self.sequence_parallel else frozenset()
 
     def parameter(self, layout: Layout, init: Init) -> Parameter:
-        """This rank's part of a parameter, full of NaN until `initialize_parameters` fills it under its name.
+        """This rank's shard of a parameter, full of NaN until `initialize_parameters` fills it under its name.
 
         Raises ValueError: the split dim does not divide over the group.
         """
@@ -67,7 +67,10 @@ class Placement:
         return parameter
 
     def column_comm(self) -> Comm:
-        """Collectives around a matmul whose output features are split: identity in, dx summed on the way back."""
+        """Collectives around a matmul whose output features are split: none in forward, dx is summed in backward.
+
+        Under sequence parallelism x is gathered and dx reduce-scattered: the same bytes, a tp-th of the activations.
+        """
         if self.group is None:
             return Comm()
         if self.sequence_parallel:
@@ -79,7 +82,7 @@ class Placement:
         return Comm(after_backward=partial(start_all_reduce, group=self.group))
 
     def row_comm(self) -> Comm:
-        """Collectives around a matmul whose input features are split: y summed on the way out."""
+        """Collectives around a matmul whose input features are split: y is summed in forward."""
         if self.group is None:
             return Comm()
         if self.sequence_parallel:

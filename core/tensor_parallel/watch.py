@@ -1,9 +1,10 @@
-"""What a plain torch loop does to a model that is split over tensor ranks, noticed where it first shows.
+"""Detects what a plain torch loop breaks in a model that is split over tensor ranks, where it first shows.
 
-torch's own tools know nothing of tensor parallelism: `clip_grad_norm_` takes the norm of one rank's part, DDP over
-the default group sends one rank's part to the others, a GradScaler skips on one rank alone, a sampler gives every
-rank its own batch. None of them fails; each breaks one of two facts that are cheap to look at: what all tensor ranks
-hold is equal, and what is split is not. A norm of one part breaks neither: those are listened to (`by_hand`).
+torch's own tools know nothing of tensor parallelism: `clip_grad_norm_` takes the norm of one rank's shard, DDP over
+the default group sends one rank's shard to the others, a GradScaler skips on one rank alone, a sampler gives every
+rank its own batch. None of them raises; each breaks one of two invariants that are cheap to check: replicated tensors
+are equal on all tensor ranks, split ones are not. A norm of one shard breaks neither: such functions are observed
+(`by_hand`).
 """
 
 import warnings
@@ -40,17 +41,17 @@ _USED_IN_ROWS = (
     ". A parameter that it uses and the model does not hold gets the gradient of this part only: register it in the "
     "model, or pass it through core.tensor_parallel.sum_gradient"
 )
-STEP_FORWARDS = 16  # of one step, at most, that are followed by listening
+STEP_FORWARDS = 16  # forwards of one step, at most, after which arithmetic is observed
 
 
-def _is_whole(parameter: Tensor) -> bool:
-    """Not another kind of tensor (FSDP2's), and its memory is there (ZeRO-3 gives it back)."""
+def _has_full_memory(parameter: Tensor) -> bool:
+    """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
     plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
-    with torch._C.DisableTorchFunctionSubclass():  # asking must not fetch it
+    with torch._C.DisableTorchFunctionSubclass():  # asking must not gather it
         return plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
 
 
-def _between_split(module: nn.Module) -> set[str]:
+def _modules_between_split(module: nn.Module) -> set[str]:
     """Names of modules that hold split parameters, and of those that stand beside two such, as an activation does."""
     named = [name for name, _ in module.named_modules()]
     holds = {name.rpartition(".")[0] for name, p in module.named_parameters() if "tp" in layout_of(p).split}
@@ -67,97 +68,98 @@ class SplitWatch:
 
     def __init__(self, group: Group, *, sums_foreign: bool = False) -> None:
         self._group, self._sums_foreign = group, sums_foreign
-        self._forwards, self._told_of_hooks = 0, False
-        self._by_hand: ByHand | None = None  # listens in between forwards
-        self._graded = self._left = 0  # forwards with gradients; after how many more to listen
-        self._told_of_hands = False
+        self._forwards, self._warned_of_hooks = 0, False
+        self._by_hand: ByHand | None = None  # observes arithmetic between forwards
+        self._forwards_with_gradients = self._forwards_to_follow = 0
+        self._warned_of_arithmetic = False
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
         return SplitWatch(self._group, sums_foreign=self._sums_foreign)
 
     @torch.compiler.disable
-    def look(self, module: nn.Module, inputs: Sequence[Tensor | None]) -> None:
+    def check_before(self, module: nn.Module, inputs: Sequence[Tensor | None]) -> None:
         """Before a forward of `module`. inputs: what must be the same on all tensor ranks, None left out.
 
         Raises ValueError, on every rank of the group: what differs and should not, or does not and should.
         """
         if self._by_hand is not None:
             self._by_hand.close()
-        if torch._C._are_functorch_transforms_active():  # values cannot be looked at
+        if torch._C._are_functorch_transforms_active():  # values cannot be compared there
             return
         self._forwards += 1
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
         if updated or (self._by_hand is not None and self._by_hand.saw_step):
-            self._left = 0
+            self._forwards_to_follow = 0
         if self._forwards & (self._forwards - 1) and not updated:
             return
-        if self._forwards == 1 or updated:  # of the updates only the first is looked for
+        if self._forwards == 1 or updated:  # only the first update is waited for
             probe = next((p for p in module.parameters() if p.requires_grad), None)
             self._probe = (probe, probe._version) if probe is not None and not updated else None
         keep_layouts(module)
         if self._sums_foreign:
             sum_gradients_of_foreign(module, self._group)
-        self._tell_of_hooks(module)
+        self._warn_of_hooks(module)
         self._compare(module, [x for x in inputs if x is not None])
 
-    def after(self, module: nn.Module, output: Tensor, *, whole: bool) -> None:
-        """After a forward with gradients: arithmetic by hand is listened to from here to the next one, in the steps
-        that begin with the first such forward, the second, 4th, 8th ... .
+    def follow_after(self, module: nn.Module, output: Tensor, *, output_is_replicated: bool) -> None:
+        """After a forward with gradients: observe arithmetic by hand until the next one, in the steps that begin with
+        the first such forward, the second, 4th, 8th ... .
 
-        whole: every tensor rank has all of `output`, so what is made of it must be the same on all of them.
+        output_is_replicated: every tensor rank has all of `output`, so its gradient must be the same on all.
         """
-        self._graded += 1
-        if whole and not self._graded & (self._graded - 1):
+        self._forwards_with_gradients += 1
+        if output_is_replicated and not self._forwards_with_gradients & (self._forwards_with_gradients - 1):
             _compare_gradient(output, self._group)
-        if self._told_of_hands:
+        if self._warned_of_arithmetic:
             return
         if self._by_hand is None:
-            self._by_hand = ByHand(partial(self._tell_by_hand, weakref.ref(module)), gradients=True)
-        if not self._graded & (self._graded - 1):
-            self._left, self._by_hand.saw_step = STEP_FORWARDS, False
-        if self._left:
-            self._left -= 1
+            self._by_hand = ByHand(partial(self._warn_of_arithmetic, weakref.ref(module)), gradients=True)
+        if not self._forwards_with_gradients & (self._forwards_with_gradients - 1):
+            self._forwards_to_follow, self._by_hand.saw_step = STEP_FORWARDS, False
+        if self._forwards_to_follow:
+            self._forwards_to_follow -= 1
             self._by_hand.open(p for p in module.parameters() if "tp" in layout_of(p).split)
 
-    def _tell_by_hand(self, module: weakref.ref, heard: Heard) -> None:
-        mixed = heard.kind == "sum" and len(set(ranks_of(heard.group)) & set(self._group.ranks)) > 1
-        if (here := module()) is not None and self._by_hand is not None and (heard.sees_only_shard or mixed):
+    def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
+        mixes_shards = heard.kind == "sum" and len(set(ranks_of(heard.group)) & set(self._group.ranks)) > 1
+        model_alive = module()
+        if model_alive is not None and self._by_hand is not None and (heard.sees_only_shard or mixes_shards):
             self._by_hand.end()
-            self._by_hand, self._told_of_hands = None, True
-            warnings.warn(_MIXED if mixed else heard.message(here), stacklevel=5)
+            self._by_hand, self._warned_of_arithmetic = None, True
+            warnings.warn(_MIXED if mixes_shards else heard.message(model_alive), stacklevel=5)
 
-    def _tell_of_hooks(self, module: nn.Module) -> None:
-        """Warns, once: a user's forward hook sees parts, and what it brings along is in no layout."""
-        if self._told_of_hooks:
+    def _warn_of_hooks(self, module: nn.Module) -> None:
+        """Warns, once: a user's forward hook sees shards, and parameters that it brings along have no layout."""
+        if self._warned_of_hooks:
             return
-        split = _between_split(module)
-        for name, part in module.named_modules():
-            hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        split = _modules_between_split(module)
+        for name, submodule in module.named_modules():
+            hooks = (*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values())
             if any(map(is_foreign, hooks)) and (self._sums_foreign or name in split):
-                self._told_of_hooks = True
-                words = _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS
-                more = _USED_IN_ROWS if self._sums_foreign else ""
-                warnings.warn(f"a forward hook on {name or 'the model'} sees {words}{more}", stacklevel=5)
+                self._warned_of_hooks = True
+                seen = _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS
+                remedy = _USED_IN_ROWS if self._sums_foreign else ""
+                warnings.warn(f"a forward hook on {name or 'the model'} sees {seen}{remedy}", stacklevel=5)
                 return
 
     def _compare(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
-        if not all(_is_whole(p) for _, p in named):
+        if not all(_has_full_memory(p) for _, p in named):
             return
-        self._refuse_other_numbers(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device))
-        same = [(name, p) for name, p in named if "tp" not in layout_of(p).split]
+        self._refuse_different_counts(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device))
+        replicated = [(name, p) for name, p in named if "tp" not in layout_of(p).split]
         split = [p for _, p in named if "tp" in layout_of(p).split and p.dim() > 1]
-        mine = torch.stack([checksum(x) for x in (*inputs, *(p for _, p in same), *split)])
-        every = all_gather(mine[None], self._group).cpu()
-        what = ["the batch"] * len(inputs) + [name for name, _ in same]
-        differs = (every[:, : len(what)] != every[0, : len(what)]).any(0)
+        local_sums = torch.stack([checksum(x) for x in (*inputs, *(p for _, p in replicated), *split)])
+        gathered = all_gather(local_sums[None], self._group).cpu()
+        labels = ["the batch"] * len(inputs) + [name for name, _ in replicated]
+        differs = (gathered[:, : len(labels)] != gathered[0, : len(labels)]).any(0)
         if differs.any():
-            place = int(differs.nonzero()[0])
-            other = int((every[:, place] != every[0, place]).nonzero()[0])
-            raise ValueError(self._words(what[place], other))
-        parts = every[:, len(what) :]
-        if parts[0].any() and (parts == parts[0]).all():
+            column = int(differs.nonzero()[0])
+            other = int((gathered[:, column] != gathered[0, column]).nonzero()[0])
+            raise ValueError(self._difference_message(labels[column], other))
+        split_sums = gathered[:, len(labels) :]
+        if split_sums[0].any() and (split_sums == split_sums[0]).all():
             raise ValueError(
                 f"all {len(split)} split weights are the same on the {self._group.size} tensor ranks, which hold "
                 "different parts. DistributedDataParallel over the default group broadcasts one rank's: use "
@@ -166,18 +168,18 @@ class SplitWatch:
                 "model.apply(...) draws the same on each: use GPTModel's own initial weights, or a generator per rank"
             )
 
-    def _refuse_other_numbers(self, numbers: Tensor) -> None:
-        """Messages of different lengths would be mixed up."""
-        every = all_gather(numbers, self._group).tolist()
-        if any(theirs != every[0] for theirs in every):
+    def _refuse_different_counts(self, numbers: Tensor) -> None:
+        """Raise ValueError if counts differ: messages of different lengths would be mixed up or deadlock."""
+        gathered = all_gather(numbers, self._group).tolist()
+        if any(rank_numbers != gathered[0] for rank_numbers in gathered):
             raise ValueError(
-                f"the tensor ranks {list(self._group.ranks)} have {[n for n, _ in every]} parameters and are called "
-                f"with {[n for _, n in every]} tensors; build one model on all of them, and call it alike"
+                f"the tensor ranks {list(self._group.ranks)} have {[n for n, _ in gathered]} parameters and are "
+                f"called with {[n for _, n in gathered]} tensors; build one model on all of them, and call it alike"
             )
 
-    def _words(self, what: str, other: int) -> str:
+    def _difference_message(self, labels: str, other: int) -> str:
         ranks = f"ranks {self._group.ranks[0]} and {self._group.ranks[other]}"
-        if what == "the batch":
+        if labels == "the batch":
             return (
                 f"tokens, positions, mask or labels differ between {ranks}, which share one model (tensor "
                 "parallelism) and must read one batch: give the sampler rank=parallel_state.get_data_parallel_rank() "
@@ -186,22 +188,22 @@ class SplitWatch:
             )
         if self._forwards == 1:
             return (
-                f"{what} should be the same on all tensor ranks, and differs between {ranks} before a step; call "
+                f"{labels} should be the same on all tensor ranks, and differs between {ranks} before a step; call "
                 "torch.manual_seed with one seed on all before the model is made (s + rank is not), or load one "
                 "checkpoint. If it is split: ColumnParallelLinear and RowParallelLinear make halves that "
                 "are split alike (docs/concepts/tensor_parallel.md)"
             )
         return (
-            f"{what} should be the same on all tensor ranks, and differs between {ranks} after an update, in forward "
-            f"{self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
+            f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
+            f"forward {self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
             "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
             "core.optimizer.GradScaler; an adapter around a linear that is split needs its halves split alike "
             "(docs/concepts/tensor_parallel.md)"
         )
 
 
-def _fingerprint(x: Tensor) -> Tensor:
-    """float64 [2]: the norm, and a product with fixed numbers, which sees what was exchanged; no copy of x."""
+def _gradient_fingerprint(x: Tensor) -> Tensor:
+    """float64 [2]: the norm, and a product with fixed numbers, which changes where rows are exchanged; no copy."""
 
     def fixed(n: int, dtype: torch.dtype) -> Tensor:
         return torch.arange(n, device=x.device, dtype=torch.float64).mul(12.9898).sin().to(dtype)
@@ -216,17 +218,17 @@ def _compare_gradient(output: Tensor, group: Group) -> None:
 
     Raises ValueError there, on every rank, if they differ by more than rounding: each rank would train another loss.
     """
-    fresh = True
+    is_first = True
 
     def hook(gradient: Tensor) -> None:
-        nonlocal fresh
-        if not fresh or torch._C._are_functorch_transforms_active():
+        nonlocal is_first
+        if not is_first or torch._C._are_functorch_transforms_active():
             return
-        fresh = False
-        every = all_gather(_fingerprint(gradient.detach())[None], group).cpu()
-        size = every[:, 0].max()
-        if size.isfinite() and (every - every[0]).abs().max() > 0.01 * size:
-            norms = ", ".join(f"{x:.6g}" for x in every[:, 0].tolist())
+        is_first = False
+        gathered = all_gather(_gradient_fingerprint(gradient.detach())[None], group).cpu()
+        size = gathered[:, 0].max()
+        if size.isfinite() and (gathered - gathered[0]).abs().max() > 0.01 * size:
+            norms = ", ".join(f"{x:.6g}" for x in gathered[:, 0].tolist())
             raise ValueError(
                 f"the tensor ranks {list(group.ranks)} computed different losses of one output: its gradient "
                 f"has the norms {norms}, or other signs. They share one model and must compute the same loss: the "
@@ -254,28 +256,35 @@ _ELEMENTWISE = (
 
 
 def watch_optimizers(model: nn.Module) -> None:
-    """Tell, once, of an optimizer that looks at whole matrices of `model`, which are split or fused here.
+    """Warn, once, of an optimizer that uses full matrices of `model`, which are split or fused here.
 
     Through torch's hook on every optimizer's step; it goes with the model.
     """
-    kept, told = weakref.ref(model), False
+    model_reference, warned = weakref.ref(model), False
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal told
-        kind, here = type(optimizer), kept()
-        known = kind.__name__ in _ELEMENTWISE or kind.__module__.startswith("core.")
-        if known or here is None or told:
+        nonlocal warned
+        optimizer_class, model_alive = type(optimizer), model_reference()
+        is_elementwise = optimizer_class.__name__ in _ELEMENTWISE or optimizer_class.__module__.startswith("core.")
+        if is_elementwise or model_alive is None or warned:
             return
-        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [(name, p) for name, p in here.named_parameters() if id(p) in given]
-        other = [name for name, p in mine if "tp" in layout_of(p).split and layout_of(p).padded_shape() != p.shape]
-        other = other or [name for name, p in mine if p.dim() > 2]
-        if other:
-            told = True  # the hook stays: torch walks through them now
+        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        split_names, fused_names = [], []
+        for name, parameter in model_alive.named_parameters():
+            if id(parameter) not in optimized_ids:
+                continue
+            layout = layout_of(parameter)
+            if "tp" in layout.split and layout.padded_shape() != parameter.shape:
+                split_names.append(name)
+            elif parameter.dim() > 2:
+                fused_names.append(name)
+        if affected := split_names or fused_names:
+            warned = True  # the hook stays: torch walks through them now
             warnings.warn(
-                f"{kind.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of {other[0]} it "
-                "sees this rank's part, or [groups, heads, d, h] for [out, in], and does something else. "
-                "Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon knows the matrices",
+                f"{optimizer_class.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of "
+                f"{affected[0]} it sees this rank's part, or [groups, heads, d, h] for [out, in], and does something "
+                "else. Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon knows "
+                "the matrices",
                 stacklevel=2,
             )
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors that live, on any device: a dispatch mode that follows storages by weak reference."""
+"""Bytes of live tensors, on any device: a dispatch mode that follows storages by weak reference."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SCALAR = 8  # storages of at most so many bytes are single numbers, which nobody counts
+SCALAR = 8  # bytes: storages of at most this size are single numbers and not counted
 
 
 class LiveBytes(TorchDispatchMode):
@@ -32,13 +32,13 @@ class LiveBytes(TorchDispatchMode):
             self._ignored[storage._cdata] = weakref.ref(storage, self._forget)
 
     def _forget(self, ref: weakref.ref) -> None:
-        self._ignored = {key: other for key, other in self._ignored.items() if other is not ref}
+        self._ignored = {key: ref_kept for key, ref_kept in self._ignored.items() if ref_kept is not ref}
 
     def follow(self, *tensors: Tensor) -> "LiveBytes":
         """Count these too: tensors from before, or of a storage that was ignored. Returns the probe."""
         for tensor in tensors:
             self._ignored.pop(tensor.untyped_storage()._cdata, None)
-            self._see(tensor)
+            self._count(tensor)
         _ = self.live
         return self
 
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         for key, ref in list(self._refs.items()):
             storage = ref()
             if storage is not None:
-                self._set(key, storage)
+                self._update_size(key, storage)
         self._peak = max(self._peak, self._total)
         return self._total
 
@@ -58,32 +58,32 @@ class LiveBytes(TorchDispatchMode):
         return max(self._peak, self.live)
 
     def reset_peak(self) -> None:
-        """Forget what was before."""
+        """Start the peak again from what is alive now."""
         self._peak = 0
         self._peak = self.live
 
-    def _set(self, key: int, storage: torch.UntypedStorage) -> None:
+    def _update_size(self, key: int, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes() if storage.device.type != "meta" else 0
         size = size if size > SCALAR else 0
         self._total += size - self._sizes.get(key, 0)
         self._sizes[key] = size
 
-    def _see(self, tensor: Tensor) -> None:
+    def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
             return
-        known = self._refs.get(key)
-        if known is None or known() is None:
+        existing_ref = self._refs.get(key)
+        if existing_ref is None or existing_ref() is None:
 
-            def gone(ref: weakref.ref) -> None:
+            def forget_storage(ref: weakref.ref) -> None:
                 if self._refs.get(key) is ref:  # and not another storage, which got its address
                     del self._refs[key]
                     self._total -= self._sizes.pop(key)
 
             self._total -= self._sizes.pop(key, 0)
-            self._refs[key] = weakref.ref(storage, gone)
-        self._set(key, storage)
+            self._refs[key] = weakref.ref(storage, forget_storage)
+        self._update_size(key, storage)
 
     def __torch_dispatch__(
         self, func: Callable, types: Iterable, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -91,8 +91,8 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._see(leaf)
-        if self._total > self._peak:  # a guess from sizes as last seen: look at all of them
+                self._count(leaf)
+        if self._total > self._peak:  # sizes may have changed since they were last read: read all
             _ = self.live
         return out
 

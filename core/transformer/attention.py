@@ -81,11 +81,11 @@ class SelfAttention(nn.Module):
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
         super().__init__()
         config, place = build.config, build.place
-        per_group = config.num_attention_heads // config.groups
+        heads_per_group = config.num_attention_heads // config.groups
         self.groups, self.head_size = config.groups // place.tp, config.head_size
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            (config.groups, per_group + 2, config.head_size),
+            (config.groups, heads_per_group + 2, config.head_size),
             place=place,
             bias=config.add_bias_linear or config.add_qkv_bias,
             init=Init(std=config.init_method_std),
@@ -102,9 +102,9 @@ class SelfAttention(nn.Module):
         heads = config.qk_layernorm
         self.q_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
         self.k_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
-        for part in (self.core_attention, self.q_layernorm, self.k_layernorm):
-            if part is not None:  # whatever it is, it sees this rank's heads only
-                sum_gradients_of_foreign(part, place.group)
+        for submodule in (self.core_attention, self.q_layernorm, self.k_layernorm):
+            if submodule is not None:  # whatever it is, it sees this rank's heads only
+                sum_gradients_of_foreign(submodule, place.group)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
         """See the class; `rotary` is (cos, sin), each [b or 1, 1, s, d/2]."""

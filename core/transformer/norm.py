@@ -13,8 +13,8 @@ from core.tensor_parallel import sum_gradient
 from core.transformer.spec import Build
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: one conversion is cheaper than operations on mixed dtypes."""
+def _to_float32(x: Tensor) -> Tensor:
+    """Float32 at least: one conversion is cheaper than operations on mixed dtypes."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -26,28 +26,31 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        square = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
-        inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(_wide(weight)).to(x.dtype)
+        x32 = _to_float32(x)
+        mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
+        inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (x32 * inverse_rms).mul_(_to_float32(weight)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("the fused RMSNorm")
-        x, weight, inverse = ctx.saved_tensors
-        size, wide = x.shape[-1], _wide(g)
-        n, wg = _wide(x) * inverse, wide * _wide(weight)
-        mean = torch.linalg.vecdot(wg, n).div_(size).unsqueeze(-1)
-        dx = wg.addcmul_(n, mean, value=-1).mul_(inverse).to(x.dtype)
-        dw = n.mul_(wide).reshape(-1, size).sum(0).to(weight.dtype)
+        x, weight, inverse_rms = ctx.saved_tensors
+        size, x32 = x.shape[-1], _to_float32(grad)
+        normalized, weighted = _to_float32(x) * inverse_rms, x32 * _to_float32(weight)
+        mean = torch.linalg.vecdot(weighted, normalized).div_(size).unsqueeze(-1)
+        dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
+        dw = normalized.mul_(x32).reshape(-1, size).sum(0).to(weight.dtype)
         return dx, dw, None
 
 
 class _Norm(SpreadModule):
-    """Weight [h], whole on every rank; under sequence parallelism (or over heads) each rank sees a part of the rows,
-    so its gradient is partial over tp, which the layout says."""
+    """Weight [h], in full on every rank.
+
+    Under sequence parallelism (or over heads) each rank sees some of the rows only, so its gradient is a partial sum
+    over tp, which the layout states.
+    """
 
     def __init__(self, build: Build, size: int, *, over_heads: bool = False) -> None:
         super().__init__()
@@ -91,5 +94,5 @@ class LayerNorm(_Norm):
 
 def build_norm(build: Build, size: int, *, over_heads: bool = False) -> nn.Module:
     """The norm that the configuration names."""
-    kind = RMSNorm if build.config.normalization == "RMSNorm" else LayerNorm
-    return kind(build, size, over_heads=over_heads)
+    norm_class = RMSNorm if build.config.normalization == "RMSNorm" else LayerNorm
+    return norm_class(build, size, over_heads=over_heads)

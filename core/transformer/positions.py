@@ -1,4 +1,4 @@
-"""Where a token stands: learned embeddings to add, or rotary tables for the attention."""
+"""Positions of tokens: learned embeddings to add, or rotary tables for the attention."""
 
 from collections.abc import Callable
 from math import pi
@@ -17,7 +17,7 @@ from core.transformer.transformer_config import RotaryScaling
 
 
 class LearnedPositions(SpreadModule):
-    """weight [max_sequence_length, h], whole on every rank; partial over tp under sequence parallelism."""
+    """weight [max_sequence_length, h], in full on every rank; partial over tp under sequence parallelism."""
 
     def __init__(self, build: Build, max_sequence_length: int) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Te
     """Radians per token of each pair of dims, as the model was trained to see them; see `RotaryScaling`."""
     if scaling is None:
         return frequencies
-    slow = frequencies / scaling.factor
+    slowed = frequencies / scaling.factor
     if scaling.kind == "linear":
-        return slow
-    # 1 where a wave fits often into the original length (kept), 0 where it hardly does (slowed down)
-    waves = scaling.original_max_position_embeddings * frequencies / (2 * pi)
+        return slowed
+    # 1 where a wavelength fits often into the original length (unchanged), 0 where it hardly does (slowed down)
+    wavelengths_in_original = scaling.original_max_position_embeddings * frequencies / (2 * pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((waves - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * slow
+    unchanged_share = ((wavelengths_in_original - low) / (high - low)).clamp(0, 1)
+    return unchanged_share * frequencies + (1 - unchanged_share) * slowed
 
 
 class Rotary(nn.Module):
@@ -72,9 +72,9 @@ class Rotary(nn.Module):
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """cos and sin [positions, d/2], computed in float64."""
-        power = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
-        position = torch.arange(self.positions, dtype=torch.float64, device="cpu")
-        angle = torch.outer(position, scaled_frequencies(self.base**-power, self.scaling))
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
+        positions_column = torch.arange(self.positions, dtype=torch.float64, device="cpu")
+        angle = torch.outer(positions_column, scaled_frequencies(self.base**-exponents, self.scaling))
         return {"cos": angle.cos().to(device, dtype), "sin": angle.sin().to(device, dtype)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
@@ -83,9 +83,11 @@ class Rotary(nn.Module):
         self._rebuild(self.cos.device)
         return self
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *more: Any) -> None:
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *remaining: Any
+    ) -> None:
         """A model on meta that is loaded with `assign=True` is then where its weights are."""
-        super()._load_from_state_dict(state, prefix, metadata, *more)
+        super()._load_from_state_dict(state, prefix, metadata, *remaining)
         if self.cos.is_meta and metadata.get("assign_to_params_buffers"):
             self._rebuild(self.device)
 

@@ -1,4 +1,4 @@
-"""Rules between a model and a layout of ranks: pure, so that they speak before any process group exists."""
+"""Rules between a model and a layout of ranks: pure, so that they are checked before any process group exists."""
 
 from collections.abc import Iterator
 

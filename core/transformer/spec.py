@@ -31,7 +31,7 @@ class Build:
 
     @cached_property
     def place(self) -> Placement:
-        """What the tensor-parallel layers are told."""
+        """Group, dtype and device of the tensor-parallel layers."""
         return Placement(
             group=self.parallel.group("tp"),
             sequence_parallel=self.parallel.config.sequence_parallel,

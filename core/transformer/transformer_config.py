@@ -1,4 +1,4 @@
-"""What the model is; how it is split, trained or saved is said elsewhere."""
+"""The facts of a model; how it is split, trained or saved is configured elsewhere."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,6 +154,6 @@ class TransformerConfig:
 
 
 def _near(hidden: int, heads: int) -> str:
-    heads = max(1, heads)  # less than one is told by another rule
+    heads = max(1, heads)  # another rule refuses fewer than one
     below = hidden // heads * heads
     return f"{below} or {below + heads}" if below else str(heads)

@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ Config = TypeVar("Config")
 class FromDeepSpeed:
     """What a ds_config means here.
 
-    fields: part of a run ("training", "data_parallel", ...) -> field -> value. told: the verdict on every key.
+    fields: section of a run ("training", "data_parallel", ...) -> field -> value. told: the verdict on every key.
     """
 
     fields: dict[str, dict[str, Any]]
@@ -66,15 +67,16 @@ class FromDeepSpeed:
     def flags(self) -> list[str]:
         """The same on the command line of examples/pretrain_gpt.py."""
         arguments: list[str] = []
-        for part, fields in self.fields.items():
+        for section, fields in self.fields.items():
             for name, value in fields.items():
-                flag = f"--{part}.{name}".replace("_", "-")
-                is_switch = isinstance(value, bool) and isinstance(getattr(PARTS[part], name), bool)  # its default
+                flag = f"--{section}.{name}".replace("_", "-")
+                is_switch = isinstance(value, bool) and isinstance(getattr(PARTS[section], name), bool)  # its default
                 if is_switch:
-                    arguments.append(flag if value else f"--{part}.no-{name}".replace("_", "-"))
+                    arguments.append(flag if value else f"--{section}.no-{name}".replace("_", "-"))
                 elif isinstance(value, dict):
-                    pairs = [str(word) for pair in value.items() for word in pair]
-                    arguments += [flag, *pairs] if pairs else []
+                    words = map(str, chain.from_iterable(value.items()))
+                    if value:
+                        arguments += [flag, *words]
                 else:
                     arguments += [flag, str(value)]
         return arguments
@@ -92,6 +94,7 @@ def _read(path: str) -> Any:
         problem = f"{path} is no JSON: {error}"
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    # comments and trailing commas: what DeepSpeed reads as Hjson
     try:
         import hjson
     except ImportError:
@@ -130,6 +133,7 @@ def from_deepspeed(
         if not isinstance(config, dict):
             raise ValueError(f"{source} holds a {type(config).__name__}, not an object; give a ds_config")
     try:
+        # sections in this order: Muon needs the ZeRO stage, the scheduler needs the optimizer's rate
         reader = ConfigReader(config, auto or {}, data_ranks)
         for read_section in (batch, zero, dtypes, optimizer, scheduler, others):
             read_section(reader)

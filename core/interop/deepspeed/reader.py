@@ -24,7 +24,8 @@ class Told:
 class ConfigReader:
     """The keys of a file, those that no section has read yet, and the verdicts so far.
 
-    auto: what keys stand for that the file leaves to Hugging Face's Trainer as "auto". fields: part of a run -> field
+    auto: what keys stand for that the file leaves to Hugging Face's Trainer as "auto". fields: section of a run ->
+    field
     -> value. verdicts: by key.
     """
 
@@ -47,6 +48,7 @@ class ConfigReader:
             return value
         if kind is bool and not isinstance(value, bool):
             raise ValueError(f"{key}={value!r} is neither true nor false; give one of them")
+        # JSON has one kind of number, and bool is an int in Python
         if kind in (int, float):
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or (kind is int and not float(value).is_integer()):
@@ -56,29 +58,36 @@ class ConfigReader:
 
     def report(self, key: str, verdict: str, words: str, *, value: Any = "not given") -> None:
         """Give the verdict on a key. value: of a key that had a verdict before."""
+        # a key has one verdict; the last one counts (Muon takes the ZeRO stage back)
         value = self.unread.pop(key, value)
         if value == "auto" and key in self.auto:
             words = f"{words} (auto)"
         self.verdicts[key] = Told(key, value, verdict, words)
 
-    def map_to(self, key: str, part: str, *, note: str = "", **fields: Any) -> None:
-        """A key that sets these fields of a part of the run."""
-        self.fields.setdefault(part, {}).update(fields)
-        settings = [f"{part}.{name}={value}" for name, value in fields.items()]
+    def report_support(self, key: str, is_supported: bool, reason: str) -> None:
+        """A key without a field here: "mapped" if its value is what is always done here, else "unsupported"."""
+        self.report(key, "mapped" if is_supported else "unsupported", reason)
+
+    def map_to(self, key: str, section: str, *, note: str = "", **fields: Any) -> None:
+        """A key that sets these fields of a section of the run."""
+        self.fields.setdefault(section, {}).update(fields)
+        settings = [f"{section}.{name}={value}" for name, value in fields.items()]
         self.report(key, "mapped", ", ".join(settings) + note)
 
     def is_unresolved_auto(self, key: str) -> bool:
         """Whether the file leaves `key` to Hugging Face's Trainer, and `auto` does not say what it stands for."""
         return self.unread.get(key) == "auto" and key not in self.auto
 
-    def map_field(self, key: str, part: str, field: str, kind: type) -> None:
+    def map_field(self, key: str, section: str, field: str, kind: type) -> None:
         """A key that is one of our fields under another name."""
         value = self.value(key, kind)
         if value is not None:
-            self.map_to(key, part, **{field: value})
+            self.map_to(key, section, **{field: value})
 
     def report_unread(self) -> None:
         """Give a verdict on every key that no section has read."""
+        # in the order of certainty: comments, empty values, "auto", known keys without effect, known ones with
+        # another effect, and at last mistakes of spelling
         for key in list(self.unread):
             value = self.unread[key]
             if any(COMMENT.match(name) for name in key.split(".")):

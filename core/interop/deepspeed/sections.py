@@ -29,7 +29,9 @@ def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tu
     product_text = " x ".join(f"{name}({size})" for name, size in known.items())
     if train is None:
         is_determined = micro is not None and ranks is not None
-        return (product if is_determined else None), micro
+        if not is_determined:
+            return None, micro
+        return product, micro
     if len(known) == 3 and train != product:
         raise ValueError(
             f"{TRAIN}={train} is not {product_text} = {product}; use {product}, or leave one of the sizes out"
@@ -49,6 +51,7 @@ def batch(reader: ConfigReader) -> None:
     for key, value in ((TRAIN, train), (MICRO, micro), (ACCUMULATION, accumulation)):
         if value is not None and value < 1:
             raise ValueError(f"{key}={value} must be at least 1")
+    # sizes that Hugging Face's Trainer fills in are not solved here
     is_open = any(reader.is_unresolved_auto(key) for key in (MICRO, ACCUMULATION, TRAIN))
     if not is_open:
         train, micro = solve_batch(train, micro, accumulation, reader.data_ranks)
@@ -108,7 +111,8 @@ def _offload(reader: ConfigReader) -> None:
     section, old_key = "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"
     device = reader.value(f"{section}.device", str)
     if device == "cpu" or (device is None and reader.value(old_key)):
-        reader.map_to(f"{section}.device" if device else old_key, "data_parallel", offload="optimizer")
+        key = f"{section}.device" if device else old_key
+        reader.map_to(key, "data_parallel", offload="optimizer")
     elif device == "nvme":
         path = reader.value(f"{section}.nvme_path", str)
         if path is None:
@@ -173,7 +177,7 @@ def _loss_scale(reader: ConfigReader) -> None:
     minimum = reader.value("fp16.min_loss_scale", float)
     if minimum is not None:
         reason = "the scale stops at 1; optimizer.max_skipped_steps ends a run that overflows there"
-        reader.report("fp16.min_loss_scale", "mapped" if minimum == 1 else "unsupported", reason)
+        reader.report_support("fp16.min_loss_scale", minimum == 1, reason)
 
 
 def optimizer(reader: ConfigReader) -> None:
@@ -197,10 +201,11 @@ def optimizer(reader: ConfigReader) -> None:
     reader.map_field(f"{PARAMS}.lr", "optimizer", "lr", float)
     reader.map_field(f"{PARAMS}.eps", "optimizer", "adam_eps", float)
     betas = reader.value(f"{PARAMS}.betas")
-    if betas is not None:
+    if betas is not None:  # a pair, two fields here
         if not (isinstance(betas, Sequence) and len(betas) == 2):
             raise ValueError(f"{PARAMS}.betas={betas!r} must be 2 numbers; give both")
         reader.map_to(f"{PARAMS}.betas", "optimizer", adam_beta1=betas[0], adam_beta2=betas[1])
+    # DeepSpeed's SGD has no momentum by default, ours has
     if kind == "sgd" or f"{PARAMS}.momentum" in reader.unread:
         reader.map_to(f"{PARAMS}.momentum", "optimizer", momentum=reader.value(f"{PARAMS}.momentum", float) or 0.0)
 
@@ -214,7 +219,7 @@ def optimizer(reader: ConfigReader) -> None:
     ):
         value = reader.value(f"{PARAMS}.{key}")
         if value is not None:
-            reader.report(f"{PARAMS}.{key}", "mapped" if value == supported else "unsupported", reason)
+            reader.report_support(f"{PARAMS}.{key}", value == supported, reason)
 
 
 def _weight_decay(reader: ConfigReader, default: float, plain_adam: bool) -> None:
@@ -233,7 +238,8 @@ def _weight_decay(reader: ConfigReader, default: float, plain_adam: bool) -> Non
         if plain_adam and decay:
             reader.report(f"{PARAMS}.adam_w_mode", "unsupported", "decay is decoupled; use AdamW, or a decay of 0")
     if f"{PARAMS}.adam_w_mode" in reader.unread:
-        reader.report(f"{PARAMS}.adam_w_mode", "mapped", "decay is AdamW's" if not plain_adam else "nothing decays")
+        reason = "nothing decays" if plain_adam else "decay is AdamW's"
+        reader.report(f"{PARAMS}.adam_w_mode", "mapped", reason)
 
 
 def _muon(reader: ConfigReader) -> None:
@@ -246,8 +252,10 @@ def _muon(reader: ConfigReader) -> None:
         # each rate of its own, else the common one, else DeepSpeed's default
         muon_lr = _first_known(muon_lr, common_lr, 0.02)
         adam_lr = _first_known(adam_lr, common_lr, 3e-4)
-        muon_key = f"{PARAMS}.muon_lr"
-        reader.map_to(muon_key if muon_key in reader.unread else f"{PARAMS}.lr", "optimizer", lr=muon_lr)
+        key = f"{PARAMS}.muon_lr"
+        if key not in reader.unread:
+            key = f"{PARAMS}.lr"
+        reader.map_to(key, "optimizer", lr=muon_lr)
         if adam_lr != muon_lr:
             remedy = "ShardedMuon(groups=[{'names': ..., 'lr': ...}])"
             reason = f"1 rate for all, {muon_lr:g}; for {adam_lr:g} beside it {remedy}"
@@ -257,6 +265,7 @@ def _muon(reader: ConfigReader) -> None:
                 reader.report(f"{PARAMS}.{key}", "mapped", f"optimizer.lr={muon_lr}")
     if f"{PARAMS}.ns_method" in reader.unread:
         reader.report(f"{PARAMS}.ns_method", "ignored", "five steps of Newton and Schulz, in torch.optim.Muon's form")
+    # orthogonalisation needs whole matrices: ZeRO would cut them
     stage = reader.fields.get("data_parallel", {}).get("zero_stage", 0)
     if stage:
         reader.fields["data_parallel"]["zero_stage"] = 0
@@ -321,19 +330,22 @@ def others(reader: ConfigReader) -> None:
     if max_norm is not None:
         reader.map_to("optimizer.params.max_grad_norm", "optimizer", clip_grad=max_norm)
     if clip is not None or (max_norm is None and not reader.is_unresolved_auto("gradient_clipping")):
-        note = "" if clip is not None else ", DeepSpeed's default (in older versions 0): better say it"
-        reader.map_to("gradient_clipping", "optimizer", clip_grad=1.0 if clip is None else clip, note=note)
+        note = ""
+        if clip is None:
+            clip, note = 1.0, ", DeepSpeed's default (in older versions 0): better say it"
+        reader.map_to("gradient_clipping", "optimizer", clip_grad=clip, note=note)
     _monitors(reader)
     key = "steps_per_print"
     if reader.value(key) is not None:
-        never = reader.value(key, float) in (0, inf)
-        reader.map_to(key, "training", log_interval=NEVER if never else reader.value(key, int))
+        steps = NEVER
+        if reader.value(key, float) not in (0, inf):
+            steps = reader.value(key, int)
+        reader.map_to(key, "training", log_interval=steps)
     reader.map_field("tensor_parallel.autotp_size", "parallel", "tensor", int)
     reader.map_field("pipeline.stages", "parallel", "pipeline", int)
     op = reader.value("gradient_allreduce_op", str)
     if op is not None:
-        verdict = "mapped" if op == "mean" else "unsupported"
-        reader.report("gradient_allreduce_op", verdict, "the loss is a mean over tokens")
+        reader.report_support("gradient_allreduce_op", op == "mean", "the loss is a mean over tokens")
     layers = reader.value("pipeline.activation_checkpoint_interval", int)
     if layers:
         reader.map_to("pipeline.activation_checkpoint_interval", "training", recompute="layer")

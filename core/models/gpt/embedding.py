@@ -49,7 +49,7 @@ class GPTEmbedding(nn.Module):
 class OutputLayer(SpreadModule):
     """x [s, b, h] ([s/tp, b, h] under sequence parallelism) -> logits [s, b, v_padded/tp].
 
-    Its own weight [v_padded/tp, h], or (tied) the one it is handed. Backward: all-reduce of dx
+    Its own weight [v_padded/tp, h], or (tied) the embedding's, which is passed in. Backward: all-reduce of dx
     (reduce-scatter).
     """
 
@@ -61,9 +61,9 @@ class OutputLayer(SpreadModule):
         self.stage, self.comm = place.stage, place.column_comm()
 
     def forward(self, x: Tensor, weight: Parameter | None = None) -> Tensor:
-        own = self.weight if weight is None else weight
-        assert own is not None
-        return deferred_linear(x, own, stage=self.stage, comm=self.comm)
+        table = self.weight if weight is None else weight
+        assert table is not None
+        return deferred_linear(x, table, stage=self.stage, comm=self.comm)
 
 
 def mask_padding(logits: Tensor, vocab_size: int, rank: int, tp: int) -> Tensor:

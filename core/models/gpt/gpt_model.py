@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from core.autograd import StageContext
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
-from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, either
+from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, one_of_two
 from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, mix32, seeded
 from core.parallel_state.collectives import broadcast
 from core.parallel_state.random import chosen_seed
@@ -37,10 +37,10 @@ class GPTModel(nn.Module):
     vocab_size: true size; rows are padded in memory only. max_sequence_length: positions.
     pre_process, post_process: whether this stage embeds tokens, and whether it ends in logits or loss;
         default: as the pipeline rank says. layers: the global numbers of the stage's layers; default: an even
-        share. A stage is born with only its part.
+        share. A stage builds only its own layers.
     share_embeddings_and_output_weights: one table for both (tied). ends_share_a_rank: whether the first and the
         last stage are on one rank, so that it is one parameter; tied_with: that first stage, for the last one.
-    parallel_output: whether logits stay split over the tensor ranks; where nobody says so, they do, and it is told.
+    parallel_output: whether logits stay split over the tensor ranks; where it is not given, they do, with a warning.
     parallel: the layout of ranks; default: the current state (a single process needs none).
     seed: of the initial weights, which are the same on every layout; default: that of `torch.manual_seed`, which
         must then be one on all ranks that share a model; 1234 where nobody called it.
@@ -79,10 +79,13 @@ class GPTModel(nn.Module):
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
         self.place = build.place
-        across = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
+        across_stages = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
         if self.pre_process or (self.tied and self.post_process):
-            own = spec if self.pre_process else None
-            self.embedding = GPTEmbedding(build, own, vocab_size, max_sequence_length, tied_across_stages=across)
+            # a tied last stage has a copy of the table only
+            embedding_spec = spec if self.pre_process else None
+            self.embedding = GPTEmbedding(
+                build, embedding_spec, vocab_size, max_sequence_length, tied_across_stages=across_stages
+            )
             if tied_with is not None and self.tied:
                 self.embedding.word_embeddings.weight = tied_with.embedding.word_embeddings.weight
         self.rotary = spec.rotary(build, max_sequence_length) if spec.rotary is not None else None
@@ -92,33 +95,33 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._first_inputs, self._told_of_parts = FirstInputs(), False
+        self._first_inputs, self._warned_of_shards = FirstInputs(), False
         group = self.place.group
         self._watch = SplitWatch(group, sums_foreign=self.place.splits_sequence) if group is not None else None
         keep_layouts(self)
         watch_optimizers(self)
-        self._fill()
+        self._initialize()
 
     def init_weights(self) -> None:
         """Fill every parameter with its initial values again, after `to_empty` above all.
 
-        Parts of your own are filled by their `reset_parameters`. Raises ValueError: one that has parameters and none.
+        Modules of your own are filled by their `reset_parameters`. Raises ValueError: one without that method.
         """
-        for name, part in self.named_modules():
-            own = [p for p in part.parameters(recurse=False) if getattr(p, "initial", None) is None]
-            if not own:
+        for name, submodule in self.named_modules():
+            without_initial = [p for p in submodule.parameters(recurse=False) if getattr(p, "initial", None) is None]
+            if not without_initial:
                 continue
-            reset = getattr(part, "reset_parameters", None)
+            reset = getattr(submodule, "reset_parameters", None)
             if reset is None:
                 raise ValueError(
-                    f"{name} ({type(part).__name__}) has {len(own)} parameters and no reset_parameters(): nobody can "
-                    "fill it; add the method, or load a checkpoint"
+                    f"{name} ({type(submodule).__name__}) has {len(without_initial)} parameters and no "
+                    "reset_parameters(): nobody can fill it; add the method, or load a checkpoint"
                 )
-            with seeded(own[0].device, mix32(self.seed, "parts", name)):
+            with seeded(without_initial[0].device, mix32(self.seed, "parts", name)):
                 reset()
-        self._fill()
+        self._initialize()
 
-    def _fill(self) -> None:
+    def _initialize(self) -> None:
         ps, on_cpu = self.parallel, self.config.use_cpu_initialization
         initialize_parameters(self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu)
 
@@ -142,7 +145,7 @@ class GPTModel(nn.Module):
         Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype; a token,
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
-        tokens = either("tokens", tokens, "input_ids", input_ids)
+        tokens = one_of_two("tokens", tokens, "input_ids", input_ids)
         s = self._check(tokens, position_ids, attention_mask, labels)
         if self._watch is not None:
             if torch.compiler.is_exporting():
@@ -151,19 +154,20 @@ class GPTModel(nn.Module):
                     "between them; load the checkpoint into a model of tensor_model_parallel_size=1 and export that"
                 )
             batch = (tokens if self.pre_process else None, position_ids, attention_mask, labels)
-            self._watch.look(self, batch)
+            self._watch.check_before(self, batch)
         if self._draws and self.training and not self.stage.driven:
             self.stage.drawn = True
             with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
-                output = self._run(s, tokens, position_ids, attention_mask, labels)
+                output = self._run_layers(s, tokens, position_ids, attention_mask, labels)
         else:
-            output = self._run(s, tokens, position_ids, attention_mask, labels)
-        plain = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
-        if self._watch is not None and plain:
-            self._watch.after(self, output, whole=self._is_whole(labels is not None))
+            output = self._run_layers(s, tokens, position_ids, attention_mask, labels)
+        in_plain_loop = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
+        if self._watch is not None and in_plain_loop:
+            replicated = self._output_is_replicated(labels is not None)
+            self._watch.follow_after(self, output, output_is_replicated=replicated)
         return output
 
-    def _run(
+    def _run_layers(
         self,
         s: int,
         tokens: Tensor,
@@ -175,7 +179,7 @@ class GPTModel(nn.Module):
         rotary = self.rotary(s, position_ids) if self.rotary is not None else None
         x = self.decoder(x, attention_mask, rotary)
         if self.output_layer is None:
-            return self._whole_sequence(x)
+            return self._gather_for_foreign_head(x)
         logits = self.output_layer(x, self.embedding.word_embeddings.weight if self.tied else None)
         if labels is not None:
             target = labels.t().contiguous()
@@ -184,11 +188,11 @@ class GPTModel(nn.Module):
             return loss.t().contiguous()
         logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(0, 1)
         if self.parallel_output and self.tells_of_columns and self.place.tp > 1:
-            self._tell_of_columns(logits.shape[-1])
+            self._warn_of_columns(logits.shape[-1])
         return logits if self.parallel_output else self.gather_logits(logits)
 
     @torch.compiler.disable
-    def _tell_of_columns(self, columns: int) -> None:
+    def _warn_of_columns(self, columns: int) -> None:
         self.tells_of_columns = False
         warnings.warn(
             f"logits are this tensor rank's {columns} columns of the padded vocabulary, as Megatron's: a softmax, an "
@@ -197,15 +201,15 @@ class GPTModel(nn.Module):
             stacklevel=5,
         )
 
-    def _whole_sequence(self, x: Tensor) -> Tensor:
-        """What a stage hands over: sequence shards for the next one, the whole for a head of a user's own."""
+    def _gather_for_foreign_head(self, x: Tensor) -> Tensor:
+        """A stage's output: sequence shards for the next stage, the full sequence for a head of a user's own."""
         headless = self.pre_process and len(self.decoder.layers) == self.config.num_layers
         if headless and self.place.splits_sequence and self.parallel.size("pp") == 1 and not self.stage.driven:
             return gather_from_sequence_region(x, self.place.group, to_tensor_region=False)
         return x
 
-    def _is_whole(self, is_loss: bool) -> bool:
-        """Whether each tensor rank has all of what `forward` returned."""
+    def _output_is_replicated(self, is_loss: bool) -> bool:
+        """Whether each tensor rank has all of `forward`'s result."""
         if self.output_layer is None:
             return not self.place.splits_sequence
         return is_loss or not self.parallel_output
@@ -215,20 +219,20 @@ class GPTModel(nn.Module):
         return gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As torch's: this rank's parts. Warns, once, where tensor ranks hold others."""
-        if self._watch is not None and not self._told_of_parts:
-            self._told_of_parts = True
+        """As torch's: this rank's shards. Warns, once, where tensor ranks hold others."""
+        if self._watch is not None and not self._warned_of_shards:
+            self._warned_of_shards = True
             warnings.warn(
                 f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}: one rank's file "
                 "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
                 "model.sharded_state_dict(), directory), or a file per rank",
                 stacklevel=2,
             )
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        return found
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state
 
     def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
-        """name -> this rank's part of each parameter, for `dist_checkpointing.save` and `load`; live memory."""
+        """name -> this rank's shard of each parameter, for `dist_checkpointing.save` and `load`; live memory."""
         return sharded_state_dict(self, self.parallel, prefix=prefix)
 
     def num_parameters(self) -> int:
@@ -263,7 +267,7 @@ class GPTModel(nn.Module):
         check_optional(b, s, position_ids, attention_mask, labels)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
-            self._first_inputs.look(tokens if self.pre_process else None, attention_mask, labels)
+            self._first_inputs.check_first(tokens if self.pre_process else None, attention_mask, labels)
         return s
 
     @torch.compiler.disable

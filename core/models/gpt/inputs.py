@@ -1,4 +1,4 @@
-"""What a model is called with. Values are looked at where that waits for nothing, else asserted on the device."""
+"""Checks what a model is called with: on the CPU values are compared, on an accelerator asserted without waiting."""
 
 import warnings
 
@@ -6,40 +6,40 @@ import torch
 from torch import Tensor
 
 
-def _in_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
+def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
     """Every value in [0, size), or equal to `ignored`: tables and losses would take some others silently."""
     if values.numel() == 0 or values.is_meta or torch.compiler.is_exporting():
         return
     if values.device.type != "cpu":
-        fits = (values >= 0) & (values < size)
+        is_valid = (values >= 0) & (values < size)
         if ignored is not None:
-            fits |= values == ignored
-        torch._assert_async(fits.all(), f"{name} out of range")
+            is_valid |= values == ignored
+        torch._assert_async(is_valid.all(), f"{name} out of range")
         return
-    low, high = torch.aminmax(values)
-    if low >= 0 and high < size:
+    lowest, highest = torch.aminmax(values)
+    if lowest >= 0 and highest < size:
         return
-    wrong = values[(values < 0) | (values >= size)]
-    wrong = wrong[wrong != ignored] if ignored is not None else wrong
-    if wrong.numel():
-        also = "" if ignored is None else f", or {ignored} to leave a token out"
-        raise ValueError(f"{name} holds {int(wrong[0])}, valid are 0 to {size - 1}{also}")
+    invalid = values[(values < 0) | (values >= size)]
+    invalid = invalid[invalid != ignored] if ignored is not None else invalid
+    if invalid.numel():
+        second_value = "" if ignored is None else f", or {ignored} to leave a token out"
+        raise ValueError(f"{name} holds {int(invalid[0])}, valid are 0 to {size - 1}{second_value}")
 
 
-def either(name: str, value: Tensor | None, other: str, also: Tensor | None) -> Tensor:
-    """The one of two names for an argument that was given. Raises TypeError: none of them, or both."""
-    found = value if also is None else also
-    if found is None or (value is not None and also is not None):
-        raise TypeError(f"give {name} or {other}, not {'both' if found is not None else 'neither'}")
-    return found
+def one_of_two(name: str, value: Tensor | None, other: str, second_value: Tensor | None) -> Tensor:
+    """The value that was given under one of two names of an argument. Raises TypeError: neither, or both."""
+    value_given = value if second_value is None else second_value
+    if value_given is None or (value is not None and second_value is not None):
+        raise TypeError(f"give {name} or {other}, not {'both' if value_given is not None else 'neither'}")
+    return value_given
 
 
 def check_values(position_ids: Tensor | None, positions: int, labels: Tensor | None, vocab_size: int) -> None:
     """Raise ValueError for a position or label out of range."""
     if position_ids is not None:
-        _in_range("position_ids", position_ids, positions)
+        _check_range("position_ids", position_ids, positions)
     if labels is not None:
-        _in_range("labels", labels, vocab_size, ignored=-100)
+        _check_range("labels", labels, vocab_size, ignored=-100)
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
@@ -48,7 +48,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         raise ValueError(f"tokens must be int64 or int32, got {tokens.dtype} {tuple(tokens.shape)}")
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]")
-    _in_range("tokens", tokens, vocab_size)
+    _check_range("tokens", tokens, vocab_size)
 
 
 def check_optional(
@@ -71,21 +71,21 @@ def check_optional(
 
 
 class FirstInputs:
-    """Looks at the values of the first labels and of the first mask: habits from elsewhere that raise no error."""
+    """Checks the first labels and the first mask: mistakes from other libraries' conventions that raise no error."""
 
     def __init__(self) -> None:
-        self._labels = self._mask = False  # seen
+        self._labels_seen = self._mask_seen = False  # seen
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to look at."""
-        return self._labels and self._mask
+        """Whether both were checked."""
+        return self._labels_seen and self._mask_seen
 
     @torch.compiler.disable
-    def look(self, tokens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:
+    def check_first(self, tokens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:
         """Warns: labels that are the tokens, a mask that lets tokens see later ones."""
-        if labels is not None and tokens is not None and not self._labels:
-            self._labels = True
+        if labels is not None and tokens is not None and not self._labels_seen:
+            self._labels_seen = True
             if torch.equal(labels, tokens.to(labels.dtype)):
                 warnings.warn(
                     "labels equal tokens: labels are the next tokens here, already shifted, as Megatron has them "
@@ -93,8 +93,8 @@ class FirstInputs:
                     "labels=tokens[:, 1:]",
                     stacklevel=4,
                 )
-        if attention_mask is not None and not self._mask:
-            self._mask = True
+        if attention_mask is not None and not self._mask_seen:
+            self._mask_seen = True
             if not attention_mask.triu(1).eq(torch.ones_like(attention_mask).triu(1)).all():
                 warnings.warn(
                     "attention_mask lets tokens see later ones: a mask of your own takes the place of the causal one "

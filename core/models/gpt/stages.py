@@ -24,8 +24,8 @@ def split_layers(
     Raises ValueError: fewer layers than stages; a wrong number of costs.
     """
     if costs is None:
-        layer, output = multiplications_per_token(config, vocab_size, sequence_length)
-        costs = [*[float(layer)] * config.num_layers, float(output)]
+        layer_cost, output_cost = multiplications_per_token(config, vocab_size, sequence_length)
+        costs = [*[float(layer_cost)] * config.num_layers, float(output_cost)]
     if len(costs) != config.num_layers + 1:
         raise ValueError(
             f"{len(costs)} costs for num_layers={config.num_layers}; give one for each layer and one for the "
@@ -60,34 +60,37 @@ def gpt_stages(
             f"the placement {tuple(placement)} is for ranks {sorted(set(placement))}, the grid has {ranks} pipeline "
             "ranks; every one of them needs a stage"
         )
-    ends = placement[0], placement[-1]
-    if tied and ends not in ((0, 0), (0, ranks - 1)):
+    end_ranks = placement[0], placement[-1]
+    if tied and end_ranks not in ((0, 0), (0, ranks - 1)):
         raise ValueError(
             f"tied embeddings need the first stage on pipeline rank 0 and the last on 0 or {ranks - 1}, the "
-            f"placement has them on {ends}"
+            f"placement has them on {end_ranks}"
         )
     stages = len(placement)
-    cut = list(layers) if layers is not None else split_layers(config, vocab_size, max_sequence_length, stages)
-    if len(cut) != stages or [n for part in cut for n in part] != list(range(config.num_layers)):
+    if layers is None:
+        layers = split_layers(config, vocab_size, max_sequence_length, stages)
+    layers_of_stage = list(layers)
+    numbers = [number for stage_layers in layers_of_stage for number in stage_layers]
+    if len(layers_of_stage) != stages or numbers != list(range(config.num_layers)):
         raise ValueError(
-            f"layers {cut} are {len(cut)} parts for {stages} stages; together they must be 0 to "
-            f"{config.num_layers - 1}, in order"
+            f"layers {layers_of_stage} are {len(layers_of_stage)} parts for {stages} stages; together they must be 0 "
+            f"to {config.num_layers - 1}, in order"
         )
-    made: dict[int, GPTModel] = {}
+    models: dict[int, GPTModel] = {}
     for stage, rank in enumerate(placement):
         if rank == ps.index("pp"):
-            made[stage] = GPTModel(
+            models[stage] = GPTModel(
                 config,
                 transformer_layer_spec,
                 vocab_size,
                 max_sequence_length,
                 pre_process=stage == 0,
                 post_process=stage == stages - 1,
-                layers=cut[stage],
+                layers=layers_of_stage[stage],
                 share_embeddings_and_output_weights=tied,
-                tied_with=made.get(0) if 0 < stage == stages - 1 else None,
-                ends_share_a_rank=ends[0] == ends[1],
+                tied_with=models.get(0) if 0 < stage == stages - 1 else None,
+                ends_share_a_rank=end_ranks[0] == end_ranks[1],
                 parallel=ps,
                 **more,
             )
-    return made
+    return models

@@ -6,6 +6,7 @@ Standard library only.
 import json
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import chain
 from math import floor, log10
 
 from core.pipeline.schedule.timeline import Event, Timeline
@@ -57,7 +58,8 @@ def _label_events(row: Sequence[Event]) -> list[tuple[Event, str]]:
 
 def _label_time(timeline: Timeline) -> float:
     """The time that gets room for a label: the shortest action, unless that would stretch all others too much."""
-    durations = sorted(event.end - event.start for row in timeline.rows for event in row) or [0.0]
+    events = chain.from_iterable(timeline.rows)
+    durations = sorted(event.end - event.start for event in events) or [0.0]
     short = durations[len(durations) // 10]
     half_of_mean = sum(durations) / len(durations) / 2
     return max(short, half_of_mean) or 1.0
@@ -70,7 +72,7 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     """
     # a column is so wide that every label fits into an action of the usual length
     rows = [_label_events(row) for row in timeline.rows]
-    cells = [cell for row in rows for cell in row]
+    cells = list(chain.from_iterable(rows))
     if not cells:
         return "nothing ran\n"
     label_time = _label_time(timeline)
@@ -199,7 +201,7 @@ def _axis(y: float, width: float, total: float) -> Iterator[str]:
 
 
 def _key(timeline: Timeline, y: float) -> Iterator[str]:
-    kinds = {event.action.kind for row in timeline.rows for event in row}
+    kinds = {event.action.kind for event in chain.from_iterable(timeline.rows)}
     chunks = max((len(_chunk_of_stage(row)) for row in timeline.rows), default=1)
     entries = [(kind, f"{kind} {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
     x = _LEFT

@@ -51,7 +51,9 @@ def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv
         orders = [_fused_or_split(_parse_row(line, row)) for line, row in enumerate(rows, start=1)]
     except csv.Error as error:
         raise ValueError(f"line {rows.line_num}: {error}; it is no CSV, write it again") from None
-    stages = tuple(_placement_of(orders) if placement is None else placement)
+    if placement is None:
+        placement = _placement_of(orders)
+    stages = tuple(placement)
     if text.endswith(("\n\n", "\n\r\n")):  # the last ranks of a given placement may have nothing to do
         missing_ranks = 1 + max(stages, default=-1) - len(orders)
         orders += [[]] * missing_ranks

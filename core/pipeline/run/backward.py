@@ -16,18 +16,15 @@ from torch.utils import _pytree as pytree
 
 from core.autograd import WeightGradBag
 
-_OUTPUT_TYPES = {Tensor, GradientEdge, type(None)}
-_TENSOR_ONLY = {Tensor}
-
-
-def _is_flat_list(tree: Any, leaf_types: set[Any]) -> bool:
-    """Whether pytree can be skipped: the executor passes flat lists, and pytree costs as much as a small backward."""
-    return type(tree) is list and leaf_types.issuperset(map(type, tree))
+# what flat lists may hold to be taken as they are; subclasses of Tensor go through pytree, which is right as well
+_OUTPUT_TYPES: set[Any] = {Tensor, GradientEdge, type(None)}
+_TENSOR_ONLY: set[Any] = {Tensor}
 
 
 def _flatten_outputs(tree: Any) -> list[Any]:
-    if _is_flat_list(tree, _OUTPUT_TYPES):
-        return list(tree)
+    # the executor passes flat lists: pytree costs as much as a small backward
+    if type(tree) is list and _OUTPUT_TYPES.issuperset(map(type, tree)):
+        return tree
     return pytree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, GradientEdge))
 
 
@@ -72,14 +69,6 @@ def _check_output_gradient(index: int, output: Tensor | GradientEdge, gradient: 
         )
 
 
-def _check_input_leaf(index: int, tensor: Tensor) -> None:
-    if not tensor.is_leaf:
-        raise ValueError(
-            f"input {index} of shape {tuple(tensor.shape)} was computed from other tensors (1 graph for 2 stages); "
-            "give the stage x.detach().requires_grad_()"
-        )
-
-
 def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
     """I: returns the gradients of `inputs`, in their nesting, None where there is none; the graph is freed.
 
@@ -112,13 +101,17 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
             root_grads.append(gradient)
 
     # the leaves at which the backward ends, and where their gradients appear
-    if _is_flat_list(inputs, _TENSOR_ONLY):
+    if type(inputs) is list and _TENSOR_ONLY.issuperset(map(type, inputs)):  # as above: no pytree
         leaves, nesting = inputs, None
     else:
         leaves, nesting = pytree.tree_flatten(inputs)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            _check_input_leaf(index, leaf)
+            if not leaf.is_leaf:
+                raise ValueError(
+                    f"input {index} of shape {tuple(leaf.shape)} was computed from other tensors (1 graph for 2 "
+                    "stages); give the stage x.detach().requires_grad_()"
+                )
             leaf.grad = None  # autograd would add to what an earlier use left there
 
     if roots:

@@ -56,7 +56,12 @@ class Form:
         remaining = iter(tensors)
         if self.nesting is _TENSOR_NESTING:
             return next(remaining)
-        leaves = [next(remaining) if constant is None else constant[0] for constant in self.constants]
+        leaves = []
+        for constant in self.constants:
+            if constant is None:  # a tensor
+                leaves.append(next(remaining))
+            else:
+                leaves.append(constant[0])
         return pytree.tree_unflatten(leaves, self.nesting)
 
     def messages(self, direction: str) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -94,10 +94,11 @@ def _cached_pipeline(
             step_index = cache.pipeline.step_index
             cache.pipeline.close()
         cache.chunks, cache.key = [_ForwardStepModule(model) for model in models], key
+        schedule = "1f1b" if len(models) == 1 else "interleaved-1f1b"
         cache.pipeline = Pipeline(
             cache.chunks,
             ps=ps,
-            schedule="1f1b" if len(models) == 1 else "interleaved-1f1b",
+            schedule=schedule,
             num_microbatches=num_microbatches,
             grad_sync=grad_sync,
             seed=seed,

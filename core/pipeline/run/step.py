@@ -213,7 +213,9 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
 def _entries(batch: Any) -> list[tuple[Any, Any]]:
     if isinstance(batch, Mapping):
         return list(batch.items())
-    return list(enumerate(batch if isinstance(batch, tuple) else (batch,)))
+    if not isinstance(batch, tuple):
+        batch = (batch,)
+    return list(enumerate(batch))
 
 
 def _cut_rows(value: Any, first: int, count: int, size: int) -> Any:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "I", "W", "R")
@@ -77,13 +78,13 @@ class Schedule:
     @cached_property
     def microbatches(self) -> int:
         """How many microbatches it processes."""
-        actions = (action for order in self.orders for action in order)
-        return 1 + max((action.microbatch for action in actions if action.microbatch is not None), default=-1)
+        microbatches = (action.microbatch for action in chain.from_iterable(self.orders))
+        return 1 + max((index for index in microbatches if index is not None), default=-1)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int | None]]:
         """(stage, microbatch) of every R."""
-        actions = (action for order in self.orders for action in order)
+        actions = chain.from_iterable(self.orders)
         return frozenset((action.stage, action.microbatch) for action in actions if action.kind == "R")
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -121,7 +122,8 @@ def v_shape(ranks: int, chunks: int = 2) -> tuple[int, ...]:
     """Placement 0 1 .. P-1, P-1 .. 1 0: the first and the last stage share rank 0 (a W for more chunks)."""
     placement: list[int] = []
     for chunk in range(chunks):
-        placement += range(ranks) if chunk % 2 == 0 else reversed(range(ranks))
+        goes_down = chunk % 2 == 0
+        placement += range(ranks) if goes_down else reversed(range(ranks))
     return tuple(placement)
 
 

@@ -34,7 +34,8 @@ def _add_messages(schedule: Schedule, order: Order) -> Order:
                 actions.append(action)
             continue
         # B is split, so that the previous stage gets its gradient before this rank computes W
-        for kind in "IW" if action.kind == "B" else action.kind:
+        halves = "IW" if action.kind == "B" else action.kind
+        for kind in halves:
             if kind not in MESSAGES:
                 actions.append(Action(kind, stage, microbatch))
                 continue

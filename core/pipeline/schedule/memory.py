@@ -173,8 +173,9 @@ class _RankWalk:
 
     def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int) -> None:
         self.schedule, self.plan, self.stages, self.depth = schedule, plan(schedule, rank), stages, depth
-        has_last_stage = schedule.placement[-1] == rank
-        small_messages = schedule.stages + (schedule.microbatches if has_last_stage else 0)
+        small_messages = schedule.stages
+        if schedule.placement[-1] == rank:  # the last stage keeps the sums of every microbatch
+            small_messages += schedule.microbatches
         self.live = self.peak_bytes = float(SMALL_MESSAGE * small_messages)
 
         # what each peer will still send, and what is posted of it
@@ -198,7 +199,9 @@ class _RankWalk:
 
     def peak(self) -> float:
         """The most at any moment."""
-        sender = {action: peer for peer, order in self.expected.items() for action in order}
+        sender: dict[Action, int] = {}
+        for peer, order in self.expected.items():
+            sender.update(dict.fromkeys(order, peer))
         for peer in self.expected:
             self._post_ahead(peer)
         for action in self.plan.order:
@@ -223,8 +226,9 @@ class _RankWalk:
         kind, stage, microbatch = action
         memory = self.stages[stage]
         recomputed = (stage, microbatch) in self.schedule.recomputed
+        after_forward = memory.saved if recomputed else memory.graph
         before, after = {
-            "F": (0.0, memory.saved if recomputed else memory.graph),
+            "F": (0.0, after_forward),
             "R": (memory.saved, memory.graph),
             "I": (memory.graph, memory.waiting),
             "W": (memory.waiting, 0.0),

@@ -31,7 +31,11 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
     cumulative = [0.0, *accumulate(costs)]
 
     def stage_cost(stage: int, begin: int, end: int) -> float:
-        extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        extra = 0.0
+        if stage == 0:
+            extra += first
+        if stage == stages - 1:
+            extra += last
         return cumulative[end] - cumulative[begin] + extra
 
     # dynamic programming: best[end] is the best way to put layers 0 .. end-1 into the stages so far

@@ -5,6 +5,7 @@ Standard library only.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 
 from core.pipeline.schedule.actions import Action, Schedule, check_placement
 from core.pipeline.schedule.timeline import Event, Timeline
@@ -105,7 +106,7 @@ def check_gathers(schedule: Schedule) -> None:
 
     Without any, modules gather their own parameters, unit by unit.
     """
-    if not any(action.kind == "UNSHARD" for order in schedule.orders for action in order):
+    if not any(action.kind == "UNSHARD" for action in chain.from_iterable(schedule.orders)):
         return
     for order in schedule.orders:
         unsharded: set[int] = set()
@@ -184,7 +185,8 @@ class _Player:
         end = begin
         # communication takes no time here: `comm` is added to the arrival
         if kind in "FBIWR":
-            for half in ("I", "W") if kind == "B" else (kind,):
+            halves = "IW" if kind == "B" else kind
+            for half in halves:
                 end += self.costs.at(half, stage)
                 self.end_times[half, stage, microbatch] = end
             if self.fused_backward and kind == "B":  # the message leaves after W

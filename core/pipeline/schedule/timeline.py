@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from core.pipeline.schedule.actions import Action
@@ -41,7 +42,7 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """End of the last event."""
-        return max((event.end for row in self.rows for event in row), default=0.0)
+        return max((event.end for event in chain.from_iterable(self.rows)), default=0.0)
 
     def busy(self, rank: int) -> float:
         """Time that a rank spent in its events."""

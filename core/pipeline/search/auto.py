@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -65,16 +66,17 @@ def measured_costs(schedule: Schedule, timeline: Timeline, memory: Mapping[int, 
 def _message_delay(schedule: Schedule, timeline: Timeline) -> float:
     """The latency of a message: how long after its source an action starts whose rank had nothing else to do; the
     median."""
-    end_times = {event.action: event.end for row in timeline.rows for event in row}
+    end_times = {event.action: event.end for event in chain.from_iterable(timeline.rows)}
     delays = []
     for rank, row in enumerate(timeline.rows):
         free_since = 0.0
         for action, start, end in row:
             kind, stage, microbatch = action
-            source = type(action)(kind, stage - 1 if kind == "F" else stage + 1, microbatch)
+            source_stage = stage - 1 if kind == "F" else stage + 1
+            source = type(action)(kind, source_stage, microbatch)
             sent = end_times.get(source)
             if kind in "FI" and sent is not None:
-                from_other_rank = schedule.placement[source.stage] != rank
+                from_other_rank = schedule.placement[source_stage] != rank
                 if from_other_rank and free_since < sent < start:
                     delays.append(start - sent)
             free_since = end

@@ -39,7 +39,9 @@ class Climber:
     def critical_path(self) -> list[Segment]:
         """The longest chain, last rank first: each action in it starts when the one before it ends."""
         problem, end = self.problem, self.end
-        position = {action: index for order in self.orders for index, action in enumerate(order)}
+        position: dict[int, int] = {}
+        for order in self.orders:
+            position.update(zip(order, range(len(order)), strict=True))
         rank = max(range(problem.ranks), key=lambda r: end[self.orders[r][-1]])
         last = index = len(self.orders[rank]) - 1
         segments = []
@@ -72,8 +74,10 @@ class Climber:
             stop += 1
         if start == stop:
             return None
-        target = start + int(draw() * (stop - start))  # one of the other positions: `index` is left out
-        return rank, index, target if target < index else target + 1
+        target = start + int(draw() * (stop - start))
+        if target >= index:  # one of the other positions
+            target += 1
+        return rank, index, target
 
     def must_follow(self, first: int, second: int) -> bool:
         """Whether `second` must stay behind `first` on its rank: both of one microbatch, F F .. I I .., or both F of

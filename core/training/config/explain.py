@@ -41,11 +41,11 @@ def _table(merged: Merged) -> Iterator[str]:
     origin_width = max(len(merged.origin[field.name]) for field in known)
     left_width = name_width + value_width + origin_width
     help_width = shutil.get_terminal_size((160, 24)).columns - left_width - 6
-    part = ""
+    section = ""
     for field, text in rows:
-        if field.part != part:
-            part = field.part
-            yield f"[{part}]"
+        if field.part != section:
+            section = field.part
+            yield f"[{section}]"
         origin = merged.origin[field.name]
         left = f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
         if help_width < 30:  # a narrow terminal: the help goes below
@@ -89,12 +89,12 @@ def template() -> str:
         "# Every field with its default; uncomment what is to be otherwise. Flags win over the file.",
         "# python -m core.training.config --explain THIS.toml tells what comes out of it.",
     ]
-    part = None
+    section = None
     for field in sorted(known_fields().values(), key=lambda field: field.part != ""):
-        if field.part != part:
-            part = field.part
-            if part:
-                lines += ["", *_comment(_first_line(PARTS[part])), f"[{part}]"]
+        if field.part != section:
+            section = field.part
+            if section:
+                lines += ["", *_comment(_first_line(PARTS[section])), f"[{section}]"]
         lines += ["", *_comment(field.help), *_comment(f"{field.type}; default: {_value_text(field.default)}")]
         lines.append(_setting(field))
     return "\n".join(lines) + "\n"

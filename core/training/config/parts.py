@@ -177,6 +177,7 @@ class TrainingConfig:
         yield self.train_steps <= MOST_STEPS, f"train_steps={self.train_steps} must be at most 2**62"
         for name in ("eval_interval", "eval_batches"):
             yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
+        # activation checkpointing
         known = ("none", "selective", "layer", "stage")
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}"
         peak = self.peak_tflops
@@ -244,6 +245,7 @@ class CheckpointConfig:
     def _rules(self) -> Iterator[tuple[bool, str]]:
         for name, minimum in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
             yield getattr(self, name) >= minimum, f"{name}={getattr(self, name)} must be at least {minimum}"
+        # what is kept, and by which metric
         hours, mode, failure = self.keep_hours, self.keep_best_mode, self.on_failure
         yield hours is None or hours > 0, f"keep_hours={hours} must be above 0"
         yield self.stale_seconds > 0, f"stale_seconds={self.stale_seconds} must be above 0"

@@ -36,7 +36,7 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     """The batch divides over data ranks and microbatches; checked once the number of data ranks is known."""
-    ranks = parallel.data
+    ranks = parallel.data  # None until the size of the world is known
     if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
         yield False, _describe_batch_mismatch(training, ranks)
 
@@ -47,6 +47,7 @@ def _describe_batch_mismatch(training: TrainingConfig, ranks: int) -> str:
     step = micro * ranks
     below, above = batch // step * step, -(-batch // step) * step
     remedy = f"{below} or {above}" if below else f"{above}"
+    # with this batch, other microbatches may divide
     if batch % ranks == 0:
         by_distance = sorted(divisors(batch // ranks), key=lambda divisor: abs(divisor - micro))
         nearest = sorted(by_distance[:8])
@@ -100,6 +101,7 @@ def _file_rules(data: DataConfig) -> Rules:
 def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
     if not 1 < parallel.pipeline <= model.num_layers:  # fewer layers than ranks: reported by `layout_rules`
         return
+    # interleaved schedules have several stages per rank, each of at least one layer
     stages = len(pipeline.placement(parallel.pipeline))
     yield (
         stages <= model.num_layers,

@@ -65,10 +65,10 @@ class RunConfig:
             steps = getattr(self.training, "train_steps", None)
             object.__setattr__(self, "optimizer", OptimizerConfig(**_OPTIMIZER_DEFAULTS, lr_decay_steps=steps))
         for name, kind in PARTS.items():
-            part = getattr(self, name)
-            if not isinstance(part, kind):
+            section = getattr(self, name)
+            if not isinstance(section, kind):
                 raise ValueError(
-                    f"RunConfig: {name} is a {type(part).__name__}, a {kind.__name__} is needed; "
+                    f"RunConfig: {name} is a {type(section).__name__}, a {kind.__name__} is needed; "
                     "RunConfig.from_dict reads plain values"
                 )
         raise_all("RunConfig", _device_rules(self.device))
@@ -95,17 +95,17 @@ class RunConfig:
     def flat(self) -> dict[str, Any]:
         """{"model.style": "llama", ...}: every field."""
         values = {}
-        for name, known in known_fields().items():
-            owner = getattr(self, known.part) if known.part else self
-            values[name] = getattr(owner, known.key)
+        for name, known_field in known_fields().items():
+            owner = getattr(self, known_field.part) if known_field.part else self
+            values[name] = getattr(owner, known_field.key)
         return values
 
     def to_dict(self) -> dict[str, Any]:
         """The same, part by part; `from_dict` gives the run again."""
         nested: dict[str, Any] = {}
         for name, value in self.flat().items():
-            part, _, key = name.rpartition(".")
-            table = nested.setdefault(part, {}) if part else nested
+            section, _, key = name.rpartition(".")
+            table = nested.setdefault(section, {}) if section else nested
             table[key] = value
         return nested
 
@@ -153,11 +153,11 @@ PARTS: dict[str, type] = {
 @cache
 def known_fields() -> dict[str, Field]:
     """Flat name -> field, of all fields of a run."""
-    known = dict(fields_of(RunConfig))
+    config_fields = dict(fields_of(RunConfig))
     for key, default in _OPTIMIZER_DEFAULTS.items():
         name = f"optimizer.{key}"
-        known[name] = replace(known[name], default=default)
-    return known
+        config_fields[name] = replace(config_fields[name], default=default)
+    return config_fields
 
 
 class Problem(NamedTuple):
@@ -203,18 +203,18 @@ def between(parts: Mapping[str, Any]) -> tuple[Problem, ...]:
 def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> Draft:
     """Read flat names and values; `earlier_problems` are mistakes that were found before. Nothing is raised."""
     # every field as it was given, or its default
-    known = known_fields()
-    values = {name: known_field.default for name, known_field in known.items()}
+    config_fields = known_fields()
+    values = {name: config_field.default for name, config_field in config_fields.items()}
     problems = [Problem("", text) for text in earlier_problems]
     # as given where wrong in `values`; in `valid` the default instead, so that the other rules can be checked
     valid = dict(values)
     for name, value in given.items():
-        if name not in known:
-            problems.append(Problem(name, unknown(name, known)))
+        if name not in config_fields:
+            problems.append(Problem(name, unknown(name, config_fields)))
             continue
         values[name] = value
         try:
-            values[name] = valid[name] = known[name].read(value)
+            values[name] = valid[name] = config_fields[name].read(value)
         except ValueError as error:
             problems.append(Problem(name, str(error)))
     wrong_names = {problem.name for problem in problems}
@@ -223,13 +223,13 @@ def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> D
 
     # build each part by itself, so that the rules of all parts are checked even if one is wrong
     parts: dict[str, Any] = {}
-    wrong_parts = {name.partition(".")[0] for name in wrong_names}
-    for part, kind in PARTS.items():
-        built, problem = _build_part(part, kind, valid, known, derived)
+    wrong_sections = {name.partition(".")[0] for name in wrong_names}
+    for section, kind in PARTS.items():
+        built, problem = _build_section(section, kind, valid, config_fields, derived)
         if problem is not None:
             problems.append(problem)
-        if built is not None and part not in wrong_parts:
-            parts[part] = built
+        if built is not None and section not in wrong_sections:
+            parts[section] = built
     if "device" not in wrong_names:
         problems += [Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds]
         parts["device"] = valid["device"]
@@ -248,16 +248,16 @@ def _fill_derived(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str
     return {_DECAY_STEPS: _TRAIN_STEPS}
 
 
-def _build_part(
-    part: str, kind: type, valid: Mapping[str, Any], known: Mapping[str, Field], derived: Mapping[str, str]
+def _build_section(
+    section: str, kind: type, valid: Mapping[str, Any], config_fields: Mapping[str, Field], derived: Mapping[str, str]
 ) -> tuple[Any, Problem | None]:
     """A part from valid values, or its broken rules."""
-    arguments = {field.key: valid[field.name] for field in known.values() if field.part == part}
+    arguments = {field.key: valid[field.name] for field in config_fields.values() if field.part == section}
     try:
         return kind(**arguments), None
     except ValueError as error:
-        text = f"{part}: {str(error).removeprefix(f'{kind.__name__}: ')}"
+        text = f"{section}: {str(error).removeprefix(f'{kind.__name__}: ')}"
         for name, source in derived.items():  # the message names a number that the user did not give
-            if name.startswith(f"{part}.") and f"={valid[source]}" in text:
+            if name.startswith(f"{section}.") and f"={valid[source]}" in text:
                 text += f" ({name} follows {source}={valid[source]})"
-        return None, Problem(part, text)
+        return None, Problem(section, text)

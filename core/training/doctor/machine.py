@@ -37,12 +37,14 @@ def cpu() -> Check:
         usable = sorted(os.sched_getaffinity(0))
     quota, threads = _cpu_quota(), torch.get_num_threads()
 
-    facts = [f"{os.cpu_count()} {'cores' if cores > 1 else 'core'}"]
+    noun = "cores" if cores > 1 else "core"
+    facts = [f"{os.cpu_count()} {noun}"]
     if len(usable) < cores:
         facts.append(f"pinned to {len(usable)} of them ({_ranges(usable)})")
     if quota is not None and quota < len(usable):
         facts.append(f"limited to the time of {quota:g}")
-    facts.append(f"torch uses {threads} {'threads' if threads > 1 else 'thread'}")
+    noun = "threads" if threads > 1 else "thread"
+    facts.append(f"torch uses {threads} {noun}")
     facts.append(f"OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS') or 'not set'}")
     value = "; ".join(facts)
 

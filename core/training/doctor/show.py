@@ -44,7 +44,8 @@ def lines(checks: Sequence[Check], seconds: float) -> list[tuple[str, str]]:
         summary = f"everything required is there; {switched_off} optional not, see ->"
     else:
         summary = "everything required is there"
-    return [*rows, (f"{summary} ({seconds:.1f} s)", "missing" if missing else "ok")]
+    status = "missing" if missing else "ok"
+    return [*rows, (f"{summary} ({seconds:.1f} s)", status)]
 
 
 def show(checks: Sequence[Check], seconds: float) -> None:

@@ -234,7 +234,10 @@ def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | 
     for file in files:
         ends[file.prefix] = file.card.end_of_text if file.card else tokenizer.end_of_text
     if len(set(ends.values())) > 1:
-        descriptions = [f"{prefix} with {'none' if end is None else end}" for prefix, end in ends.items()]
+        descriptions = []
+        for prefix, end in ends.items():
+            token = "none" if end is None else end
+            descriptions.append(f"{prefix} with {token}")
         raise ValueError(
             f"documents end with {len(set(ends.values()))} different tokens: {', '.join(descriptions)}; prepare all "
             "files alike, with --append-eod or without"

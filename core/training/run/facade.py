@@ -151,7 +151,8 @@ def _stages(
     elif run.model.fp16:
         dtype = torch.float16
     stages: dict[int, nn.Module] = {}
-    for index, module in (model if isinstance(model, Mapping) else {0: model}).items():
+    modules = model if isinstance(model, Mapping) else {0: model}
+    for index, module in modules.items():
         if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
             stages[index] = module.to(ps.device, dtype)
             continue

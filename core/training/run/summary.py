@@ -57,7 +57,8 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
         start=start,
         rank=ps.rank,
     )
-    return MetricsLog(output if ps.rank == 0 else None, start, sinks)
+    directory = output if ps.rank == 0 else None
+    return MetricsLog(directory, start, sinks)
 
 
 def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:

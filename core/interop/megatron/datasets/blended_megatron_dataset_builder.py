@@ -24,6 +24,7 @@ def blending_order(
     dataset_index, sample_index = np.empty(size, np.int16), np.empty(size, np.int64)
     taken, unexhausted = [0] * len(weights), list(range(len(weights)))
     for position in range(size):
+        # the data set that is furthest behind its share goes next; of equal ones the first
         behind = [weights[dataset] * max(position, 1.0) - taken[dataset] for dataset in unexhausted]
         dataset = unexhausted[behind.index(max(behind))]
         dataset_index[position], sample_index[position] = dataset, taken[dataset]
@@ -42,10 +43,12 @@ class BlendedDataset(torch.utils.data.Dataset):
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> None:
         self.datasets = list(datasets)
         lengths = [len(dataset) for dataset in datasets]
-        count = sum(lengths) if size is None else size
-        self.dataset_index, self.dataset_sample_index = blending_order(
-            normalize(list(weights)), count, lengths if size is None else None
-        )
+        shares = normalize(list(weights))
+        if size is None:  # one epoch of each
+            order = blending_order(shares, sum(lengths), lengths)
+        else:
+            order = blending_order(shares, size)
+        self.dataset_index, self.dataset_sample_index = order
         needed = np.bincount(self.dataset_index, minlength=len(lengths)).tolist()
         for number, (count, length) in enumerate(zip(needed, lengths, strict=True)):
             if count > length:
@@ -117,9 +120,11 @@ class BlendedMegatronDatasetBuilder:
         without_size = any(size is None and bound is not None for size, bound in zip(sizes, bounds, strict=True))
         if weights is not None and without_size:
             raise ValueError(f"weights {list(weights)} need a size for every part, the sizes are {list(sizes)}")
+        # one file needs no blend
         if len(prefixes) == 1:
             return list(self._split_file(prefixes[0], bounds, sizes))
         shares = None if weights is None else normalize(list(weights))
+        # a few samples more per file than its share: rounding must not exhaust one before the blend is complete
         surplus = 1.0 + self.config.mid_level_dataset_surplus
         per_file = []
         for number, prefix in enumerate(prefixes):

@@ -60,8 +60,12 @@ class GPTDatasetConfig:
         if self.blend is not None and self.split is None:
             raise ValueError('blend needs split, such as "99,1,0"')
         self.mock = self.blend is None and not per_split
-        self.split = "1,1,1" if self.mock else self.split
-        self.bounds = split_bounds(self.split) if self.split is not None else [(0.0, 1.0)] * len(Split)
+        if self.mock:
+            self.split = "1,1,1"
+        # each split has files of its own without `split`
+        self.bounds = [(0.0, 1.0)] * len(Split)
+        if self.split is not None:
+            self.bounds = split_bounds(self.split)
 
 
 class MockDocuments:
@@ -177,7 +181,8 @@ class GPTDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         """A sample; None is one that no loss counts (to fill a batch)."""
         config = self.config
-        text = self._text(0 if idx is None else range(len(self))[idx])
+        number = 0 if idx is None else range(len(self))[idx]  # a range checks the index, and counts from the end
+        text = self._text(number)
         tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
         masks = masks_and_positions(
             tokens,
@@ -216,10 +221,12 @@ def masks_and_positions(
     masks = {"loss_mask": loss_mask}
     if eod_mask_loss:
         loss_mask[ends] = 0.0
+    # the running maximum of the documents' begins is the begin of each token's own document
     if reset_position_ids:
         begins = torch.cat([torch.ones(1, dtype=torch.bool), ends[:-1]])
         positions = positions - torch.cummax(torch.where(begins, positions, 0), 0).values
     masks["position_ids"] = positions
+    # True hides: later positions, and other documents
     if create_attention_mask:
         hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
         if reset_attention_mask:

@@ -32,6 +32,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise ValueError("IndexedDataset reads text only; leave multimodal out")
         self.path_prefix = path_prefix
         self._file = TokenFile(path_prefix)
+        # the token at which each sequence begins, and the end: sequences lie one after the other in the .bin
         self._starts = np.concatenate([[0], np.cumsum(self._file.sequence_lengths, dtype=np.int64)])
 
     def __reduce__(self) -> Any:

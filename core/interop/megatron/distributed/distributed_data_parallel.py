@@ -53,6 +53,7 @@ class DistributedDataParallel(nn.Module):
         self.parallel = module_state if isinstance(module_state, ParallelState) else current_state()
 
     def __getattr__(self, name: str) -> Any:
+        # scripts ask the wrapper for what the module has
         try:
             return super().__getattr__(name)
         except AttributeError:

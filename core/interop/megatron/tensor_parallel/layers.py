@@ -36,6 +36,7 @@ def _draw(layer: Any, init_method: InitMethod | None) -> None:
     ps, weight = current_state(), layer.weight
     layout = layout_of(weight)
     full_weight = torch.empty(layout.shape, dtype=weight.dtype)
+    # every rank draws the same full weight, and keeps its rows or columns: equal for every number of tensor ranks
     init_method(full_weight)
     weight.zero_()
     true_part(weight, layout, ps.coordinate, ps.sizes).copy_(full_weight[layout.box(ps.coordinate, ps.sizes)])

@@ -22,6 +22,7 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Inside, numbers are drawn from this rank's seed, which comes from torch's CPU generator."""
         ps = current_state()
+        # torch's CPU generator moves on alike on all ranks, so that each region has a new seed
         drawn = int(torch.randint(2**31, (), device="cpu"))
         with seeded(ps.device, mix32(drawn, name, ps.index("tp"))):
             yield

@@ -72,6 +72,7 @@ class TransformerConfig(ModelConfig):
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             if arguments.pop(name, False):
                 model_fields.setdefault("params_dtype", dtype)
+        # the layout of ranks is said once, to initialize_model_parallel: here it may only agree
         _check_sizes({name: arguments.pop(name) for name in list(arguments) if name in _SIZES})
         _check_sequence_parallel(arguments.pop("sequence_parallel", None))
 

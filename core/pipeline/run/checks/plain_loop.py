@@ -3,7 +3,7 @@ gradient clipping by the norm of one stage, a DDP over ranks of other stages, an
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,11 @@ DIFFERENT = 0.01  # relative: ranks whose factors differ by more clipped by diff
 def _is_watched_step(steps: int) -> bool:
     """Steps 1, 2, 4, 8 ...: checks cost a collective, mistakes of a loop show early."""
     return steps > 0 and not steps & (steps - 1)  # a power of two has one bit, which minus 1 clears
+
+
+def _parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    for module in modules:
+        yield from module.parameters()
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class ScaleWatch:
         if not _is_watched_step(self._steps):
             return
         # parameters in order, each once; sparse gradients are left out
-        parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+        parameters = dict.fromkeys(_parameters_of(modules))
         candidates = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
         for parameter in sorted(candidates, key=Tensor.numel)[:SAMPLED_GRADIENTS]:
             if parameter.numel():
@@ -114,7 +119,9 @@ class ScaleWatch:
             )
         if not self._samples or self._factor is not None:
             return
-        optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        optimized_ids: set[int] = set()
+        for group in optimizer.param_groups:
+            optimized_ids.update(map(id, group["params"]))
         factors = [sample.factors() for sample in self._samples if id(sample.parameter) in optimized_ids]
         if not factors:
             return
@@ -129,7 +136,7 @@ class ScaleWatch:
         if local_factor is None:
             local_factor = torch.full((1,), torch.nan, dtype=torch.float64)
         factors = all_gather(local_factor.to(self._ps.device), self._ps.world)
-        known = factors[factors.isfinite()]
+        known = factors[factors.isfinite()]  # ranks without one factor sent NaN
         if known.numel() and known.max() - known.min() > DIFFERENT * known.max():
             raise ValueError(
                 f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
@@ -153,7 +160,7 @@ class _GradientWatch:
     def open(self) -> None:
         if self._by_hand is not None:
             self._reduced_ids.clear()
-            self._by_hand.open(parameter for module in self._modules for parameter in module.parameters())
+            self._by_hand.open(_parameters_of(self._modules))
 
     def close(self) -> None:
         if self._by_hand is not None:
@@ -255,7 +262,7 @@ class LossWatch:
             return loss_fn
 
         def listened(*arguments: Any) -> Any:
-            by_hand.open(parameter for module in self._modules for parameter in module.parameters())
+            by_hand.open(_parameters_of(self._modules))
             try:
                 return loss_fn(*arguments)
             finally:

@@ -103,7 +103,8 @@ def _first_units(ranks: int, rank: int, offsets: Sequence[int], pauses: Sequence
     first_units, begin = {}, 0
     for leg, offset, pause in zip(LEGS, offsets, (*pauses, 0), strict=True):
         goes_down = leg in ("F0", "I1")
-        first_units[leg] = begin + offset * (rank if goes_down else last - rank)
+        distance = rank if goes_down else last - rank  # from the leg's first rank
+        first_units[leg] = begin + offset * distance
         begin += offset * last + 1 + pause
     return first_units
 
@@ -159,13 +160,17 @@ def _repeat_building_block(
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """V-Half (2405.15362): half the memory of 1F1B and half its bubble."""
-    pauses = (1, 0 if ranks % 2 else 3, 0)
+    # the middle pause shifts the way back, so that legs do not meet (see `_repeat_building_block`)
+    middle = 0 if ranks % 2 else 3
+    pauses = (1, middle, 0)
     max_active = 2 * ((ranks + 2) // 2)
     return _repeat_building_block("v-half", ranks, microbatches, (2, 1, 2, 1), pauses, max_active)
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """V-Min (2405.15362): a third of the memory of 1F1B, the least on a V, and two thirds of its bubble."""
-    pauses = (0, 0 if ranks % 3 else 2, 0)
+    # as above
+    middle = 0 if ranks % 3 else 2
+    pauses = (0, middle, 0)
     max_active = 2 * ((ranks + 4) // 3)
     return _repeat_building_block("v-min", ranks, microbatches, (1, 1, 1, 1), pauses, max_active)

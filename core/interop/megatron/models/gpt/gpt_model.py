@@ -38,6 +38,7 @@ class GPTModel(ours.GPTModel):
         vp_stage: int | None = None,
         **more: Any,
     ) -> None:
+        # arguments without a meaning here pass; all others must be off
         more.pop("pg_collection", None)
         more.pop("rope_scaling_factor", None)
         unsupported = [name for name, value in more.items() if value not in (None, False)]
@@ -60,6 +61,7 @@ class GPTModel(ours.GPTModel):
             parallel_output=parallel_output,
         )
         self.config = megatron_config
+        # activation checkpointing, which Megatron configures beside the model
         granularity = getattr(megatron_config, "recompute_granularity", None)
         if granularity is not None:
             policy = "layer" if granularity == "full" else granularity
@@ -103,7 +105,8 @@ def _with_positions(spec: TransformerLayerSpec, kind: str) -> TransformerLayerSp
         return spec
     if kind not in ("rope", "none"):
         raise ValueError(f"position_embedding_type={kind!r} is none of the 3: learned_absolute, rope, none")
-    return replace(spec, positions=None, rotary=llama_spec().rotary if kind == "rope" else None)
+    rotary = llama_spec().rotary if kind == "rope" else None
+    return replace(spec, positions=None, rotary=rotary)
 
 
 def _virtual_stage_layers(num_layers: int, vp_stage: int | None, config: Any) -> range | None:
