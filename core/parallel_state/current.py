@@ -26,7 +26,7 @@ def initialize_model_parallel(
     Without a default process group this is a single process, and no group is created.
     Raises ValueError with every wrong combination and the nearest valid ones, before any group is created.
     """
-    global _current
+    global _current  # the only global state of `core`
     config = ParallelConfig(
         tensor=tensor_model_parallel_size,
         pipeline=pipeline_model_parallel_size,

@@ -28,7 +28,7 @@ def local_device(kind: str | None = None) -> torch.device:
     index = requested.index if requested.index is not None else torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
     if requested.index is None and index == 0 and count > 1:  # nobody chose, and there is something to choose
-        index = int(os.environ.get("LOCAL_RANK", 0))
+        index = int(os.environ.get("LOCAL_RANK", 0))  # as torchrun numbers the processes of a host
     if index >= count:
         raise ValueError(
             f"this process wants device {index} of type {requested.type}, this machine has {count}; start fewer "

@@ -21,6 +21,7 @@ def mix32(*values: int | str) -> int:
     32 on purpose: CPU generators ignore all higher bits of a seed, so packing facts into them would
     silently repeat random numbers.
     """
+    # splitmix64 (Steele et al. 2014): add the golden ratio, then two rounds of xor-shift and multiply
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (

@@ -68,6 +68,8 @@ class ParallelState:
         grid = Grid(config)
         timeout_s = timeout_s if timeout_s is not None else pg.world_timeout_s()
         world = pg.world_group(timeout_s, checked=debug)
+        # Groups of equal ranks share one process group. All ranks create theirs in one order: another order would
+        # deadlock in the rendezvous.
         by_ranks: dict[tuple[int, ...], Any] = {world.ranks: world.process_group} if world else {}
         groups = {}
         for name, ranks in grid.groups_of(rank).items():

@@ -1,8 +1,8 @@
-"""How a tensor of ours is made of tensors of theirs: the same blocks serve to read, to slice and to write.
+"""How a tensor of ours is made of Hugging Face tensors: the same blocks serve to read, to slice and to write.
 
 Ours are fused and grouped for tensor parallelism: query, key and value are one [g, r+2, d, h] (g query groups, r
-query heads per group, d head size), the two halves of a gated MLP one [2, f, h]. Theirs are [out, in] matrices, but
-for GPT-2's, which are [in, out].
+query heads per group, d head size), the two halves of a gated MLP one [2, f, h]. Hugging Face's are [out, in]
+matrices, except GPT-2's, which are [in, out].
 """
 
 from collections.abc import Callable, Iterator
@@ -17,20 +17,20 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """`theirs`, of their tensor `name`, holds the numbers of `ours`, counted within the box that was asked for."""
+    """`hf_slices` of the Hugging Face tensor `name` hold the numbers of `ours`, counted within the requested box."""
 
     name: str
-    theirs: Slices
+    hf_slices: Slices
     ours: Slices
     transposed: bool = False
 
     def to_ours(self, values: Tensor, box: Tensor) -> None:
-        """Copies their block into the tensor of our box."""
+        """Copy the Hugging Face block into the tensor of our box."""
         target = box[self.ours]
         target.copy_((values.t() if self.transposed else values).reshape(target.shape))
 
-    def to_theirs(self, box: Tensor, values: Tensor) -> None:
-        """Copies ours into their block."""
+    def to_huggingface(self, box: Tensor, values: Tensor) -> None:
+        """Copy ours into the Hugging Face block."""
         target = values.t() if self.transposed else values
         target.copy_(box[self.ours].reshape(target.shape))
 
@@ -40,10 +40,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to lie.
+    """One memory layout of a parameter in Hugging Face files.
 
-    blocks(their names, a box of ours, the model) -> the blocks of which the box is made. our_shape(shape of their
-    first tensor, the model) -> the shape of ours.
+    blocks(Hugging Face names, a box of ours, the model) -> the blocks of which the box is made. our_shape(shape of
+    the first Hugging Face tensor, the model) -> the shape of ours.
     """
 
     blocks: Callable[[tuple[str, ...], Slices, TransformerConfig], Iterator[Block]]
@@ -93,10 +93,10 @@ def _qkv(
     ):
         width = count * config.head_size
         rows = slice(start + groups.start * width, start + groups.stop * width)
-        theirs = (rows, *rest)
+        hf_slices = (rows, *rest)
         flip = transposed and bool(rest)
         ours = (slice(None), slice(first, first + count))
-        yield Block(name, theirs[::-1] if flip else theirs, ours, flip)
+        yield Block(name, hf_slices[::-1] if flip else hf_slices, ours, flip)
 
 
 def _gate_up_apart(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
@@ -115,14 +115,14 @@ def _gate_up(names: tuple[str, ...], offset: int, box: Slices) -> Iterator[Block
 
 
 # the tensor itself
-same = Kind(_same, lambda theirs, config: theirs)
+same = Kind(_same, lambda hf_shape, config: hf_shape)
 # GPT-2's Conv1D keeps [in, out]
-transposed = Kind(_transposed, lambda theirs, config: theirs[::-1])
+transposed = Kind(_transposed, lambda hf_shape, config: hf_shape[::-1])
 # query, key and value, a tensor each: rows are (group, head of the group, dim)
-qkv = Kind(_qkv_apart, lambda theirs, config: _qkv_shape(theirs[1:], config))
+qkv = Kind(_qkv_apart, lambda hf_shape, config: _qkv_shape(hf_shape[1:], config))
 # all queries, then all keys, then all values: in the rows of one tensor (Phi-3), or in its columns (GPT-2)
-qkv_fused = Kind(_qkv_in_rows, lambda theirs, config: _qkv_shape(theirs[1:], config))
-qkv_fused_transposed = Kind(_qkv_in_columns, lambda theirs, config: _qkv_shape(theirs[:-1], config))
+qkv_fused = Kind(_qkv_in_rows, lambda hf_shape, config: _qkv_shape(hf_shape[1:], config))
+qkv_fused_transposed = Kind(_qkv_in_columns, lambda hf_shape, config: _qkv_shape(hf_shape[:-1], config))
 # the two halves of a gated MLP, a tensor each; or all gates, then all ups, in the rows of one (Phi-3)
-gate_up = Kind(_gate_up_apart, lambda theirs, config: (2, config.ffn, *theirs[1:]))
-gate_up_fused = Kind(_gate_up_in_rows, lambda theirs, config: (2, config.ffn, *theirs[1:]))
+gate_up = Kind(_gate_up_apart, lambda hf_shape, config: (2, config.ffn, *hf_shape[1:]))
+gate_up_fused = Kind(_gate_up_in_rows, lambda hf_shape, config: (2, config.ffn, *hf_shape[1:]))

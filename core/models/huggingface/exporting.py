@@ -73,7 +73,7 @@ class _Parameters:
     """Our parameters by name, read from a checkpoint; shapes have been compared with the model's."""
 
     def __init__(self, model: GPTModel, stored: Mapping[str, LazyTensor], checkpoint: Path) -> None:
-        self._places: dict[str, tuple[LazyTensor, int | None]] = {}
+        self._stored: dict[str, tuple[LazyTensor, int | None]] = {}
         for name, sharded in model.sharded_state_dict().items():
             key = sharded.key
             if key not in stored:
@@ -84,23 +84,23 @@ class _Parameters:
             expected = tuple(layout_of(dict(model.named_parameters())[name]).shape)
             if shape != expected:
                 raise ValueError(f"{key} is {shape} in {checkpoint}, {expected} by the source's configuration")
-            self._places[name] = stored[key], layer
+            self._stored[name] = stored[key], layer
 
     def names(self) -> list[str]:
-        return list(self._places)
+        return list(self._stored)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._places[name][0].dtype
+        return self._stored[name][0].dtype
 
     def read(self, name: str) -> Tensor:
-        tensor, layer = self._places[name]
+        tensor, layer = self._stored[name]
         return tensor[...] if layer is None else tensor[layer]
 
 
 def _their_tensors(name: str, row: Row, parameters: _Parameters, model: GPTModel) -> Iterator[TheirTensor]:
     shape = tuple(layout_of(dict(model.named_parameters())[name]).shape)
     dtype = str(parameters.dtype(name)).removeprefix("torch.")
-    for their_name, their_shape in row.their_shapes(shape, model.config).items():
+    for their_name, their_shape in row.huggingface_shapes(shape, model.config).items():
         yield TheirTensor(their_name, their_shape, dtype, name)
 
 
@@ -116,11 +116,11 @@ class _Exported:
             self._last = tensor.parameter, self._parameters.read(tensor.parameter)
         ours = self._last[1]
         full: Slices = tuple(slice(0, size) for size in ours.shape)
-        theirs = torch.empty(tensor.shape, dtype=ours.dtype)
+        hf_tensor = torch.empty(tensor.shape, dtype=ours.dtype)
         for block in self._rows[tensor.parameter].blocks(full, self._config):
             if block.name == tensor.name:
-                block.to_theirs(ours, theirs[block.theirs])
-        yield memory_of(theirs)
+                block.to_huggingface(ours, hf_tensor[block.hf_slices])
+        yield memory_of(hf_tensor)
 
 
 def _write_companions(source: Path, folder: Path, dtype: str) -> None:
@@ -144,10 +144,10 @@ def _largest_difference(folder: Path, parameters: _Parameters, model_form: Huggi
         # padded rows of the vocabulary, which no checkpoint has, stay
         stored = parameters.read(name)
         parameter[tuple(slice(0, size) for size in stored.shape)].copy_(stored)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(PROMPT_LENGTH, model_form.max_sequence_length)
     prompts = torch.randint(model_form.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0))
-    expected, actual = theirs(prompts).logits, ours(prompts)
+    expected, actual = hf_model(prompts).logits, ours(prompts)
     difference = float((expected - actual).abs().max())
     largest = float(expected.abs().max())
     if not difference <= TOLERANCE * largest:

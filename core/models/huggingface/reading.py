@@ -1,4 +1,4 @@
-"""Hugging Face weights into our parameters: of each tensor a rank reads the rows or columns that it holds."""
+"""Hugging Face weights into our parameters: of each tensor a rank reads only the rows or columns of its shard."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -22,51 +22,51 @@ _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @torch.no_grad()
 def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path) -> None:
-    """Fill this rank's part of `model` from Hugging Face weights; each rank takes its own slices.
+    """Fill this rank's shard of `model` from Hugging Face weights; each rank takes its own slices.
 
     weights: a state_dict, or a folder of safetensors files, of which only this rank's rows and columns are read.
     Raises ValueError: a parameter of the model that the weights lack, or one of another shape; a tensor of the
     weights that the model has no place for; damaged files. The model is then partly filled, or not at all.
     """
     opened = open_weights(model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights))
-    sizes, at = model.parallel.sizes, model.parallel.coordinate
+    sizes, coordinate = model.parallel.sizes, model.parallel.coordinate
     for name, parameter in model.named_parameters():
         layout = layout_of(parameter)
-        opened.fill(name, true_part(parameter, layout, at, sizes), layout.box(at, sizes))
+        opened.fill(name, true_part(parameter, layout, coordinate, sizes), layout.box(coordinate, sizes))
     opened.check_tied(model)
 
 
 class OpenedWeights:
-    """Their weights, as the parameters of one model: every name and shape has been compared."""
+    """Hugging Face weights as the parameters of one model: every name and shape has been compared."""
 
     def __init__(self, source: Recorded, rows: Mapping[str, Row], config: TransformerConfig) -> None:
         self._source, self._rows, self._config = source, rows, config
 
     def parameter(self, name: str) -> Tensor:
-        """A whole parameter of ours, new memory on the host, in the dtype of theirs."""
+        """A full parameter of ours, in new memory on the host, in the dtype of the Hugging Face tensor."""
         row = self._rows[name]
-        shape = row.kind.our_shape(self._source.shape(row.theirs[0]), self._config)
-        first = row.blocks(_whole(shape), self._config)[0]
-        one = tuple(slice(0, 1) for _ in first.theirs)
-        made = torch.empty(shape, dtype=self._source.read(first.name, one).dtype)
-        self.fill(name, made, _whole(shape))
-        return made
+        shape = row.kind.our_shape(self._source.shape(row.hf_names[0]), self._config)
+        first = row.blocks(_full_box(shape), self._config)[0]
+        first_element = tuple(slice(0, 1) for _ in first.hf_slices)
+        values = torch.empty(shape, dtype=self._source.read(first.name, first_element).dtype)
+        self.fill(name, values, _full_box(shape))
+        return values
 
     def fill(self, name: str, target: Tensor, box: Slices) -> None:
-        """Our box of a parameter, from the blocks of theirs that it is made of."""
+        """Fill our box of a parameter from the Hugging Face blocks that it is made of."""
         if target.numel() == 0:  # all of this rank's rows are padding
             return
         for block in self._rows[name].blocks(box, self._config):
-            block.to_ours(self._source.read(block.name, block.theirs).to(target.device), target)
+            block.to_ours(self._source.read(block.name, block.hf_slices).to(target.device), target)
 
     def check_tied(self, model: GPTModel) -> None:
         """A model that ties its ends has no place for a head unlike its table. ValueError: there is one."""
         table = dict(model.named_parameters()).get(_EMBEDDING)
-        head = self._rows[_HEAD].theirs[0]
+        head = self._rows[_HEAD].hf_names[0]
         if not model.tied or table is None or head not in self._source:
             return
         box = layout_of(table).box(model.parallel.coordinate, model.parallel.sizes)
-        if not torch.equal(self._source.read(self._rows[_EMBEDDING].theirs[0], box), self._source.read(head, box)):
+        if not torch.equal(self._source.read(self._rows[_EMBEDDING].hf_names[0], box), self._source.read(head, box)):
             raise ValueError(
                 "lm_head.weight differs from the embedding in the Hugging Face weights, but the model ties them; "
                 "build it with share_embeddings_and_output_weights=False (tie_word_embeddings=False)"
@@ -77,12 +77,12 @@ def open_weights(model: GPTModel, source: Source) -> OpenedWeights:
     """Raises ValueError: parameters without weights, weights without a parameter, other shapes."""
     recorded = Recorded(source)
     rows = _rows(recorded, model.config)
-    _check_places(model, recorded, rows, dict(model.named_parameters()))
+    _check_counterparts(model, recorded, rows, dict(model.named_parameters()))
     return OpenedWeights(recorded, rows, model.config)
 
 
 def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Whole tensors under Hugging Face's names -> whole tensors under ours, in our shapes.
+    """Full tensors under Hugging Face's names -> full tensors under ours, in our shapes.
 
     Weights, gradients and moments alike: every step is a reshape, a transposition or a concatenation.
     Raises ValueError: names without the prefix of a whole model.
@@ -90,7 +90,7 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
     source = Recorded(StateDict(state))
     rows = _rows(source, config)
     opened = OpenedWeights(source, rows, config)
-    return {name: opened.parameter(name) for name, row in rows.items() if row.theirs[0] in source}
+    return {name: opened.parameter(name) for name, row in rows.items() if row.hf_names[0] in source}
 
 
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
@@ -112,29 +112,29 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
     )
 
 
-def _whole(shape: Iterable[int]) -> Slices:
+def _full_box(shape: Iterable[int]) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
-def _check_places(
+def _check_counterparts(
     model: GPTModel, source: Recorded, rows: Mapping[str, Row], parameters: Mapping[str, Tensor]
 ) -> None:
     """Every parameter has tensors of its shape, and every tensor a parameter: here, or on another pipeline stage.
 
-    (A pipeline stage holds some parts only, so that not every row is a parameter here.)
+    (A pipeline stage holds some layers only, so that not every row is a parameter here.)
     """
     for name, parameter in parameters.items():
-        if name not in rows or (name == _HEAD and rows[name].theirs[0] not in source):
+        if name not in rows or (name == _HEAD and rows[name].hf_names[0] not in source):
             raise ValueError(f"the Hugging Face weights have no counterpart of {name}; is the model type right?")
         _check_shapes(name, layout_of(parameter).shape, rows[name], source, model.config)
-    held = {_part(name) for name in parameters}
+    local_modules = {_module_of(name) for name in parameters}
     if model.pre_process:
-        held.add("embedding.position_embeddings")
+        local_modules.add("embedding.position_embeddings")
     for name, row in rows.items():
-        if name not in parameters and _part(name) not in held:  # another stage's
-            source.used.update(theirs for theirs in row.theirs if theirs in source)
-    if model.tied and _HEAD in rows and rows[_HEAD].theirs[0] in source:
-        source.use(rows[_HEAD].theirs[0])
+        if name not in parameters and _module_of(name) not in local_modules:  # another stage's
+            source.used.update(hf_name for hf_name in row.hf_names if hf_name in source)
+    if model.tied and _HEAD in rows and rows[_HEAD].hf_names[0] in source:
+        source.use(rows[_HEAD].hf_names[0])
     if dropped := source.unused():
         more = f" and {len(dropped) - 3} more" if len(dropped) > 3 else ""
         raise ValueError(
@@ -144,21 +144,22 @@ def _check_places(
 
 
 def _check_shapes(name: str, shape: tuple[int, ...], row: Row, source: Recorded, config: TransformerConfig) -> None:
-    expected = row.their_shapes(shape, config)
-    actual = {theirs: source.shape(theirs) for theirs in expected}
+    expected = row.huggingface_shapes(shape, config)
+    actual = {hf_name: source.shape(hf_name) for hf_name in expected}
     if actual == expected:
         return
-    if len(expected) == 3 and (rows := [part[0] for part in actual.values()]) != [p[0] for p in expected.values()]:
-        sizes = tuple(part[0] for part in expected.values())
+    rows = [hf_shape[0] for hf_shape in actual.values()]
+    sizes = tuple(hf_shape[0] for hf_shape in expected.values())
+    if len(expected) == 3 and tuple(rows) != sizes:  # query, key and value are three tensors
         raise ValueError(
             f"query, key and value have {tuple(rows)} rows in the Hugging Face weights, expected {sizes}"
         )
-    wrong = next(theirs for theirs in expected if actual[theirs] != expected[theirs])
-    ours = shape if len(expected) == 1 and actual[wrong][::-1] != expected[wrong] else expected[wrong]
-    raise ValueError(f"{name} is {ours} here and {actual[wrong]} in the Hugging Face weights ({wrong})")
+    mismatched = next(hf_name for hf_name in expected if actual[hf_name] != expected[hf_name])
+    ours = shape if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched] else expected[mismatched]
+    raise ValueError(f"{name} is {ours} here and {actual[mismatched]} in the Hugging Face weights ({mismatched})")
 
 
-def _part(name: str) -> str:
+def _module_of(name: str) -> str:
     """The part of a model that a pipeline stage holds or not: a layer, or a module outside of the layers."""
     layer = re.match(r"decoder\.layers\.\d+", name)
     return layer[0] if layer else name.rpartition(".")[0]

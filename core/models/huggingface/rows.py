@@ -1,4 +1,4 @@
-"""Which of our parameters is made of which tensors of theirs: one row each, of one layer or of the whole model."""
+"""Which of our parameters is made of which Hugging Face tensors: one row each, of one layer or of the model."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,26 +20,26 @@ from core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Row:
-    """`ours <- kind(theirs...)`; `{n}` stands for the number of a layer in both."""
+    """`ours <- kind(hf_names...)`; `{n}` stands for the number of a layer in both."""
 
     ours: str
     kind: Kind
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
 
     def of_layer(self, number: int) -> "Row":
         """The row of one layer."""
         name = self.ours.replace("{n}", str(number))
-        return Row(name, self.kind, tuple(theirs.replace("{n}", str(number)) for theirs in self.theirs))
+        return Row(name, self.kind, tuple(hf_name.replace("{n}", str(number)) for hf_name in self.hf_names))
 
     def blocks(self, box: Slices, config: TransformerConfig) -> list[Block]:
-        """Of which their blocks a box of ours is made; the box has starts and stops."""
-        return list(self.kind.blocks(self.theirs, box, config))
+        """The blocks of Hugging Face tensors that a box of ours is made of; the box has starts and stops."""
+        return list(self.kind.blocks(self.hf_names, box, config))
 
-    def their_shapes(self, shape: tuple[int, ...], config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-        """Their name -> shape, where ours is a tensor of `shape`."""
+    def huggingface_shapes(self, shape: tuple[int, ...], config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape, where ours is a tensor of `shape`."""
         shapes: dict[str, tuple[int, ...]] = {}
         for block in self.blocks(tuple(slice(0, size) for size in shape), config):
-            stops = tuple(part.stop for part in block.theirs)
+            stops = tuple(interval.stop for interval in block.hf_slices)
             before = shapes.get(block.name, stops)
             shapes[block.name] = tuple(map(max, before, stops))
         return shapes
@@ -49,17 +49,17 @@ def rows_of(table: Iterable[Row], num_layers: int) -> dict[str, Row]:
     """Our name -> row, for every layer of a model."""
     rows: dict[str, Row] = {}
     for row in table:
-        numbered = [row.of_layer(n) for n in range(num_layers)] if "{n}" in row.ours else [row]
-        rows |= {one.ours: one for one in numbered}
+        numbered = [row.of_layer(number) for number in range(num_layers)] if "{n}" in row.ours else [row]
+        rows |= {numbered_row.ours: numbered_row for numbered_row in numbered}
     return rows
 
 
 def _with_biases(table: Mapping[tuple[str, Kind], tuple[str, ...]]) -> tuple[Row, ...]:
-    """Weights and biases lie alike: a row for each. One that a model does not have is passed over."""
+    """A row for the weight and one for the bias, laid out alike. One that a model does not have is skipped."""
     return tuple(
-        Row(f"{ours}.{part}", kind, tuple(f"{name}.{part}" for name in theirs))
-        for (ours, kind), theirs in table.items()
-        for part in ("weight", "bias")
+        Row(f"{ours}.{suffix}", kind, tuple(f"{name}.{suffix}" for name in hf_names))
+        for (ours, kind), hf_names in table.items()
+        for suffix in ("weight", "bias")
     )
 
 
@@ -80,7 +80,7 @@ _LLAMA_OUTSIDE = {
 LLAMA_ROWS = _with_biases(
     _LLAMA_OUTSIDE
     | {
-        (f"{_OURS}self_attention.linear_qkv", qkv): tuple(f"{_LLAMA}self_attn.{part}_proj" for part in "qkv"),
+        (f"{_OURS}self_attention.linear_qkv", qkv): tuple(f"{_LLAMA}self_attn.{letter}_proj" for letter in "qkv"),
         (f"{_OURS}self_attention.q_layernorm", same): (f"{_LLAMA}self_attn.q_norm",),
         (f"{_OURS}self_attention.k_layernorm", same): (f"{_LLAMA}self_attn.k_norm",),
         (f"{_OURS}mlp.linear_fc1", gate_up): (f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),

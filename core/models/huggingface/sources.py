@@ -21,7 +21,7 @@ class Source(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, part: Slices) -> Tensor: ...
+    def read(self, name: str, slices: Slices) -> Tensor: ...
 
 
 class StateDict:
@@ -36,8 +36,8 @@ class StateDict:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._state[name].shape)
 
-    def read(self, name: str, part: Slices) -> Tensor:
-        return self._state[name][part]
+    def read(self, name: str, slices: Slices) -> Tensor:
+        return self._state[name][slices]
 
 
 class Folder:
@@ -70,15 +70,15 @@ class Folder:
             )
         if not files:
             pickles = sorted(path.name for path in self.folder.glob("*.bin"))
-            found = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
+            contents = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
             raise ValueError(
-                f"{self.folder} holds {found}, .safetensors files are needed; "
+                f"{self.folder} holds {contents}, .safetensors files are needed; "
                 "model.save_pretrained(folder, safe_serialization=True) writes them"
             )
-        held = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-        if lost := sorted(located.keys() - held.keys()):
+        file_of = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        if lost := sorted(located.keys() - file_of.keys()):
             raise ValueError(f"{self.folder}: {lost[0]} is not in {located[lost[0]]}, as the index says; restore it")
-        return held
+        return file_of
 
     def _open(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -105,8 +105,8 @@ class Folder:
         """As safetensors names it: "BF16"."""
         return str(self._slice(name).get_dtype())
 
-    def read(self, name: str, part: Slices) -> Tensor:
-        values: Tensor = self._slice(name)[part]
+    def read(self, name: str, slices: Slices) -> Tensor:
+        values: Tensor = self._slice(name)[slices]
         return values
 
     def _slice(self, name: str) -> Any:
@@ -118,11 +118,11 @@ class Recorded:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._known = set(source.names())
+        self._names = set(source.names())
         self.used = set[str]()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._known
+        return name in self._names
 
     def first_names(self, count: int) -> list[str]:
         """Some names, for messages."""
@@ -130,7 +130,7 @@ class Recorded:
 
     def use(self, name: str) -> None:
         """Raises ValueError: there is no such tensor."""
-        if name not in self._known:
+        if name not in self._names:
             raise ValueError(
                 f"the Hugging Face weights lack {name}, which the configuration asks for; are both of one model?"
             )
@@ -140,9 +140,9 @@ class Recorded:
         self.use(name)
         return self._source.shape(name)
 
-    def read(self, name: str, part: Slices) -> Tensor:
+    def read(self, name: str, slices: Slices) -> Tensor:
         self.use(name)
-        return self._source.read(name, part)
+        return self._source.read(name, slices)
 
     def unused(self) -> list[str]:
         """Tensors nobody asked for, without the buffers that are computed here."""

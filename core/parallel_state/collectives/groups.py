@@ -174,6 +174,7 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
     world = dist.group.WORLD
     assert world is not None
     members = "_".join(map(str, ranks))
+    # how often these ranks were grouped: counted in the store, because a local count differs between ranks
     times_created = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
     torch_naming = c10d._process_group_name
     bound_device, world.bound_device_id = world.bound_device_id, None

@@ -68,6 +68,7 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
     options, combine = _REDUCTIONS[op]
     process_group = group.process_group
     if group.size == 2 and composes(x, group):
+        # two messages instead of gloo's rounds; both ranks combine the same two operands
         received_shard = torch.empty_like(x, memory_format=torch.contiguous_format)
         local_sum = x.contiguous()
         sent = process_group.send([local_sum], 1 - group.rank, TAG)
