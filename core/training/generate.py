@@ -1,213 +1,111 @@
-"""Text from a model: the prompts run once, then each new token alone; keys and values of earlier ones are kept."""
+"""Text from a Hugging Face folder, or from a checkpoint of it; `generate` and `generate_batch` for programs.
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+python -m core.training.generate HF_DIR --prompt "Once upon a time"
+torchrun --nproc-per-node 2 -m core.training.generate CKPT --source HF_DIR --prompt "..." --parallel.tensor 2
+"""
 
-import torch
-from torch import Tensor, nn
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.dist_checkpointing.publish.manifest import MANIFEST
+from core.dist_checkpointing.reading.loading import load
 from core.models.gpt import GPTModel
-from core.pipeline.run.step import evaluating
+from core.models.huggingface import from_huggingface, load_huggingface
+from core.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel, launch
+from core.parallel_state.environment import started_processes
+from core.training.generation import generate as generate
+from core.training.generation import generate_batch as generate_batch
+from core.training.log.console import errors_as_one_line
 from core.training.sampling import Sampling
-from core.transformer.kv_cache import KVCache
-from core.transformer.layer import TransformerBlock
 
 
-class ForwardExecutor(Protocol):
-    """What generation needs of an executor whose model is spread over pipeline stages."""
-
-    @property
-    def modules(self) -> Mapping[int, nn.Module]:
-        """stage -> module of this rank."""
-        ...
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Any:
-        """Logits on the rank of the last stage, None elsewhere."""
-        ...
-
-    def from_last_stage(self, value: Tensor) -> Tensor:
-        """`value` of the rank of the last stage, on all of them."""
-        ...
-
-
-def generate(
-    model: GPTModel,
-    prompt: list[int],
-    *,
-    new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop: Collection[int] = (),
-    executor: ForwardExecutor | None = None,
-) -> list[int]:
-    """`prompt` and `new_tokens` more, the likeliest each (temperature 0) or drawn; see `generate_batch`."""
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    (text,) = generate_batch(model, [prompt], new_tokens=new_tokens, sampling=sampling, stop=stop, executor=executor)
-    return text
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m core.training.generate", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("model", metavar="HF_DIR|CKPT", help="a Hugging Face folder, or a step's own directory with --source")
+    add("--source", metavar="HF_DIR", help="of a checkpoint: the folder with its configuration and tokenizer")
+    add("--prompt", action="append", required=True, help="given several times: a batch")
+    add("--new-tokens", type=int, default=100)
+    add("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token each time")
+    add("--top-k", type=int, help="draw from the k likeliest tokens")
+    add("--top-p", type=float, help="draw from the likeliest tokens that together have this probability")
+    add("--seed", type=int, default=0)
+    add("--parallel.tensor", dest="tensor", type=int, default=1, help="ranks that share the model")
+    return parser
 
 
-def generate_batch(
-    model: GPTModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int,
-    sampling: Sampling | None = None,
-    stop: Collection[int] = (),
-    executor: ForwardExecutor | None = None,
-    cache: bool = True,
-    on_token: Callable[[int, int], None] | None = None,
-) -> list[list[int]]:
-    """Each prompt and `new_tokens` more, as it would be alone; a text stops at the model's last position.
-
-    model: the whole model; or any stage of it, with the `Pipeline` of all stages as `executor`.
-    prompts: of any lengths; they run as one batch. Prompt number i draws with `sampling.seed + i`.
-    stop: tokens that end a text, such as the end of a document; the one that does is the last.
-    cache: without it the full prefix runs again for every token, as it does under sequence parallelism and with an
-        attention of your own that has no `cache_of_layer`.
-    on_token(number of the prompt, token): called for each new token.
-    Collective over the tensor and pipeline ranks: every one of them calls it and gets the same tokens. Under
-    sequence parallelism the positions that can be used are a multiple of the tensor ranks.
-    Raises ValueError: an empty prompt, or one longer than the model's positions.
-    """
-    how = sampling if sampling is not None else Sampling()
-    texts = [_Text(model, prompt, new_tokens, how, how.seed + i, stop) for i, prompt in enumerate(prompts)]
-    modules: list[nn.Module] = [model] if executor is None else list(executor.modules.values())
-    cached = cache and not model.place.splits_sequence and all(map(_can_cache, modules))
-    # a pipeline splits a batch into microbatches, which would share one cache: there each text runs by itself
-    together = cached and executor is None
-    batches = [[number] for number in range(len(texts))]
-    if together and texts:
-        batches = [list(range(len(texts)))]
-    for numbers in batches:
-        batch = _Batch(model, executor, [texts[number] for number in numbers], modules if cached else [])
-        with batch.running():
-            while new := batch.advance():
-                for row, token in new.items():
-                    if on_token is not None:
-                        on_token(numbers[row], token)
-    return [text.tokens for text in texts]
-
-
-def _can_cache(model: nn.Module) -> bool:
-    """Whether the attention of every layer takes a cache."""
-    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
-    layers = [layer for block in blocks for layer in block.layers.values()]
-    return all(any(hasattr(part, "cache_of_layer") for part in layer.modules()) for layer in layers)
-
-
-class _Text:
-    """One prompt and what was added to it."""
-
-    def __init__(
-        self, model: GPTModel, prompt: Sequence[int], new_tokens: int, sampling: Sampling, seed: int, stop: Any
-    ) -> None:
-        # sequence parallelism splits the positions over the tensor ranks: their number must divide
-        self.multiple = model.place.tp if model.place.splits_sequence else 1
-        longest = model.max_sequence_length // self.multiple * self.multiple
-        if not 0 < len(prompt) <= longest:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes 1 to {longest}; shorten it")
-        self.tokens, self.length = list(prompt), min(len(prompt) + new_tokens, longest)
-        self._sampling, self._stop, self._stopped = sampling, frozenset(stop), False
-        self._generator = torch.Generator().manual_seed(seed)
-
-    @property
-    def is_complete(self) -> bool:
-        return self._stopped or len(self.tokens) >= self.length
-
-    def choose(self, logits: Tensor) -> int:
-        """The next token by its logits [v]; nothing is added yet."""
-        return self._sampling.choose(logits, self._generator)
-
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        self._stopped = token in self._stop
-
-
-class _Batch:
-    """Texts that run together: with `cached_modules` each token once, else one text with its full prefix."""
-
-    def __init__(
-        self, model: GPTModel, executor: ForwardExecutor | None, texts: list[_Text], cached_modules: list[nn.Module]
-    ) -> None:
-        self._model, self._executor, self._texts, self._cached_modules = model, executor, texts, cached_modules
-        self._device = model.parallel.device
-        self._width = max(len(text.tokens) for text in texts)
-        # shorter prompts are filled up on the left, so that the next token of all is at the same place
-        self._fill = torch.tensor([self._width - len(text.tokens) for text in texts], device=self._device)
-        columns = torch.arange(max(text.length for text in texts) + self._width, device=self._device)
-        padding = columns < self._fill[:, None] if len(texts) > 1 and bool(self._fill.any()) else None
-        self._cache = KVCache(len(columns), padding)
-        self._cached_tokens = 0  # the same on all ranks: a stage without layers keeps no keys
-
-    def advance(self) -> dict[int, int]:
-        """One more token for each text that is not complete: row -> token."""
-        if all(text.is_complete for text in self._texts):
-            return {}
-        logits, model = self._forward(), self._model
-        chosen = torch.zeros(len(self._texts), dtype=torch.int64, device=self._device)
-        if logits is not None:
-            full_logits = model.gather_logits(logits) if model.parallel_output else logits
-            last = -1 if self._cached_modules else len(self._texts[0].tokens) - 1
-            for row, text in enumerate(self._texts):
-                if not text.is_complete:
-                    chosen[row] = text.choose(full_logits[row, last])
-        if self._executor is not None:
-            chosen = self._executor.from_last_stage(chosen)
-        new: dict[int, int] = {}
-        for row, (text, token) in enumerate(zip(self._texts, chosen.tolist(), strict=True)):
-            if not text.is_complete:
-                text.add(token)
-                new[row] = token
-        return new
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around all calls of `advance`: the model in eval mode, its attentions with the cache."""
-        # the model warns of logits that are split over tensor ranks; here they are gathered
-        warns_of_columns, self._model.tells_of_columns = self._model.tells_of_columns, False
-        try:
-            with ExitStack() as stack:
-                for module in self._cached_modules:
-                    stack.enter_context(self._cache.used_by(module))
-                if self._executor is None:
-                    stack.enter_context(evaluating(self._model))
-                yield
-        finally:
-            self._model.tells_of_columns = warns_of_columns
-
-    def _forward(self) -> Tensor | None:
-        """Logits [b, s or 1, v_padded/tp], None on ranks without the last stage."""
-        batch = self._new_tokens() if self._cached_modules else self._full_prefix()
-        logits: Tensor | None = self._model(**batch) if self._executor is None else self._executor.forward(batch)
-        return logits
-
-    def _full_prefix(self) -> dict[str, Tensor]:
-        (text,) = self._texts
-        padding = [0] * (-len(text.tokens) % text.multiple)  # on the right: causal attention does not see it
-        return {"tokens": torch.tensor([text.tokens + padding], device=self._device)}
-
-    def _new_tokens(self) -> dict[str, Tensor]:
-        """The prompts at first, then the last token of each text; with their positions."""
-        start = self._cached_tokens
-        if start == 0:
-            rows = [[0] * (self._width - len(text.tokens)) + text.tokens for text in self._texts]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    is_checkpoint = (Path(options.model) / MANIFEST).exists()
+    source = Path(options.source or options.model)
+    if is_checkpoint and options.source is None:
+        raise ValueError(f"{options.model} is a checkpoint; give --source, the Hugging Face folder that it began as")
+    if (started := started_processes()) != options.tensor:
+        raise ValueError(
+            f"{started} processes for --parallel.tensor {options.tensor}; start as many: torchrun --nproc-per-node"
+        )
+    how = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    model_form = from_huggingface(source)
+    tokenizer = load_tokenizer(source / "tokenizer.json")
+    if tokenizer.vocab_size > model_form.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {model_form.vocab_size} "
+            "rows; they are not of one model"
+        )
+    with launch():
+        ps = initialize_model_parallel(options.tensor)
+        model = GPTModel(**model_form.arguments(), parallel=ps)
+        if is_checkpoint:
+            load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
         else:
-            rows = [text.tokens[-1:] for text in self._texts]
-        tokens = torch.tensor(rows, device=self._device)
-        self._cached_tokens += tokens.shape[1]
-        columns = torch.arange(start, start + tokens.shape[1], device=self._device)
-        positions = columns - self._fill[:, None]
-        # padding has no position, and a text that is complete runs on beside the others: neither is looked at
-        positions = positions.clamp(0, self._model.max_sequence_length - 1)
-        return {"tokens": tokens, "position_ids": positions}
+            load_huggingface(model, source)
+        _write(model, tokenizer, options.prompt, options.new_tokens, how, ps)
+        destroy_model_parallel()
+    return 0
+
+
+def _write(
+    model: GPTModel, tokenizer: AnyTokenizer, prompts: list[str], new_tokens: int, how: Sampling, ps: ParallelState
+) -> None:
+    """Prints each text; of a single prompt each token as soon as it is known."""
+    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    shown = prompts[0]
+    new: list[int] = []
+
+    def stream(row: int, token: int) -> None:
+        nonlocal shown
+        new.append(token)
+        text = tokenizer.decode([*tokens[0], *new])
+        # the bytes of one character may be several tokens: it is shown when it is complete
+        if ps.rank == 0 and text.startswith(shown) and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    alone = len(prompts) == 1
+    if alone and ps.rank == 0:
+        print(shown, end="", flush=True)
+    texts = generate_batch(
+        model,
+        tokens,
+        new_tokens=new_tokens,
+        sampling=how,
+        stop=[tokenizer.end_of_text],
+        on_token=stream if alone else None,
+    )
+    if ps.rank == 0:
+        print("" if alone else "\n\n".join(map(tokenizer.decode, texts)))
+
+
+def run() -> int:
+    """`main`, with mistakes as one line."""
+    with errors_as_one_line():
+        return main()
 
 
 if __name__ == "__main__":
-    import sys
-
-    from core.training.generate_command import run
-
     sys.exit(run())

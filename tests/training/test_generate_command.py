@@ -11,7 +11,7 @@ import transformers
 
 from core.datasets import train_tokenizer
 from core.models.huggingface.importing import import_huggingface
-from core.training.generate_command import main
+from core.training.generate import main
 
 ROOT = Path(__file__).parents[2]
 

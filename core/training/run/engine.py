@@ -13,7 +13,7 @@ from core.parallel_state import ParallelState
 from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
 from core.pipeline.run.step import call_loss_fn, call_stage
 from core.training.config import TrainingConfig
-from core.training.generate import generate
+from core.training.generation import generate
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import moved_to
 from core.training.run.engine_face import EngineFace
