@@ -37,6 +37,7 @@ class Packing:
         position_ids: int64 `[b, s]`. attention_mask: bool `[b, 1, s, s]`, True = masked out, causal included.
         """
         batch = {"tokens": tokens, "labels": labels}
+        # Megatron's meaning: what follows the end of a document is not to be predicted from it
         if self.eod_mask_loss:
             labels[tokens == self.end_of_text] = IGNORED_LABEL
         if self.reset_position_ids or self.reset_attention_mask:

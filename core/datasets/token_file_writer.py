@@ -156,6 +156,7 @@ class TokenFileWriter:
         for number in written[1:]:
             with self._temporary[number].open("rb") as file:
                 os.fsync(file.fileno())
+        # The commit, in an order that leaves no mixture of two files at any moment.
         # An old index must not survive beside new tokens: without .idx nothing opens, so it goes first
         # and its successor comes last.
         self._paths[3].unlink(missing_ok=True)

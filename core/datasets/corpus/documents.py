@@ -66,6 +66,7 @@ class Encoder:
     def encode(self, job: Sequence[TextChunk]) -> Encoded:
         """The tokens of a job."""
         skipped: Counter[str] = Counter()
+        # large texts are cut where tokenizers begin anew, so that memory stays bounded and the tokens are the same
         texts: list[bytes] = []  # what is tokenised at once: documents, or parts of large ones
         ends: list[bool] = []  # whether each of them ends its document
         continued = bool(job) and job[0].kind == "file" and not job[0].first
@@ -86,6 +87,7 @@ class Encoder:
         """All tokens, and how many each text has, with the end of text where a document ends."""
         arrays: list[Ids]
         if isinstance(self.tokenizer, ByteTokenizer):
+            # tokens are the bytes: no library, and no list of Python integers
             arrays = [np.frombuffer(text, np.uint8).astype(self.dtype, copy=False) for text in texts]
         else:
             arrays = [np.fromiter(ids, self.dtype, len(ids)) for ids in _encode(self.tokenizer, texts)]

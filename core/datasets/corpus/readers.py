@@ -76,6 +76,7 @@ def _open(source: TextSource, files: ExitStack) -> _OpenedText:
     raw = files.enter_context(source.path.open("rb"))
     suffix = source.path.suffix.lower()
     if suffix == ".gz":
+        # what is in front of the damage is read: a truncated download still has most of its text
         packed: Any = files.enter_context(gzip.GzipFile(fileobj=raw))
         unpacked = _Unpacked(packed, EOFError, zlib.error, gzip.BadGzipFile)
     elif suffix == ".zst":
@@ -179,6 +180,7 @@ def _parquet(source: TextSource, text_key: str) -> Iterator[TextChunk]:
             if text_key not in file.schema_arrow.names:
                 yield TextChunk("texts", [None] * rows, source.size)
                 return
+            # only the column of texts, a few rows at a time: row groups may be larger than memory
             for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
                 yield TextChunk("texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows))
     except _extra("pyarrow", source).ArrowInvalid as error:

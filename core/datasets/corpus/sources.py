@@ -42,6 +42,7 @@ def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tup
     result is a random part of the text, and the same on every machine.
     Raises `ValueError`: inputs that do not exist, or hold nothing to read.
     """
+    # all at once: who typed three wrong names should not correct them one by one
     missing = [str(path) for path in inputs if not Path(path).exists()]
     if len(missing) == 1:
         raise ValueError(f"input {missing[0]} does not exist; name files or directories")

@@ -49,6 +49,7 @@ def foreign_files(directory: PosixCheckpointDir) -> list[str]:
     files = listed_files(directory)
     if files is None:
         return directory.fs.listdir(directory.path)  # and no deeper: it may be somebody's home
+    # folders of listed files belong to the checkpoint, too
     folders = {"receipts"}
     for path in files:
         while path := os.path.dirname(path):

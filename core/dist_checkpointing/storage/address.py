@@ -29,6 +29,7 @@ def parse_address(path_or_url: str | os.PathLike[str]) -> str:
         return _absolute_path(_path_of_file_url(text, rest))
     if scheme not in SCHEMES:
         raise ValueError(f"{text}: not a path, file://, gs://, s3:// or memory://")
+    # options in canonical form, so that two ways to write one address are equal
     location, mark, query = rest.partition("?")
     address = f"{scheme}://{location.rstrip('/')}"
     if mark:
@@ -70,6 +71,7 @@ def root_and_name(path_or_url: str | os.PathLike[str]) -> tuple[str, str]:
 
 def check_name(name: str, *, local: bool) -> None:
     """ValueError: a checkpoint cannot be called so in a directory (`local`), or in an object store."""
+    # stores take fewer characters than file systems: a key is also a part of URLs and of patterns here
     if local:
         valid = name.isprintable() and not name.startswith(".") and {"/", "\\"}.isdisjoint(name)
         allowed = "what can be printed, without / and \\"
@@ -125,6 +127,7 @@ def _checked_options(url: str, scheme: str, query: str) -> str:
     """
     known_names, pairs = OPTIONS[scheme], parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in pairs]
+    # a misspelt option would else be ignored, and the data go to another server
     if unknown := [name for name in names if name not in known_names]:
         listed = ", ".join(known_names) or "no options"
         raise ValueError(f"{url}: {', '.join(map(repr, unknown))} is no option; {scheme}:// knows {listed}")

@@ -104,6 +104,7 @@ def space_for(directory: CheckpointDir, needed: int, *, ahead: bool = True) -> I
     ahead: whether free space is compared first. A full disk is recognized by its text in any OSError, and in the
     ValueError that tensorstore raises.
     """
+    # ahead of all else: a save that cannot fit should not fill the disk before it fails
     free = free_bytes(directory) if ahead else None
     if free is not None and free < needed:
         raise DiskFullError(directory.url, needed, free)
@@ -127,6 +128,7 @@ def open_checkpoint_dir(url: str | os.PathLike[str]) -> CheckpointDir:
         pointer = parse_json(directory.read("manifest.json"), f"{directory.url}manifest.json")
     except FileNotFoundError:
         return directory
+    # an exported checkpoint may be copied into a store as it is: then this is its manifest, with `files`
     is_pointer = isinstance(pointer, dict) and "files" not in pointer
     uuid = pointer.get("uuid") if is_pointer else None
     return directory.below(uuid) if isinstance(uuid, str) else directory
@@ -148,6 +150,7 @@ def open_dir(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixCheckpo
                 f"{url}: profile {options['profile']!r} is not found, or not whole, in {files}"
             ) from None
         raise ValueError(f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
+    # credentials are needed again for `kvstore`, and an open store does not give them back
     secret_spec = {} if isinstance(spec, str) else {name: spec[name] for name in _SECRET & spec.keys()}
     return KvCheckpointDir(store, CONTEXT, f"{location}/", address[len(location) :], secret_spec)
 
@@ -170,6 +173,7 @@ def _store_spec(url: str, options: Mapping[str, str]) -> str | dict[str, Any]:
     extra: dict[str, Any] = {}
     if url.startswith("s3://"):
         environ = os.environ
+        # the address first, then the environment, as every S3 client does
         endpoint = options.get("endpoint") or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
         region = options.get("region")
         if endpoint:

@@ -89,7 +89,7 @@ class Fs:
                 raise ValueError(
                     f"{path} has {size} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
                 )
-            file.seek(offset)
+            file.seek(offset)  # a file that is read in part may be of any size
             return file.read() if length is None else file.read(length)
 
     def listdir(self, path: str) -> list[str]:
@@ -133,6 +133,7 @@ class Fs:
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """`function` of each item, in threads. All are waited for before the first failure is raised."""
+        # all, also after a failure: a thread that still wrote would do so into what the caller gives up
         futures = [self._pool.submit(function, item) for item in items]
         errors = [future.exception() for future in futures]
         for error in errors:
@@ -142,6 +143,7 @@ class Fs:
 
     def makedirs(self, path: str) -> list[str]:
         """Makes a directory and those above it, and returns the new ones, which are not durable yet."""
+        # upwards until one exists, then made from the outermost inwards
         new_folders: list[str] = []
         while path and not os.path.isdir(path):
             new_folders.insert(0, path)

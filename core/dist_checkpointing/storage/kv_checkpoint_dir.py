@@ -59,7 +59,7 @@ class KvCheckpointDir:
         """Reads one byte where the size is `expected`, else all: a key-value store tells no sizes."""
         try:
             try:
-                start = max(expected - 1, 0)
+                start = max(expected - 1, 0)  # the last byte: there is one, and none behind it
                 return start + len(self._read(name, slice(start, None)).value)
             except ValueError:
                 return len(self.read(name))

@@ -103,6 +103,7 @@ class Reader:
 
             # defaults bind the loop's values: an operation may start while later ones are being made
             def start(overlap: Box = overlap, target: np.ndarray = target, name: str = name) -> ts.Future[None]:
+                # here and not before the loop: a file is checked right before it is read
                 if self._local_path:
                     _check_file(self._local_path + name, chunks)
                 destination = ts.array(target, copy=False, write=True)
@@ -124,6 +125,7 @@ class _OpenArrays:
     """The arrays of one checkpoint, each opened once."""
 
     def __init__(self, directory: Store, metadata: Mapping[str, Json], *, write: bool, durable: bool = True) -> None:
+        # tensorstore believes what it is given: sizes and codecs are checked here
         for key, node in metadata.items():
             check_metadata(key, node)
         self._directory, self._metadata, self._write, self._durable = directory, metadata, write, durable

@@ -62,6 +62,7 @@ class _FileRange(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        # zipfile looks for the archive's directory from the end: that of the range, not of the file
         origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}
         self._position = offset + origins[whence]
         return self._position
@@ -116,6 +117,7 @@ class ShardCache:
             inside = slices(relative(overlap, box))
             if bool(filled[inside].any()):
                 raise ValueError(f"{key}: two pieces hold {overlap}; the directory is damaged")
+            # two shards with the same element: nobody knows which one is right
             filled[inside] = True
             shard = self._load(key, tensor, shard_box, byte_range)
             values[inside] = shard[slices(relative(overlap, shard_box))]

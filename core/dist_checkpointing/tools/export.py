@@ -24,6 +24,7 @@ def weights(stored: StoredCheckpoint) -> dict[str, tuple[str, str]]:
 
     Raises ValueError: no model, a derived array without its source.
     """
+    # 16-bit weights that were left out of the checkpoint are the main weights rounded
     origins = {key: (key, stored.dtype(key)) for key in stored.keys}
     for key, recipe in stored.derived.items():
         origins[key] = recipe["from"], recipe["torch_dtype"]
@@ -78,7 +79,7 @@ def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
         stack = match[0]
     if not info.stacked or not stack:
         return [(name, box)]
-    suffix = name[len(stack) :]
+    suffix = name[len(stack) :]  # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
     return [(f"{stack}.{layer}{suffix}", ((layer, layer + 1), *box[1:])) for layer in range(*box[0])]
 
 

@@ -106,6 +106,7 @@ def _add_tensors(imported: Import, saved: DcpContents) -> None:
             f"{unknown[0]} ({len(unknown)} such) is of {dtype}, which has no stored form; save it as another"
         )
     for key, tensor in saved.tensors.items():
+        # zarr has no chunks of size 0
         if not all(tensor.shape):
             imported.skipped[key] = f"a tensor of shape {list(tensor.shape)} has no elements"
             continue
@@ -123,6 +124,7 @@ def _flattened_lists(saved: DcpContents) -> dict[str, dict[str, Path]]:
 
     key of the list -> key of each value in it -> its position, or path of positions and names, in the list.
     """
+    # a list that holds a tensor anywhere stays apart: its tensors are arrays of their own
     holds_tensors: set[Path] = set()
     for key, path in saved.paths.items():
         if key in saved.tensors:
@@ -182,6 +184,7 @@ def _add_value(imported: Import, key: str, byte_range: ByteRange, report_as: str
             check_key(name)
             if name in imported.tensors or name in imported.objects:
                 raise ValueError("something else has this name")
+            # tensors inside of a value are read again when their cells are written: here only where they lie
             if isinstance(leaf, Tensor):
                 imported.tensors[name] = _tensor_inside(leaf, replace(byte_range, within=path))
             else:

@@ -28,6 +28,7 @@ def write_offline(
     Raises ValueError: something is there; a file that is not what it should be.
     """
     check_new(url)
+    # the same job as of a rank in training: rank 0 of 1
     root, name = root_and_name(url)
     job = Job(
         root=root,
@@ -49,5 +50,6 @@ def write_offline(
         with suppress(OSError, ValueError):  # the first error is the one to be raised
             job.abandon()
         raise
+    # every file was just written, so its digest is cheap to check, and a copy is made to be relied on
     if problems := check(open_checkpoint_dir(url), digests=True):
         raise ValueError("; ".join(problems[:10]))

@@ -31,6 +31,7 @@ def stream(stored: StoredCheckpoint, requests: BoxRequests) -> Iterator[np.ndarr
         for reader, batch in zip(readers, _batches(stored, requests), strict=False):
             arrays: deque[np.ndarray] = deque()
             for key, box in batch:
+                # boxes may share cells: each file is checked once
                 for index, _ in cells(stored.shape(key), stored.cell(key), box):
                     if (key, index) not in checked:
                         checked.add((key, index))

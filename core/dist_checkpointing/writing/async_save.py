@@ -76,6 +76,7 @@ class WriterProgram:
     def copy(self, cells: Cells) -> None:
         """Copy cells into the slab, behind those that are there; `start` made room."""
         for key, index, box, array in cells:
+            # the stall of a save is mostly this copy; a cell may be a strided view of a parameter
             np.copyto(self._slab.array(self._used, array.shape, array.dtype.str), array)
             self._copied_cells.append([key, index, box, self._used])
             self._used = aligned(self._used + array.nbytes)

@@ -65,10 +65,12 @@ class DirectWriter:
         if chunks is None or extent(box) != chunks.cell or chunks.units_per_cell > _MAX_UNITS:
             self._tensorstore.write(key, box, array)
             return
+        # a full cell exactly: its file has all units, so the index can be computed in advance
         index, cell = next(cells(chunks.shape, chunks.cell, box), ((), None))
         if cell != box or array.shape != chunks.cell or array.dtype != np.dtype(chunks.data_type):
             self._tensorstore.write(key, box, array)  # raises, and says what is wrong
             return
+        # assembled cells live until they are written: the budget bounds their memory
         while self._running and self._running_bytes + array.nbytes > self._budget:
             self._wait_for_first()
         if self._failure is None:

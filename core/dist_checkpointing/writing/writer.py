@@ -53,12 +53,14 @@ class WarningRecorder(logging.Handler):
 
 def main(fd: int) -> None:
     """Serve until the trainer closes the pipe, or is gone."""
+    # checksums and copies would else take the cores of the training step
     os.nice(NICENESS)
     warnings = WarningRecorder()
     logging.getLogger().addHandler(warnings)
     slab = None
     for line in sys.stdin:
         request = json.loads(line)
+        # the trainer may have grown it since the last job
         if slab is None or slab.size < request["bytes"]:
             slab = Slab(fd, request["bytes"])
         answer = _serve(request, slab)

@@ -103,10 +103,10 @@ class Executor:
         if self.current_action is None:
             return "after its last action"
         kind, stage, microbatch = self.current_action
-        place = f"stage {stage}"
+        position = f"stage {stage}"
         if microbatch is not None:
-            place += f", microbatch {microbatch}"
-        return f"{place}, action {kind} ({self.current_action})"
+            position += f", microbatch {microbatch}"
+        return f"{position}, action {kind} ({self.current_action})"
 
     def _compute_watched(self, watch: MemoryWatch, action: Action) -> None:
         kind, stage, microbatch = action

@@ -94,7 +94,8 @@ class Stage:
         """Before a step: note what is trained, which buffers exist and whether parts are compiled by torch."""
         self._module_state.refresh(list(self.module.modules()))
         self._has_compiled_code = any(
-            part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in self.module.modules()
+            submodule._compiled_call_impl is not None or hasattr(submodule, "_orig_mod")
+            for submodule in self.module.modules()
         )
         self._params_without_grad = [parameter for parameter in self.parameters if parameter.grad is None]
         self._outputs_want_grad = None
@@ -125,9 +126,8 @@ class Stage:
             input_leaves.append(value.detach().requires_grad_())
             return input_leaves[-1]
 
-        # a single tensor is the common case, and needs no pytree
         if step.training:
-            if isinstance(received, Tensor):
+            if isinstance(received, Tensor):  # the common case, without pytree
                 received = make_leaf(received)
             else:
                 received = tree_map(make_leaf, received)

@@ -93,8 +93,9 @@ class ActivationMemory:
         """Memory that everything of the stage up to `kind` takes on top."""
         state = self.progress[rank][microbatch] >> self.shift[stage] & STATE_MASK
         first = stage * self.problem.stride
-        kinds = (each for each in range(state, kind + 1) if each != R or self.problem.recomputed[stage])
-        return sum(self.problem.memory_change[first + each] for each in kinds)
+        undone = range(state, kind + 1)  # without R, where the stage is not recomputed
+        changes = self.problem.memory_change
+        return sum(changes[first + k] for k in undone if k != R or self.problem.recomputed[stage])
 
     def do(self, rank: int, stage: int, microbatch: int, kind: int) -> None:
         """An action is done: its memory, and which microbatches are in flight."""

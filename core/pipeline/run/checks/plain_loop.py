@@ -136,7 +136,7 @@ class ScaleWatch:
         if local_factor is None:
             local_factor = torch.full((1,), torch.nan, dtype=torch.float64)
         factors = all_gather(local_factor.to(self._ps.device), self._ps.world)
-        known = factors[factors.isfinite()]
+        known = factors[factors.isfinite()]  # ranks without one factor sent NaN
         if known.numel() and known.max() - known.min() > DIFFERENT * known.max():
             raise ValueError(
                 f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
