@@ -85,6 +85,7 @@ class _Region:
         tensors = (*self.tensors, *parameters)
         cpu = torch.device("cpu")
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), cpu)
+        # bag, seed, step and microbatch: dropout draws the same mask in the second run
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
         self.random = random_state(self.device)
         self.autocast = Autocast(self.device)
@@ -174,7 +175,7 @@ class _Region:
         """The outputs in the form in which `fn` returned them."""
         remaining = iter(results)
         pairs = zip(self.output_is_tensor, self.out_constants, strict=True)
-        leaves = [next(remaining) if is_tensor else wants_no_gradient for is_tensor, wants_no_gradient in pairs]
+        leaves = [next(remaining) if is_tensor else constant for is_tensor, constant in pairs]
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
@@ -259,6 +260,7 @@ class _Recompute(torch.autograd.Function):
             if not region.history.all_parameters_named:
                 _check_all_named(ends, sources)
                 region.history.all_parameters_named = True
+            # from here operations may put weight gradients past autograd: this backward passes everything on
             region.in_backward = True
             with _without_hooks(ctx.parameters):
                 gradients_found = list(torch.autograd.grad(ends, starts, output_gradients, allow_unused=True))

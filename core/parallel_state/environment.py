@@ -25,7 +25,9 @@ def local_device(kind: str | None = None) -> torch.device:
     requested = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
     if requested.type in ("cpu", "meta"):
         return torch.device(requested.type)
-    index = requested.index if requested.index is not None else torch.accelerator.current_device_index()
+    index = requested.index
+    if index is None:
+        index = torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
     if requested.index is None and index == 0 and count > 1:  # nobody chose, and there is something to choose
         index = int(os.environ.get("LOCAL_RANK", 0))  # as torchrun numbers the processes of a host

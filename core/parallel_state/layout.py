@@ -86,6 +86,7 @@ class Layout:
         `coordinate` holds the positions along which the parameter may repeat (dp, cp, tp or ep, edp, and for one
         that is tied over `embedding` that too; not pp: stages hold different parameters).
         """
+        # the axes along which several ranks hold the same elements; the rank at 0 on all of them owns these
         repeats: tuple[str, ...] = ("edp",) if "ep" in self.split else ("dp", "cp", "tp")
         if "embedding" in self.partial:  # only then does the last stage repeat the first's
             repeats += ("embedding",)

@@ -39,6 +39,7 @@ def chosen_seed(default: int) -> int:
     A process that nobody seeds starts from 64 random bits, other ones on every rank.
     """
     torch_seed = torch.initial_seed()
+    # torch draws 64 bits where nobody seeds; a seed that a program chose is nearly always shorter
     return mix32("chosen", torch_seed) if torch_seed < 2**32 else default
 
 

@@ -146,6 +146,7 @@ class ParallelState:
     def _mesh(self, axes: list[str]) -> "DeviceMesh | None":
         if not axes:
             return None
+        # the mesh varies along `axes`, through this rank's own position on all other axes
         fixed = {a: p for a, p in self.coordinate.items() if a in self.config.order and a not in axes}
 
         def ranks_at(position: dict[str, int], remaining: list[str]) -> Any:
@@ -191,7 +192,10 @@ class ParallelState:
         links = Traffic()
         for link in self._links.values():
             links.calls, links.bytes = links.calls + link.traffic.calls, links.bytes + link.traffic.bytes
-        return {name: group.traffic for name, group in self.groups.items()} | ({"link": links} if self._links else {})
+        traffic = {name: group.traffic for name, group in self.groups.items()}
+        if self._links:
+            traffic["link"] = links
+        return traffic
 
     def set_timeout(self, timeout_s: float) -> None:
         """Bound every wait from now on (the first steps may compile or load; later ones should not)."""

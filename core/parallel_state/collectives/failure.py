@@ -175,7 +175,8 @@ class Board:
         """The first failure, as far as this rank can know."""
         if not own_report.waits_for:
             return own_report
-        end = time.monotonic() + (self.moment_s if own_report.timed_out else min(GONE_S, self.moment_s))
+        patience = self.moment_s if own_report.timed_out else min(GONE_S, self.moment_s)
+        end = time.monotonic() + patience
         while True:
             if (first := self._report_at("first")) is not None:
                 return first

@@ -115,5 +115,8 @@ def greet(group: Group, sender: int, device: torch.device) -> None:
     """One message from the group's rank `sender` to the other one: connects them."""
     byte, other = torch.zeros(1, device=device), 1 - group.rank
     process_group = group.process_group
-    work = process_group.send([byte], other, 0) if group.rank == sender else process_group.recv([byte], other, 0)
+    if group.rank == sender:
+        work = process_group.send([byte], other, 0)
+    else:
+        work = process_group.recv([byte], other, 0)
     work.wait(group.timeout)

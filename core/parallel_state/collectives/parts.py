@@ -72,6 +72,7 @@ class _PendingSum:
         local, shards = self._local, self._shards
         if len(shards) == 2:  # a + b is b + a: the order does not matter
             return local.add_(shards[1 - self._rank])
+        # rank 0's shard first, then 1, 2 ...: floating-point sums depend on the order
         total = local if self._rank == 0 else shards[0].to(local.dtype)
         for rank in range(1, len(shards)):
             total.add_(local if rank == self._rank else shards[rank])
