@@ -31,28 +31,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument(
         "--explain",
         nargs="*",
         action="extend",
         metavar="FILE.toml",
         help="tell what a run of these files and flags is",
     )
-    what.add_argument("--template", nargs="?", const="-", metavar="FILE.toml", help="write a commented file")
+    subject.add_argument("--template", nargs="?", const="-", metavar="FILE.toml", help="write a commented file")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks of the run; default: WORLD_SIZE, or 1", default=None
     )
-    given, flags = parser.parse_known_args(arguments)
+    options, flags = parser.parse_known_args(arguments)
     try:
-        if given.template is not None:
+        if options.template is not None:
             if flags:
                 parser.error(f"--template takes no flags: {' '.join(flags)}")
-            return _write_template(given.template)
-        world = _world(parser) if given.world_size is None else given.world_size
+            return _write_template(options.template)
+        world = _world(parser) if options.world_size is None else options.world_size
         if world < 1:
             parser.error(f"--world-size {world} must be at least 1")
-        files = [word for path in given.explain for word in ("--config", path)]
+        files = [word for path in options.explain for word in ("--config", path)]
         text, mistakes = explained(merge([*files, *flags]), world)
         _tell(f"{text}\n")
     except (ImportError, OSError) as error:

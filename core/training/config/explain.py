@@ -15,45 +15,45 @@ _WIDTH = 110  # of the template's lines
 
 def explained(merged: Merged, world_size: int) -> tuple[str, int]:
     """(the table, how the batch is made up for `world_size` ranks, and all mistakes; their number)."""
-    parts = dict(merged.draft.parts)
+    sections = dict(merged.draft.sections)
     world_problems: list[Problem] = []
-    if "parallel" in parts:
-        parts["parallel"], broken_rules = in_world(parts["parallel"], world_size)
+    if "parallel" in sections:
+        sections["parallel"], broken_rules = in_world(sections["parallel"], world_size)
         world_problems = [Problem("", message) for _, message in broken_rules]
-    problems = [*merged.problems, *world_problems, *between(parts)]
-    lines = [*_table(merged), "", _explain_batch(parts, world_size)]
+    problems = [*merged.problems, *world_problems, *between(sections)]
+    lines = [*_table(merged), "", _explain_batch(sections, world_size)]
     if problems:
         heading = f"{len(problems)} mistakes:" if len(problems) > 1 else "1 mistake:"
-        lines += ["", heading, *(f"  {merged.told(problem)}" for problem in problems)]
+        lines += ["", heading, *(f"  {merged.with_origin(problem)}" for problem in problems)]
     return "\n".join(lines), len(problems)
 
 
 def _table(merged: Merged) -> Iterator[str]:
     """Field, value, origin, docstring; the last one wrapped in its column where the terminal has room."""
     # one row per field, its value as TOML would have it
-    known = list(known_fields().values())
-    rows = [(field, _value_text(merged.draft.values[field.name])) for field in known]
-    rows.sort(key=lambda row: row[0].part != "")  # fields of no part first, as TOML needs it
+    fields_by_name = list(known_fields().values())
+    rows = [(field, _value_text(merged.draft.values[field.name])) for field in fields_by_name]
+    rows.sort(key=lambda row: row[0].section != "")  # fields of no part first, as TOML needs it
 
     # column widths; the help text takes the remaining columns of the terminal
-    name_width = max(len(field.key) for field in known) + 2
+    name_width = max(len(field.key) for field in fields_by_name) + 2
     value_width = min(28, max(len(text) for _, text in rows))
-    origin_width = max(len(merged.origin[field.name]) for field in known)
+    origin_width = max(len(merged.origin[field.name]) for field in fields_by_name)
     left_width = name_width + value_width + origin_width
     help_width = shutil.get_terminal_size((160, 24)).columns - left_width - 6
     section = ""
     for field, text in rows:
-        if field.part != section:
-            section = field.part
+        if field.section != section:
+            section = field.section
             yield f"[{section}]"
         origin = merged.origin[field.name]
-        left = f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
+        columns = f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
         if help_width < 30:  # a narrow terminal: the help goes below
-            yield left.rstrip()
+            yield columns.rstrip()
             yield from textwrap.wrap(field.help, left_width, initial_indent=" " * 6, subsequent_indent=" " * 6)
             continue
         first, *following = textwrap.wrap(field.help, help_width) or [""]
-        yield (left + first).rstrip()
+        yield (columns + first).rstrip()
         yield from (" " * (left_width + 6) + line for line in following)
 
 
@@ -66,18 +66,18 @@ def _value_text(value: object) -> str:
 _WRITABLE = (str, bool, float, list, tuple, dict)
 
 
-def _explain_batch(parts: dict, world_size: int) -> str:
+def _explain_batch(sections: dict, world_size: int) -> str:
     """How the batch is made up, or why it is not."""
-    missing = [name for name in ("training", "parallel") if name not in parts]
+    missing = [name for name in ("training", "parallel") if name not in sections]
     plural = "" if world_size == 1 else "s"
     ranks = f"{world_size} rank{plural}: "
     if missing:
         return f"{ranks}the batch cannot be solved before {' and '.join(missing)} is right"
-    parallel = parts["parallel"]
+    parallel = sections["parallel"]
     if parallel.data is None or parallel.data * parallel.model_ranks != world_size:
         return f"{ranks}the batch cannot be solved, the layout does not fit this many ranks"
     try:
-        return ranks + batch_solved(parts["training"], parallel)
+        return ranks + batch_solved(sections["training"], parallel)
     except ValueError as error:
         return ranks + str(error).removeprefix("the batch: ")
 
@@ -90,9 +90,9 @@ def template() -> str:
         "# python -m core.training.config --explain THIS.toml tells what comes out of it.",
     ]
     section = None
-    for field in sorted(known_fields().values(), key=lambda field: field.part != ""):
-        if field.part != section:
-            section = field.part
+    for field in sorted(known_fields().values(), key=lambda field: field.section != ""):
+        if field.section != section:
+            section = field.section
             if section:
                 lines += ["", *_comment(_first_line(PARTS[section])), f"[{section}]"]
         lines += ["", *_comment(field.help), *_comment(f"{field.type}; default: {_value_text(field.default)}")]

@@ -41,7 +41,7 @@ class Field:
     owner: type
 
     @property
-    def part(self) -> str:
+    def section(self) -> str:
         """The part of the run that it is in; "" for the run itself."""
         return self.name.rpartition(".")[0]
 
@@ -58,8 +58,8 @@ class Field:
     @property
     def type(self) -> str:
         """Its kind in words: "integer or None", "llama | gpt2"."""
-        words = " | ".join(map(str, self.choices)) or _TYPES.get(self.kind, self.kind)
-        return f"{words} or {NONE}" if self.optional else words
+        text = " | ".join(map(str, self.choices)) or _TYPES.get(self.kind, self.kind)
+        return f"{text} or {NONE}" if self.optional else text
 
     def read(self, value: Any) -> Any:
         """`value`, from Python, TOML or a command line, as the dataclass holds it.
@@ -74,7 +74,7 @@ class Field:
             value = os.fspath(value)
         try:
             return _READ[self.kind](value)
-        except _Wrong as wrong:
+        except _WrongKind as wrong:
             needed = _NEEDED[self.kind] + (f" or {NONE}" if self.optional else "") + " is needed"
             needed += f"; use {value:.0f}" if self.kind == "integer" and _is_whole(value) else ""
             raise ValueError(f"{self.name}={brief(value)} is {wrong}, {needed}") from None
@@ -95,11 +95,11 @@ def brief(value: Any) -> str:
     return repr(value)
 
 
-class _Wrong(Exception):
+class _WrongKind(Exception):
     """What a value is instead."""
 
 
-def _what(value: Any) -> str:
+def _kind_of_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and not math.isfinite(value):
@@ -115,33 +115,33 @@ def _is_whole(value: Any) -> bool:
 
 def _integer(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _Wrong(_what(value))
+        raise _WrongKind(_kind_of_value(value))
     if abs(value) >= _LARGEST:
-        raise _Wrong("beyond 64 bits")
+        raise _WrongKind("beyond 64 bits")
     return value
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _Wrong(_what(value))
+        raise _WrongKind(_kind_of_value(value))
     try:
         number = float(value)
     except OverflowError:
-        raise _Wrong("not finite") from None
+        raise _WrongKind("not finite") from None
     if not math.isfinite(number):
-        raise _Wrong("not finite")
+        raise _WrongKind("not finite")
     return number
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _Wrong(_what(value))
+        raise _WrongKind(_kind_of_value(value))
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise _Wrong(_what(value))
+        raise _WrongKind(_kind_of_value(value))
     return value
 
 
@@ -150,10 +150,10 @@ def _texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return () if value == NONE else (value,)
     if not isinstance(value, list | tuple):
-        raise _Wrong(_what(value))
+        raise _WrongKind(_kind_of_value(value))
     items = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
     if strange := [item for item in items if isinstance(item, bool) or not isinstance(item, str | int | float)]:
-        raise _Wrong(f"a list with {strange[0]!r}")
+        raise _WrongKind(f"a list with {strange[0]!r}")
     return tuple(str(item) for item in items)
 
 
@@ -162,13 +162,13 @@ def _table(value: Any) -> dict[str, str | float]:
     if isinstance(value, str) and value == NONE:
         return {}
     if not isinstance(value, Mapping):
-        raise _Wrong(_what(value))
-    made: dict[str, str | float] = {}
+        raise _WrongKind(_kind_of_value(value))
+    table: dict[str, str | float] = {}
     for key, item in value.items():
         if not isinstance(key, str) or not isinstance(item, str | int | float):
-            raise _Wrong(f"a table with {key!r}: {item!r}")
-        made[key] = str(item).lower() if isinstance(item, bool) else item if isinstance(item, str) else _number(item)
-    return made
+            raise _WrongKind(f"a table with {key!r}: {item!r}")
+        table[key] = str(item).lower() if isinstance(item, bool) else item if isinstance(item, str) else _number(item)
+    return table
 
 
 _READ = {"integer": _integer, "number": _number, "flag": _flag, "text": _text, "texts": _texts, "table": _table}
@@ -184,11 +184,12 @@ def number_of(text: str) -> int | float | str:
     return text
 
 
-def pairs_of(words: tuple[str, ...]) -> dict[str, Any] | tuple[str, ...]:
-    """The table that `name value name value ...` on a command line stands for; `words` where one is left over."""
-    if len(words) % 2:
-        return words
-    return {name: number_of(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+def pairs_of(names_and_values: tuple[str, ...]) -> dict[str, Any] | tuple[str, ...]:
+    """The table that `name value name value ...` on a command line stands for; those words where one is left over."""
+    if len(names_and_values) % 2:
+        return names_and_values
+    pairs = zip(names_and_values[::2], names_and_values[1::2], strict=True)
+    return {name: number_of(value) for name, value in pairs}
 
 
 def _kind(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
@@ -215,13 +216,13 @@ def docs_of(cls: type) -> dict[str, str]:
     except (OSError, TypeError, ValueError):
         return {}
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    docs = {}
     for node, after in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
             text = after.value.value if isinstance(after.value, ast.Constant) else None
             if isinstance(text, str):
-                found[node.target.id] = " ".join(text.split())
-    return found
+                docs[node.target.id] = " ".join(text.split())
+    return docs
 
 
 def _fields_in(cls: type, prefix: str = "") -> Iterator[Field]:
@@ -247,7 +248,7 @@ def fields_of(cls: type) -> dict[str, Field]:
     return {field.name: field for field in _fields_in(cls)}
 
 
-def flatten(nested: Mapping[str, Any], known: Mapping[str, Field]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def flatten(nested: Mapping[str, Any], fields_by_name: Mapping[str, Field]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """({"optimizer": {"lr": 1}} as {"optimizer.lr": 1}, what is said about names that are there twice).
 
     A field that holds a table stays whole. The first one of two values of a name is kept.
@@ -255,19 +256,19 @@ def flatten(nested: Mapping[str, Any], known: Mapping[str, Field]) -> tuple[dict
     flat: dict[str, Any] = {}
     written: dict[str, str] = {}
     twice = []
-    parts = {field.part for field in known.values()} - {""}
+    sections = {field.section for field in fields_by_name.values()} - {""}
 
     def walk(keys: tuple[str, ...], value: Any) -> None:
         name = ".".join(keys)
-        if isinstance(value, Mapping) and name not in known and (value or not keys or name in parts):
+        if isinstance(value, Mapping) and name not in fields_by_name and (value or not keys or name in sections):
             for key, inner in value.items():
                 walk((*keys, str(key)), inner)
             return
-        here = f"{'.'.join(_quoted(key) for key in keys)} = {brief(value)}"
+        statement = f"{'.'.join(_quoted(key) for key in keys)} = {brief(value)}"
         if name in flat:
-            twice.append(f"{name} is given twice, as {written[name]} and as {here}; leave one out")
+            twice.append(f"{name} is given twice, as {written[name]} and as {statement}; leave one out")
         else:
-            flat[name], written[name] = value, here
+            flat[name], written[name] = value, statement
 
     walk((), nested)
     return flat, tuple(twice)

@@ -58,23 +58,25 @@ ELSEWHERE = {
 }
 
 
-def unknown(name: str, known: Mapping[str, Field]) -> str:
+def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
     """What is said about a name that no field has: the nearest one that there is."""
-    parts = sorted({field.part for field in known.values()} - {""})
-    if name in parts:
-        return f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, known)} or others"
+    sections = sorted({field.section for field in fields_by_name.values()} - {""})
+    if name in sections:
+        return (
+            f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, fields_by_name)} or others"
+        )
     key = name.rpartition(".")[2]
-    same = [field.name for field in known.values() if field.key == key]
-    same = [ELSEWHERE[key]] if key in ELSEWHERE else same
-    near = same or get_close_matches(name, known, n=1) or _by_key(key, known)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"the parts are {', '.join(parts)}"
+    same_key = [field.name for field in fields_by_name.values() if field.key == key]
+    same_key = [ELSEWHERE[key]] if key in ELSEWHERE else same_key
+    nearest = same_key or get_close_matches(name, fields_by_name, n=1) or _by_key(key, fields_by_name)
+    remedy = f"did you mean {' or '.join(nearest)}?" if nearest else f"the parts are {', '.join(sections)}"
     return f"unknown {name or repr(name)}; {remedy}"
 
 
-def _first(part: str, known: Mapping[str, Field]) -> str:
-    return next(field.key for field in known.values() if field.part == part)
+def _first(section: str, fields_by_name: Mapping[str, Field]) -> str:
+    return next(field.key for field in fields_by_name.values() if field.section == section)
 
 
-def _by_key(key: str, known: Mapping[str, Field]) -> list[str]:
-    near = get_close_matches(key, [field.key for field in known.values()], n=1)
-    return [field.name for field in known.values() if field.key in near]
+def _by_key(key: str, fields_by_name: Mapping[str, Field]) -> list[str]:
+    nearest = get_close_matches(key, [field.key for field in fields_by_name.values()], n=1)
+    return [field.name for field in fields_by_name.values() if field.key in nearest]

@@ -90,13 +90,13 @@ class RunConfig:
     def from_toml(cls, path: str | Path) -> "RunConfig":
         """As `from_dict`, of a TOML file. Raises ValueError: also a file that cannot be read."""
         read = read_toml(path, known_fields())
-        return drafted(read.values, read.twice).run()
+        return drafted(read.values, read.duplicates).run()
 
     def flat(self) -> dict[str, Any]:
         """{"model.style": "llama", ...}: every field."""
         values = {}
         for name, known_field in known_fields().items():
-            owner = getattr(self, known_field.part) if known_field.part else self
+            owner = getattr(self, known_field.section) if known_field.section else self
             values[name] = getattr(owner, known_field.key)
         return values
 
@@ -118,9 +118,9 @@ class RunConfig:
 
         Raises ValueError with everything that does not fit together.
         """
-        return replace(self, parallel=check_run(**self.parts(), world_size=world_size))
+        return replace(self, parallel=check_run(**self.sections(), world_size=world_size))
 
-    def parts(self) -> dict[str, Any]:
+    def sections(self) -> dict[str, Any]:
         """{"model": its ModelConfig, ...}, as `check_run` takes them."""
         return {name: getattr(self, name) for name in PARTS}
 
@@ -185,22 +185,22 @@ class Draft:
 
     values: dict[str, Any]
     derived: dict[str, str]
-    parts: dict[str, Any]
+    sections: dict[str, Any]
     problems: tuple[Problem, ...]
 
     def run(self) -> RunConfig:
         """The run. Raises ConfigError: all mistakes, those between correct parts included."""
         if self.problems:
-            raise ConfigError((*self.problems, *between(self.parts)))
-        return RunConfig(**self.parts)
+            raise ConfigError((*self.problems, *between(self.sections)))
+        return RunConfig(**self.sections)
 
 
-def between(parts: Mapping[str, Any]) -> tuple[Problem, ...]:
+def between(sections: Mapping[str, Any]) -> tuple[Problem, ...]:
     """The broken rules between those parts of a run that could be built."""
-    return tuple(Problem("", message) for holds, message in run_rules(parts) if not holds)
+    return tuple(Problem("", message) for holds, message in run_rules(sections) if not holds)
 
 
-def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> Draft:
+def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> Draft:
     """Read flat names and values; `earlier_problems` are mistakes that were found before. Nothing is raised."""
     # every field as it was given, or its default
     config_fields = known_fields()
@@ -208,7 +208,7 @@ def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> D
     problems = [Problem("", text) for text in earlier_problems]
     # as given where wrong in `values`; in `valid` the default instead, so that the other rules can be checked
     valid = dict(values)
-    for name, value in given.items():
+    for name, value in raw_values.items():
         if name not in config_fields:
             problems.append(Problem(name, unknown(name, config_fields)))
             continue
@@ -222,18 +222,18 @@ def drafted(given: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> D
     values |= {name: valid[source] for name, source in derived.items()}
 
     # build each part by itself, so that the rules of all parts are checked even if one is wrong
-    parts: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     wrong_sections = {name.partition(".")[0] for name in wrong_names}
     for section, kind in PARTS.items():
         built, problem = _build_section(section, kind, valid, config_fields, derived)
         if problem is not None:
             problems.append(problem)
         if built is not None and section not in wrong_sections:
-            parts[section] = built
+            sections[section] = built
     if "device" not in wrong_names:
         problems += [Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds]
-        parts["device"] = valid["device"]
-    return Draft(values=values, derived=derived, parts=parts, problems=tuple(problems))
+        sections["device"] = valid["device"]
+    return Draft(values=values, derived=derived, sections=sections, problems=tuple(problems))
 
 
 def _fill_derived(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str]:
@@ -252,7 +252,7 @@ def _build_section(
     section: str, kind: type, valid: Mapping[str, Any], config_fields: Mapping[str, Field], derived: Mapping[str, str]
 ) -> tuple[Any, Problem | None]:
     """A part from valid values, or its broken rules."""
-    arguments = {field.key: valid[field.name] for field in config_fields.values() if field.part == section}
+    arguments = {field.key: valid[field.name] for field in config_fields.values() if field.section == section}
     try:
         return kind(**arguments), None
     except ValueError as error:

@@ -35,9 +35,9 @@ class Loaded:
 
         It follows again where the file is read, also beside another value of that other field.
         """
-        known = known_fields()
-        values = {n: None if self.origin[n] in known else value for n, value in self.run.flat().items()}
-        return write_toml(known.values(), values, path)
+        fields_by_name = known_fields()
+        values = {n: None if self.origin[n] in fields_by_name else value for n, value in self.run.flat().items()}
+        return write_toml(fields_by_name.values(), values, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class Merged:
     def loaded(self) -> Loaded:
         """The run. Raises ConfigError with all mistakes, those between parts too."""
         if self.problems:
-            raise ConfigError((*self.problems, *between(self.draft.parts)))
+            raise ConfigError((*self.problems, *between(self.draft.sections)))
         return Loaded(run=self.draft.run(), origin=self.origin)
 
-    def told(self, problem: Problem) -> str:
+    def with_origin(self, problem: Problem) -> str:
         """The mistake, and where the values that it speaks of are from."""
         where = [self.origin[problem.name]] if problem.name in self.origin else []
         for name in known_fields():
-            part, _, key = name.rpartition(".")
-            if part == problem.name and f" {key}=" in problem.text and self.origin[name] != "default":
+            section, _, key = name.rpartition(".")
+            if section == problem.name and f" {key}=" in problem.text and self.origin[name] != "default":
                 where.append(f"{key}: {self.origin[name]}")
         return f"{problem.text} ({', '.join(where)})" if where else problem.text
 
@@ -70,27 +70,27 @@ def merge(args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, des
 
     Raises SystemExit: after --help. ImportError: tyro is missing.
     """
-    known = known_fields()
-    given, origin = dict(defaults or {}), dict.fromkeys(defaults or {}, "script")
-    shown = {name: given.get(name, spec.default) for name, spec in known.items()}
-    flags = read_flags(args, known, defaults=shown, description=description)
+    fields_by_name = known_fields()
+    values_by_name, origin = dict(defaults or {}), dict.fromkeys(defaults or {}, "script")
+    shown = {name: values_by_name.get(name, spec.default) for name, spec in fields_by_name.items()}
+    flags = read_flags(args, fields_by_name, defaults=shown, description=description)
     problems = []
     for path in flags.files:
         try:
-            values, lines, twice = read_toml(path, known)
+            values, lines, duplicates = read_toml(path, fields_by_name)
         except ValueError as error:
             problems.append(Problem("", str(error)))
             continue
-        problems += [Problem("", said) for said in twice]
-        given |= values
+        problems += [Problem("", message) for message in duplicates]
+        values_by_name |= values
         origin |= {name: f"{path}:{lines[name]}" if name in lines else path for name in values}
-    given |= flags.values
+    values_by_name |= flags.values
     origin |= flags.typed
-    draft = drafted(given)
+    draft = drafted(values_by_name)
     origin |= draft.derived
     return Merged(
         draft=draft,
-        origin={name: "default" for name in known} | origin,
+        origin={name: "default" for name in fields_by_name} | origin,
         problems=(*problems, *flags.problems, *draft.problems),
     )
 
@@ -111,7 +111,7 @@ def load_run(
     try:
         return merged.loaded()
     except ConfigError as error:
-        _leave([merged.told(problem) for problem in error.problems])
+        _leave([merged.with_origin(problem) for problem in error.problems])
 
 
 def _leave(lines: list[str]) -> NoReturn:

@@ -18,14 +18,14 @@ class Read(NamedTuple):
 
     values: dict[str, Any]
     lines: dict[str, int]
-    twice: tuple[str, ...]
+    duplicates: tuple[str, ...]
 
 
-def read_toml(path: str | Path, known: Mapping[str, Field]) -> Read:
+def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
     """What a file says. Raises ValueError: it cannot be read, or is no TOML."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-        values, twice = flatten(tomllib.loads(text), known)
+        values, duplicates = flatten(tomllib.loads(text), fields_by_name)
         lines = lines_of(text, values)
     except FileNotFoundError:
         raise ValueError(
@@ -35,43 +35,43 @@ def read_toml(path: str | Path, known: Mapping[str, Field]) -> Read:
         raise ValueError(f"{path} cannot be read as TOML: it is nested too deeply") from None
     except (OSError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError among them
         raise ValueError(f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}") from None
-    return Read(values, lines, tuple(f"{path}: {said}" for said in twice))
+    return Read(values, lines, tuple(f"{path}: {message}" for message in duplicates))
 
 
 def lines_of(text: str, names: Iterable[str]) -> dict[str, int]:
     """flat name -> line, counted from 1, where its setting begins; without those that are not found for sure."""
-    found: dict[str, int] = {}
+    line_of: dict[str, int] = {}
     table: tuple[str, ...] = ()
-    for number, statement, says in _statements(text):
+    for number, statement, parsed in _statements(text):
         header = statement.lstrip().startswith("[")
-        paths = [((() if header else table) + path) for path in _paths(says)]
+        paths = [((() if header else table) + path) for path in _paths(parsed)]
         table = paths[-1] if header else table
         for path in paths:
-            found.setdefault(".".join(path), number)
-    return {name: found[name] for name in names if name in found}
+            line_of.setdefault(".".join(path), number)
+    return {name: line_of[name] for name in names if name in line_of}
 
 
 def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(first line, text, what it says by itself) of every header and setting: as many lines as are TOML together."""
-    start, held, tries = 1, "", 0
+    start, pending, tries = 1, "", 0
     for number, line in enumerate(text.split("\n"), 1):
-        held += line + "\n"
+        pending += line + "\n"
         if number > start and not _CLOSES.search(line):
             continue
         try:
-            says = tomllib.loads(held)
+            parsed = tomllib.loads(pending)
         except ValueError:  # it goes on in the next line
             tries += 1
             if tries > _TRIES:
                 return
             continue
-        yield start, held, says
-        start, held = number + 1, ""
+        yield start, pending, parsed
+        start, pending = number + 1, ""
 
 
-def _paths(says: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _paths(parsed: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The keys that lead to every table and value, outer ones first."""
-    for key, value in says.items():
+    for key, value in parsed.items():
         yield (*outer, key)
         if isinstance(value, dict):
             yield from _paths(value, (*outer, key))
@@ -90,11 +90,12 @@ def literal(value: Any) -> str:
 
 def write_toml(fields: Iterable[Field], values: Mapping[str, Any], path: str | Path | None = None) -> str:
     """A file with every field and its value, part by part; written to `path` where one is given."""
-    lines, part = [], ""
-    for field in sorted(fields, key=lambda field: field.part != ""):  # those of no part come first, as TOML wants it
-        if field.part != part:
-            part = field.part
-            lines += ["", f"[{part}]"]
+    lines, section = [], ""
+    # fields of no section come first: in TOML they could not follow a section
+    for field in sorted(fields, key=lambda field: field.section != ""):
+        if field.section != section:
+            section = field.section
+            lines += ["", f"[{section}]"]
         lines.append(f"{field.key} = {literal(values[field.name])}")
     text = "\n".join(lines).lstrip("\n") + "\n"
     if path is not None:
