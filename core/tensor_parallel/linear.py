@@ -41,6 +41,7 @@ class ColumnParallelLinear(SpreadModule):
         place = place or Placement()
         sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
         split = {"tp": split_dim}
+        # The layout is the only statement of the split: initial values, checkpoints and norms follow from it.
         self.weight = place.parameter(Layout((*sizes, input_size), split), init)
         self.bias = place.parameter(Layout(sizes, split), Init()) if bias else None
         self.stage, self.comm = place.stage, place.column_comm()
@@ -52,6 +53,7 @@ class ColumnParallelLinear(SpreadModule):
         y = deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
         if self.gather is None:
             return y
+        # Columns of a rank are contiguous only along `split_dim`: gather along it, then flatten again.
         by_dim = y.unflatten(-1, self.weight.shape[:-1]).movedim(2 + self.split_dim, -1)
         return gather_from_tensor_region(by_dim, self.gather).movedim(-1, 2 + self.split_dim).flatten(2)
 
@@ -80,6 +82,7 @@ class RowParallelLinear(SpreadModule):
         super().__init__()
         place = place or Placement()
         self.weight = place.parameter(Layout((output_size, input_size), {"tp": 1}), init)
+        # Added once, after the sum over ranks, so it is whole on every rank.
         self.bias = place.parameter(Layout((output_size,)), Init()) if bias else None
         self.stage, self.comm = place.stage, place.row_comm()
 

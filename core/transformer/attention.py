@@ -82,6 +82,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         config, place = build.config, build.place
         heads_per_group = config.num_attention_heads // config.groups
+        # Tensor ranks share groups, never a head: a group's queries stay with their key and value.
         self.groups, self.head_size = config.groups // place.tp, config.head_size
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -109,6 +110,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
         """See the class; `rotary` is (cos, sin), each [b or 1, 1, s, d/2]."""
         y = self.linear_qkv(x)
+        # Qwen3 normalises query and key heads before they are rotated; without norms both happen in one pass.
         if self.q_layernorm is None or self.k_layernorm is None:
             q, k, v = split_qkv(y, self.groups, self.head_size, rotary)
         else:
@@ -116,6 +118,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
+        # While text is generated, keys and values of earlier tokens come from the cache.
         if self.cache_of_layer is not None:
             k, v, padding = self.cache_of_layer.extend(k, v)
             attention_mask = attention_mask if padding is None else padding

@@ -18,6 +18,7 @@ class Dropout(nn.Module):
     def __init__(self, build: Build, p: float, site: str, *, sharded: bool) -> None:
         super().__init__()
         self.p, self.stage = p, build.stage
+        # Another mask per layer, per site in the layer and, where ranks hold other elements, per tensor rank.
         self.key = (build.layer + 1, site, build.place.rank if sharded else 0)
 
     def seed(self) -> int:
@@ -34,6 +35,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        # Seeding around the call makes the mask a function of the key: recomputation draws the same one.
         with seeded(x.device, self.seed()):
             return F.dropout(x, self.p)
 

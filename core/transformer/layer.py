@@ -23,10 +23,12 @@ class TransformerLayer(nn.Module):
         self.mlp = spec.mlp(build)
         self.attention_dropout = residual_dropout(build, "after attention")
         self.mlp_dropout = residual_dropout(build, "after mlp")
+        # Without dropout its modules are not even called: two Python calls less per layer and microbatch.
         self.drops = build.config.hidden_dropout > 0
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
+        # Pre-norm: the residual stream itself is never normalised (GPT-2, section 2.3).
         y = self.self_attention(self.input_layernorm(x), attention_mask, rotary)
         x = x + (self.attention_dropout(y) if self.drops else y)
         y = self.mlp(self.pre_mlp_layernorm(x))

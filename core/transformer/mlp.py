@@ -19,6 +19,8 @@ class MLP(nn.Module):
         super().__init__()
         config = build.config
         self.gated, self.activation = config.gated_linear_unit, config.activation
+        # Splitting fc1 by columns and fc2 by rows needs one sum over the ranks per MLP, after fc2: the activation
+        # works on each rank's own columns (Megatron-LM, arXiv 1909.08053, section 3).
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             (2, config.ffn) if self.gated else config.ffn,
@@ -32,7 +34,7 @@ class MLP(nn.Module):
             config.hidden_size,
             place=build.place,
             bias=config.add_bias_linear,
-            init=Init(std=config.output_std),
+            init=Init(std=config.output_std),  # smaller with depth: it writes to the residual stream
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
         x32 = _to_float32(x)
         mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
         inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -37,11 +38,12 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("the fused RMSNorm")
         x, weight, inverse_rms = ctx.saved_tensors
-        size, x32 = x.shape[-1], _to_float32(grad)
-        normalized, weighted = _to_float32(x) * inverse_rms, x32 * _to_float32(weight)
+        size, grad32 = x.shape[-1], _to_float32(grad)
+        # x / rms is computed again: keeping it would cost as much memory as the activation itself.
+        normalized, weighted = _to_float32(x) * inverse_rms, grad32 * _to_float32(weight)
         mean = torch.linalg.vecdot(weighted, normalized).div_(size).unsqueeze(-1)
         dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
-        dw = normalized.mul_(x32).reshape(-1, size).sum(0).to(weight.dtype)
+        dw = normalized.mul_(grad32).reshape(-1, size).sum(0).to(weight.dtype)
         return dx, dw, None
 
 
@@ -71,6 +73,7 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
         weight = self.weight if self.group is None else sum_gradient(self.weight, self.group)
+        # Accelerators have one fused kernel for it.
         if x.device.type == "cpu":
             y: Tensor = _RMSNorm.apply(x, weight, self.eps)
             return y

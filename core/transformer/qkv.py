@@ -17,6 +17,7 @@ Tables = tuple[Tensor, Tensor]
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
     """out = x turned by the tables (sign -1: turned back), over the first 2 * cos.shape[-1] dims of the head."""
+    # Halves convention: dim i is rotated together with dim i + half. Dims beyond (partial rotary) are copied.
     half = cos.shape[-1]
     x1, x2, o1, o2 = x[..., :half], x[..., half : 2 * half], out[..., :half], out[..., half : 2 * half]
     torch.mul(x1, cos, out=o1).addcmul_(x2, sin, value=-sign)
@@ -30,6 +31,7 @@ class _SplitQKV(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, ...]:
         s, b, width = y.shape
         r = width // (g * d) - 2
+        # of each group: r query heads, then its key head, then its value head
         fused = y.view(s, b, g, r + 2, d).permute(1, 2, 3, 0, 4)  # [b, g, r+2, s, d]
         q, k, v = fused[:, :, :r], fused[:, :, r], fused[:, :, r + 1]
         new_q, new_k = y.new_empty(b, g, r, s, d), y.new_empty(b, g, s, d)
@@ -49,6 +51,7 @@ class _SplitQKV(torch.autograd.Function):
             raise no_second_derivative("the fused split of query, key and value")
         cos, sin = ctx.saved_tensors
         s, b, g, r, d = ctx.shape
+        # One buffer for the gradient of the fused tensor; a rotation's gradient is the rotation back.
         grad = gq.new_empty(s, b, g, r + 2, d)
         fused = grad.permute(1, 2, 3, 0, 4)
         gq = gq.reshape(b, g, r, s, d)

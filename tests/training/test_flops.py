@@ -10,6 +10,8 @@ from core.parallel_state import ParallelState
 from core.training.config import ModelConfig
 from core.training.log import metrics
 from core.training.log.metrics import PEAK_FLOPS, flops_per_token, peak_flops, total_peak_flops
+from core.transformer.flops import multiplications_per_token
+from core.transformer.transformer_config import TransformerConfig
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 80}
@@ -100,3 +102,15 @@ def totals():
 
 def test_the_peak_of_all_ranks_is_their_sum(ranks):
     assert ranks(totals) == [3e12, 3e12]
+
+
+def test_windows_are_counted_as_their_masks():
+    """Keys that a query sees, summed over the mask: in two layers with windows and in one without."""
+    s, facts = 64, {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
+    full, _ = multiplications_per_token(TransformerConfig(**facts), 10, s)
+    windowed, _ = multiplications_per_token(TransformerConfig(**facts, windows=(8, None, 16)), 10, s)
+    i, j = torch.arange(s)[:, None], torch.arange(s)
+    masks = [(i >= j) & (i - j < window) for window in (8, s, 16)]
+    # a causal kernel's half: the diagonal counts half, as in `full`
+    seen = sum(float(mask.sum()) - s / 2 for mask in masks) / 3 / s
+    assert full - windowed == pytest.approx(2 * 32 * (s / 2 - seen), rel=1e-3)

@@ -79,6 +79,7 @@ class GPTModel(nn.Module):
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
         self.place = build.place
+        # Tied ends on two pipeline ranks are two copies: their gradients are summed over an "embedding" group.
         across_stages = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
         if self.pre_process or (self.tied and self.post_process):
             # a tied last stage has a copy of the table only
@@ -88,10 +89,13 @@ class GPTModel(nn.Module):
             )
             if tied_with is not None and self.tied:
                 self.embedding.word_embeddings.weight = tied_with.embedding.word_embeddings.weight
+        # Every stage has the rotary tables: they are computed, not stored, and attention is on every stage.
         self.rotary = spec.rotary(build, max_sequence_length) if spec.rotary is not None else None
         numbers = layers if layers is not None else stage_layers(config.num_layers, ps)
         self.decoder = TransformerBlock(build, spec, numbers, final_norm=self.post_process)
         self.output_layer = OutputLayer(build, vocab_size, tied=self.tied) if self.post_process else None
+        # Under sequence parallelism each rank sees its share of the rows, so replicated parameters of a user's own
+        # modules have partial gradients, too; ours say so in their layouts.
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
@@ -155,6 +159,8 @@ class GPTModel(nn.Module):
                 )
             batch = (tokens if self.pre_process else None, position_ids, attention_mask, labels)
             self._watch.check_before(self, batch)
+        # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
+        # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
         if self._draws and self.training and not self.stage.driven:
             self.stage.drawn = True
             with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
@@ -175,6 +181,7 @@ class GPTModel(nn.Module):
         attention_mask: Tensor | None,
         labels: Tensor | None,
     ) -> Tensor:
+        # On a later pipeline stage `tokens` is the residual stream that the stage before handed over.
         x = self.embedding(tokens, position_ids) if self.pre_process else tokens
         rotary = self.rotary(s, position_ids) if self.rotary is not None else None
         x = self.decoder(x, attention_mask, rotary)
@@ -182,6 +189,7 @@ class GPTModel(nn.Module):
             return self._gather_for_foreign_head(x)
         logits = self.output_layer(x, self.embedding.word_embeddings.weight if self.tied else None)
         if labels is not None:
+            # The loss comes from split logits, which it overwrites with their gradient: no rank ever holds [s, b, v].
             target = labels.t().contiguous()
             group = self.place.group
             loss = vocab_parallel_cross_entropy(logits, target, group, vocab_size=self.vocab_size, inplace=True)
