@@ -52,7 +52,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield _ProgressLines(title, total).advance
+        yield _PercentLines(title, total).advance
         return
     columns = TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -60,7 +60,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
-class _ProgressLines:
+class _PercentLines:
     def __init__(self, title: str, total: int) -> None:
         self._title, self._total = title, max(total, 1)
         self._done_bytes, self._printed_percent = 0, 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.blocks import Slices
 from core.models.huggingface.rows import GPT2_ROWS, LLAMA_ROWS, PHI3_ROWS, Row, rows_of
-from core.models.huggingface.sources import Folder, Recorded, Source, StateDict
+from core.models.huggingface.sources import Folder, Recorded, StateDict, WeightSource
 from core.parallel_state import layout_of
 from core.parallel_state.layout import true_part
 from core.transformer.transformer_config import TransformerConfig
@@ -73,7 +73,7 @@ class OpenedWeights:
             )
 
 
-def open_weights(model: GPTModel, source: Source) -> OpenedWeights:
+def open_weights(model: GPTModel, source: WeightSource) -> OpenedWeights:
     """Raises ValueError: parameters without weights, weights without a parameter, other shapes."""
     recorded = Recorded(source)
     rows = _rows(recorded, model.config)

@@ -14,7 +14,7 @@ from core.models.huggingface.blocks import Slices
 _BUFFERS = re.compile(r"(transformer\.h\.\d+\.attn\.(masked_)?bias|model\..*rotary_emb\.inv_freq)")
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Tensors by name, read in parts."""
 
     def names(self) -> Iterable[str]: ...
@@ -116,7 +116,7 @@ class Folder:
 class Recorded:
     """A source that remembers which tensors were asked for, and names what is missing."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._names = set(source.names())
         self.used = set[str]()
