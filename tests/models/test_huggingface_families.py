@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +182,22 @@ def test_a_field_that_nobody_reads_is_told():
     config = {**CONFIGS["llama"]().to_dict(), "logit_scale": 0.5}
     with pytest.warns(UserWarning, match="the configuration says logit_scale, which nothing here reads"):
         from_huggingface(config)
+
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "huggingface_configs.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_as_published_are_read_without_a_word(name):
+    if name == "phi-3-128k":
+        with pytest.raises(ValueError, match="rope_type='longrope' is not supported"):
+            from_huggingface(PUBLISHED[name])
+        return
+    ours = from_huggingface(PUBLISHED[name])  # a warning is an error in tests
+    assert ours.vocab_size == PUBLISHED[name]["vocab_size"] and ours.config.hidden_size % 64 == 0
+    assert (ours.config.rotary_scaling is not None) == (name == "llama-3.1-8b")
+    windows = {"mistral-7b-v0.1": (4096,) * 32, "phi-3-mini-4k": (2047,) * 32}
+    assert ours.config.windows == windows.get(name)
 
 
 def test_every_family_is_compared():

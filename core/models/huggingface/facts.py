@@ -23,6 +23,7 @@ IRRELEVANT = frozenset(
         "id2label",
         "is_decoder",
         "is_encoder_decoder",
+        "is_llama_config",
         "label2id",
         "model_type",
         "n_ctx",
@@ -96,4 +97,5 @@ class Facts:
         if hasattr(fields, "to_dict"):
             fields = fields.to_dict()
         if isinstance(fields, Mapping):
-            yield from (name for name, value in fields.items() if value is not None)
+            # a switch that is off, or nothing, says that a model has not what nobody here knows
+            yield from (name for name, value in fields.items() if value is not None and value is not False)
