@@ -38,7 +38,7 @@ def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None])
     if ps.rank == 0:
         loaded.to_toml(path)
     lines = loaded.lines()
-    say(f"{len(lines)} values are not the defaults; all of them: {path}")
+    say(f"{len(lines)} settings differ from their defaults (the complete configuration is in {path}):")
     for line in lines:
         say(f"  {line}")
 
