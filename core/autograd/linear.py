@@ -118,8 +118,8 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 def _is_ours_or_plain(parameter: Tensor) -> bool:
     """A dense tensor; a class of ours may carry facts, but not change what operations do."""
-    device_type = type(parameter)
-    return isinstance(parameter, Parameter) and device_type.__torch_dispatch__ is Parameter.__torch_dispatch__
+    kind = type(parameter)
+    return isinstance(parameter, Parameter) and kind.__torch_dispatch__ is Parameter.__torch_dispatch__
 
 
 @torch.compiler.disable

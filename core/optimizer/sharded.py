@@ -263,7 +263,7 @@ class ShardedOptimizer(TorchFace):
             factor = replace(factor, step=factor.step - key.behind)
         self.kernel(batch, factor, options, options["weight_decay"] if key.decays else 0.0)
 
-    def _round(self, mains: Tensor, state_buffer: StateBuffer, span: Span) -> Tensor:
+    def _round_stochastically(self, mains: Tensor, state_buffer: StateBuffer, span: Span) -> Tensor:
         """Stochastic rounding of elements `span`; what belongs to no parameter (padding) is rounded to nearest."""
         rounded = mains.to(torch.bfloat16)
         for shard in state_buffer.parameter_shards:
@@ -277,6 +277,7 @@ class ShardedOptimizer(TorchFace):
         return rounded
 
     def _to_weights(self, *, all_buffers: bool = False) -> None:
+        """16-bit weights from float32 main weights, rounded to nearest; offloaded buffers do it chunk by chunk."""
         for state_buffer in self._state_buffers:
             if state_buffer.main is not None and (state_buffer.direct or all_buffers):
                 state_buffer.weights.copy_(state_buffer.main)

@@ -137,7 +137,9 @@ class _Batch:
         self._width = max(len(text.tokens) for text in texts)
         # shorter prompts are filled up on the left, so that the next token of all is at the same place
         self._fill = torch.tensor([self._width - len(text.tokens) for text in texts], device=self._device)
-        columns = torch.arange(max(text.length for text in texts) + self._width, device=self._device)
+        # a text is preceded by its padding and ends at its own length
+        positions = max(text.length + self._width - len(text.tokens) for text in texts)
+        columns = torch.arange(positions, device=self._device)
         padding = columns < self._fill[:, None] if len(texts) > 1 and bool(self._fill.any()) else None
         self._cache = KVCache(len(columns), padding)
         self._cached_tokens = 0  # the same on all ranks: a stage without layers keeps no keys

@@ -36,7 +36,7 @@ class TransformerLayer(nn.Module):
 
 
 class Layers(nn.ModuleDict):
-    """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`."""
+    """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`; `values()` are the layers."""
 
     def __getitem__(self, key: str | int) -> nn.Module:
         return super().__getitem__(str(key))

@@ -42,6 +42,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Te
     slowed = frequencies / scaling.factor
     if scaling.kind == "linear":
         return slowed
+    assert scaling.kind == "llama3", scaling.kind
     # 1 where a wavelength fits often into the original length (unchanged), 0 where it hardly does (slowed down)
     wavelengths_in_original = scaling.original_max_position_embeddings * frequencies / (2 * pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

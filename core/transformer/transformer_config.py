@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 import torch
 
@@ -34,7 +34,7 @@ class RotaryScaling:
         low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
         rules = [
             (self.kind in ROTARY_SCALINGS, f"unknown kind {self.kind!r}; known: {', '.join(ROTARY_SCALINGS)}"),
-            (self.factor >= 1, f"factor={self.factor} must be at least 1"),
+            (1 <= self.factor < inf, f"factor={self.factor} must be at least 1 and finite"),
             (0 < low < high, f"low_freq_factor={low} must lie between 0 and high_freq_factor={high}"),
             (original >= 1, f"original_max_position_embeddings={original} must be at least 1"),
         ]

@@ -42,7 +42,10 @@ def run(launcher, flags, directory):
 def check_output(text, directory, *, ranks, table):
     """Everything that the issue promises to a reader, in its order."""
     told, _, rest = text.partition(f"\n{ranks} ranks on ")
-    assert re.match(r"\d+ settings differ from their defaults \(the complete configuration is in .*out/run\.toml\):\n  \w+\.\w+ = ", told)
+    assert re.match(
+        r"\d+ settings differ from their defaults \(the complete configuration is in .*out/run\.toml\):\n  \w+\.\w+ = ",
+        told,
+    )
     assert f"  training.train_steps = {STEPS}  (--training.train-steps)" in told.splitlines()
     lines = f"{ranks} ranks on {rest}".splitlines()
     assert lines[0] == f"{ranks} ranks on cpu, sequence parallel: {ranks > 1}"

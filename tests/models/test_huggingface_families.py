@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.phi3 import modeling_phi3
 
 from core.models.gpt import GPTModel
 from core.models.huggingface import FAMILIES, canonical, from_huggingface, load_huggingface
+from core.models.huggingface.rows import LLAMA_ROWS
 from core.models.huggingface.sources import Folder
 from core.parallel_state import ParallelState, layout_of
 from core.transformer import attention
@@ -202,6 +204,25 @@ def test_configurations_as_published_are_read_without_a_word(name):
 
 def test_every_family_is_compared():
     assert {config().model_type for config in [*CONFIGS.values(), *TODAY.values()]} == FAMILIES.keys()
+
+
+def test_a_family_that_differs_in_a_name(monkeypatch):
+    """As docs/concepts/huggingface.md adds one: the rows of another family with another name, one entry."""
+
+    def renamed(name):
+        return name.replace("down_proj", "out_proj")
+
+    rows = tuple(replace(row, hf_names=tuple(map(renamed, row.hf_names))) for row in LLAMA_ROWS)
+    entry = replace(FAMILIES["llama"], rows=rows)
+    monkeypatch.setitem(FAMILIES, "granite_like", entry)
+    theirs = random_model(CONFIGS["llama-biased"]()).eval()
+    facts = {**theirs.config.to_dict(), "model_type": "granite_like"}
+    arguments = from_huggingface(facts, params_dtype=torch.float64).arguments()
+    model = GPTModel(**arguments, parallel=ParallelState.single("cpu")).eval()
+    load_huggingface(model, {renamed(name): tensor for name, tensor in theirs.state_dict().items()})
+    tokens = torch.randint(101, (2, 9))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    load_huggingface(model, theirs.state_dict())  # and Llama's own names are Llama's still
 
 
 # a folder of safetensors files

@@ -1,7 +1,8 @@
 """What is proven to be ours, among files that a user may have put anywhere: only that is ever replaced or removed.
 
 A checkpoint proves its files by its manifest or, where that is damaged, by its receipts. What is no checkpoint yet,
-or no more, holds a file whose name has 32 random digits: `UUID.heartbeat` in a temporary, `UUID.trash` in trash.
+or no more, holds a file whose name has 32 random digits: `UUID.heartbeat` in a temporary, `UUID.trash` in trash. A
+temporary whose heartbeat was taken away, just before its rename, is known by its manifest.
 """
 
 import os

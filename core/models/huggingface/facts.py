@@ -27,6 +27,7 @@ IRRELEVANT = frozenset(
         "label2id",
         "model_type",
         "n_ctx",
+        "original_max_position_embeddings",  # LongRoPE's, which is refused
         "output_attentions",
         "output_hidden_states",
         "pad_token_id",

@@ -1,7 +1,7 @@
 """Families of Hugging Face models: what each field of their configuration is here, and the rows of their weights.
 
 What cannot be represented is refused by name; a field that nobody reads is told. Nothing here imports transformers.
-`docs/recipes/add_a_model.md` adds a family.
+`docs/concepts/huggingface.md#add-a-model` adds a family.
 """
 
 import warnings
@@ -111,80 +111,94 @@ def _rotary_rules(facts: Facts) -> Rules:
         yield kind in _SCALINGS, f"rope_type={kind!r} is not supported; {', '.join(_SCALINGS)} are"
 
 
-def _windows(facts: Facts) -> tuple[int | None, ...] | None:
-    """How many tokens a token sees in each layer; see `TransformerConfig.windows`."""
-    layers, window = facts["num_hidden_layers"], facts.get("sliding_window")
-    always = facts["model_type"] in ("mistral", "phi3")
-    slides = always or bool(facts.get("use_sliding_window", False))
-    by_layer, first = facts.get("layer_types"), facts.get("max_window_layers", 28)
-    if not slides or window is None:
-        return None
-    if always:
-        return (window,) * layers
-    if by_layer is None:
-        return tuple(window if number >= first else None for number in range(layers))
-    return tuple(window if kind == "sliding_attention" else None for kind in by_layer)
+@dataclass(frozen=True, kw_only=True)
+class _LlamaLike:
+    """What families of Llama's shape differ in: RMSNorm, rotary positions and a gated MLP they all have.
 
+    attention_bias, mlp_bias: whether the family has a field of that name (others ignore one). qkv_bias: a bias on
+    query, key and value always. qk_norm: query and key heads are normalised. window: "never", "always" where a
+    `sliding_window` is set, or "by layer", as `use_sliding_window` and
+    `layer_types` or `max_window_layers` say. dropout: it has `resid_pdrop`.
+    """
 
-def _biases(facts: Facts) -> tuple[bool, bool]:
-    """Whether (all four projections of the attention, the MLP) have biases; other model types ignore the flags."""
-    kind = facts["model_type"]
-    attention = kind in ("llama", "qwen3") and bool(facts.get("attention_bias", False))
-    return attention, kind == "llama" and bool(facts.get("mlp_bias", False))
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: str = "never"
+    dropout: bool = False
+    epsilon: float = 1e-6
 
+    def model(self, facts: Facts, params_dtype: torch.dtype) -> HuggingFaceModel:
+        hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
+        activation = facts.get("hidden_act", "silu")
+        config = TransformerConfig(
+            num_layers=facts["num_hidden_layers"],
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=facts.get("num_key_value_heads") or heads,
+            ffn_hidden_size=facts["intermediate_size"],
+            kv_channels=facts.get("head_dim") or hidden // heads,
+            normalization="RMSNorm",
+            layernorm_epsilon=facts.get("rms_norm_eps", self.epsilon),
+            qk_layernorm=self.qk_norm,
+            activation_func=_ACTIVATIONS.get(activation, activation),
+            gated_linear_unit=True,
+            add_bias_linear=self._biases(facts) == (True, True),
+            add_qkv_bias=self.qkv_bias,
+            hidden_dropout=facts.get("resid_pdrop", 0.0) if self.dropout else 0.0,
+            attention_dropout=facts.get("attention_dropout", 0.0),
+            **_rotary(facts),
+            windows=self._windows(facts),
+            init_method_std=facts.get("initializer_range", 0.02),
+            params_dtype=params_dtype,
+        )
+        return HuggingFaceModel(
+            config=config,
+            transformer_layer_spec=llama_spec(),
+            vocab_size=facts["vocab_size"],
+            max_sequence_length=facts["max_position_embeddings"],
+            share_embeddings_and_output_weights=facts.get("tie_word_embeddings", False),
+        )
 
-def _llama_rules(facts: Facts) -> Rules:
-    yield from _rotary_rules(facts)
-    kind, (attention, mlp) = facts["model_type"], _biases(facts)
-    slides = "sliding_attention" in (facts.get("layer_types") or ())
-    yield (
-        not (slides and facts.get("use_sliding_window") is False),
-        "use_sliding_window=False contradicts layer_types, which names sliding_attention; change one of them",
-    )
-    flags = f"attention_bias={attention}" + (f" with mlp_bias={mlp}" if kind == "llama" else "")
-    remedy = "both True or both False" if kind == "llama" else "attention_bias=False"
-    yield (
-        attention == mlp,
-        f"{flags} is not supported: here all linear layers of attention and MLP have a bias, or none has; "
-        f"what can be represented is {remedy}",
-    )
-    if kind == "phi3":
-        yield from _one_dropout(facts)
+    def rules(self, facts: Facts) -> Rules:
+        yield from _rotary_rules(facts)
+        if self.window == "by layer":
+            slides = "sliding_attention" in (facts.get("layer_types") or ())
+            yield (
+                not (slides and facts.get("use_sliding_window") is False),
+                "use_sliding_window=False contradicts layer_types, which names sliding_attention; change one of them",
+            )
+        attention, mlp = self._biases(facts)
+        flags = f"attention_bias={attention}" + (f" with mlp_bias={mlp}" if self.mlp_bias else "")
+        remedy = "both True or both False" if self.mlp_bias else "attention_bias=False"
+        yield (
+            attention == mlp,
+            f"{flags} is not supported: here all linear layers of attention and MLP have a bias, or none has; "
+            f"what can be represented is {remedy}",
+        )
+        if self.dropout:
+            yield from _one_dropout(facts)
 
+    def _biases(self, facts: Facts) -> tuple[bool, bool]:
+        """Whether (all four projections of the attention, the MLP) have biases."""
+        attention = self.attention_bias and bool(facts.get("attention_bias", False))
+        return attention, self.mlp_bias and bool(facts.get("mlp_bias", False))
 
-def _llama(facts: Facts, params_dtype: torch.dtype) -> HuggingFaceModel:
-    kind, hidden, heads = facts["model_type"], facts["hidden_size"], facts["num_attention_heads"]
-    activation = facts.get("hidden_act", "silu")
-    config = TransformerConfig(
-        num_layers=facts["num_hidden_layers"],
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=facts.get("num_key_value_heads") or heads,
-        ffn_hidden_size=facts["intermediate_size"],
-        kv_channels=facts.get("head_dim") or hidden // heads,
-        normalization="RMSNorm",
-        layernorm_epsilon=facts.get("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
-        qk_layernorm=kind == "qwen3",
-        activation_func=_ACTIVATIONS.get(activation, activation),
-        gated_linear_unit=True,
-        add_bias_linear=_biases(facts) == (True, True),
-        add_qkv_bias=kind == "qwen2",
-        hidden_dropout=facts.get("resid_pdrop", 0.0) if kind == "phi3" else 0.0,
-        attention_dropout=facts.get("attention_dropout", 0.0),
-        **_rotary(facts),
-        windows=_windows(facts) if kind != "llama" else None,
-        init_method_std=facts.get("initializer_range", 0.02),
-        params_dtype=params_dtype,
-    )
-    if kind == "phi3":
-        facts.get("original_max_position_embeddings")  # LongRoPE's, which is refused
-    return HuggingFaceModel(
-        config=config,
-        transformer_layer_spec=llama_spec(),
-        vocab_size=facts["vocab_size"],
-        max_sequence_length=facts["max_position_embeddings"],
-        share_embeddings_and_output_weights=facts.get("tie_word_embeddings", False),
-    )
+    def _windows(self, facts: Facts) -> tuple[int | None, ...] | None:
+        """How many tokens a token sees in each layer; see `TransformerConfig.windows`."""
+        if self.window == "never":
+            return None
+        layers, window = facts["num_hidden_layers"], facts.get("sliding_window")
+        if self.window == "always":
+            return (window,) * layers if window is not None else None
+        slides = bool(facts.get("use_sliding_window", False))
+        by_layer, first = facts.get("layer_types"), facts.get("max_window_layers", 28)
+        if not slides or window is None:
+            return None
+        if by_layer is None:
+            return tuple(window if number >= first else None for number in range(layers))
+        return tuple(window if kind == "sliding_attention" else None for kind in by_layer)
 
 
 def _one_dropout(facts: Facts, default: float = 0.0) -> Rules:
@@ -231,15 +245,15 @@ def _gpt2(facts: Facts, params_dtype: torch.dtype) -> HuggingFaceModel:
     )
 
 
-def _llama_like(architecture: str, rows: tuple[Row, ...] = LLAMA_ROWS) -> Family:
-    return Family(architecture=architecture, model=_llama, rules=_llama_rules, rows=rows)
+def _llama_like(architecture: str, like: _LlamaLike, rows: tuple[Row, ...] = LLAMA_ROWS) -> Family:
+    return Family(architecture=architecture, model=like.model, rules=like.rules, rows=rows)
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": _llama_like("LlamaForCausalLM"),
-    "mistral": _llama_like("MistralForCausalLM"),
-    "qwen2": _llama_like("Qwen2ForCausalLM"),
-    "qwen3": _llama_like("Qwen3ForCausalLM"),
-    "phi3": _llama_like("Phi3ForCausalLM", PHI3_ROWS),
+    "llama": _llama_like("LlamaForCausalLM", _LlamaLike(attention_bias=True, mlp_bias=True)),
+    "mistral": _llama_like("MistralForCausalLM", _LlamaLike(window="always")),
+    "qwen2": _llama_like("Qwen2ForCausalLM", _LlamaLike(qkv_bias=True, window="by layer")),
+    "qwen3": _llama_like("Qwen3ForCausalLM", _LlamaLike(attention_bias=True, qk_norm=True, window="by layer")),
+    "phi3": _llama_like("Phi3ForCausalLM", _LlamaLike(window="always", dropout=True, epsilon=1e-5), PHI3_ROWS),
     "gpt2": Family(architecture="GPT2LMHeadModel", model=_gpt2, rules=_gpt2_rules, rows=GPT2_ROWS),
 }

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.blocks import Slices
-from core.models.huggingface.rows import GPT2_ROWS, LLAMA_ROWS, PHI3_ROWS, Row, rows_of
+from core.models.huggingface.families import FAMILIES
+from core.models.huggingface.rows import Row, rows_of
 from core.models.huggingface.sources import Folder, Recorded, StateDict, WeightSource
 from core.parallel_state import layout_of
 from core.parallel_state.layout import true_part
 from core.transformer.transformer_config import TransformerConfig
 
 _TABLES = ("transformer.wte.weight", "model.embed_tokens.weight")
-_FUSED = "model.layers.0.self_attn.qkv_proj.weight"
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -94,11 +94,10 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
 
 
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
-    """Our name -> row, of the family whose names these are."""
-    if _TABLES[0] in source:
-        return rows_of(GPT2_ROWS, config.num_layers)
-    if _TABLES[1] in source:
-        return rows_of(PHI3_ROWS if _FUSED in source else LLAMA_ROWS, config.num_layers)
+    """Our name -> row, of the family that knows most of these names."""
+    if any(table in source for table in _TABLES):
+        candidates = [rows_of(family.rows, config.num_layers) for family in FAMILIES.values()]
+        return max(candidates, key=lambda rows: sum(name in source for row in rows.values() for name in row.hf_names))
     for table in _TABLES:
         prefix, _, bare = table.partition(".")
         if bare in source:

@@ -67,7 +67,8 @@ _OURS = "decoder.layers.{n}."
 _LLAMA = "model.layers.{n}."
 _GPT2 = "transformer.h.{n}."
 
-_LLAMA_OUTSIDE = {
+# what Llama's and Phi-3's names have in common; they differ in the fused linears
+_LLAMA_SHARED = {
     ("embedding.word_embeddings", same): ("model.embed_tokens",),
     ("decoder.final_layernorm", same): ("model.norm",),
     ("output_layer", same): ("lm_head",),
@@ -78,7 +79,7 @@ _LLAMA_OUTSIDE = {
 }
 
 LLAMA_ROWS = _with_biases(
-    _LLAMA_OUTSIDE
+    _LLAMA_SHARED
     | {
         (f"{_OURS}self_attention.linear_qkv", qkv): tuple(f"{_LLAMA}self_attn.{letter}_proj" for letter in "qkv"),
         (f"{_OURS}self_attention.q_layernorm", same): (f"{_LLAMA}self_attn.q_norm",),
@@ -88,7 +89,7 @@ LLAMA_ROWS = _with_biases(
 )
 
 PHI3_ROWS = _with_biases(
-    _LLAMA_OUTSIDE
+    _LLAMA_SHARED
     | {
         (f"{_OURS}self_attention.linear_qkv", qkv_fused): (f"{_LLAMA}self_attn.qkv_proj",),
         (f"{_OURS}mlp.linear_fc1", gate_up_fused): (f"{_LLAMA}mlp.gate_up_proj",),

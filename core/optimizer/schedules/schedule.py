@@ -75,6 +75,7 @@ class LearningRate:
         assert decay_steps is not None
         # what remains of the decay, from 1 down to 0
         share = min(1.0, max(0.0, (self.total_steps - step) / decay_steps))
+        # "linear" and "wsd" fall in a straight line
         if self.kind == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
         return self.minimum + (self.peak - self.minimum) * share
