@@ -93,7 +93,7 @@ class ShardedOptimizer(TorchFace):
         self._skipped_in_row = torch.zeros_like(self._skipped)
         self._watch, self._options_watch = GradientWatch(shard.buffers, self.ps), OptionsWatch(self.ps)
         self._rounding = Rounding(config.rounding_seed, self.ps.coordinate, self.ps.sizes)
-        self._streamer = Streamer(device, self._apply, self._round)
+        self._streamer = Streamer(device, self._apply, self._round_stochastically)
         self._scaler: LossScale | None = None
         if any(buffer.weights.dtype == torch.float16 for buffer in shard.buffers):
             self._scaler = LossScale(config.initial_loss_scale, config.loss_scale_window, device)

@@ -37,9 +37,22 @@ class CoreAttention(nn.Module):
         attention_mask: None is causal, else bool [b, 1, n, t], True = masked out.
         """
         p = self.dropout.p if self.training else 0.0
-        attend = self._attend if self.window is None or k.shape[2] <= self.window else self._attend_in_strips
-        if p == 0:
-            return attend(q, k, v, attention_mask, 0.0)
+        if p > 0:
+            return self._attend_with_dropout(q, k, v, attention_mask, p)
+        if self._has_long_strips(k):
+            return self._attend_in_strips(q, k, v, attention_mask, 0.0)
+        return self._attend(q, k, v, attention_mask, 0.0)
+
+    def _has_long_strips(self, k: Tensor) -> bool:
+        """Whether there are keys that some query does not see because of the window."""
+        return self.window is not None and k.shape[2] > self.window
+
+    # The compiler's own random numbers would not follow the seed, and another mask would be drawn.
+    @torch.compiler.disable
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float
+    ) -> Tensor:
+        attend = self._attend_in_strips if self._has_long_strips(k) else self._attend
         with seeded(q.device, self.dropout.seed()):
             return attend(q, k, v, attention_mask, p)
 

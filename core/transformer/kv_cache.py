@@ -63,7 +63,7 @@ class KVCache:
 
     @contextmanager
     def used_by(self, model: nn.Module) -> Iterator[None]:
-        """Within, every attention of `model` that has a `cache_of_layer` extends this one by the tokens it is given."""
+        """Within, every attention of `model` with a `cache_of_layer` extends this one by the tokens it is given."""
         attentions: list[Any] = [module for module in model.modules() if hasattr(module, "cache_of_layer")]
         for attention in attentions:
             attention.cache_of_layer = self.layer(attention.layer_number)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.digest import file_crc
-from core.dist_checkpointing.format.grid import cells
+from core.dist_checkpointing.format.grid import cell_name, cells
 from core.dist_checkpointing.format.zarr_metadata import Chunking, array_metadata
 from core.dist_checkpointing.reading import direct
 from core.dist_checkpointing.reading.direct import DirectReader, fastest_reader
@@ -65,7 +65,11 @@ def test_any_box_is_read_as_by_the_twin(saved, drawn):
     key, box, strided = drawn
     shape = tuple(b - a for a, b in box)
     found = []
-    for reader in (DirectReader(place, metadata, files), Reader(place, metadata)):
+    for reader in (
+        DirectReader(place, metadata, files),
+        DirectReader(objects(saved), metadata, files),
+        Reader(place, metadata),
+    ):
         wide = np.zeros((*shape[:-1], shape[-1] * 2) if strided and shape else shape, metadata[key]["data_type"])
         into = wide[..., ::2] if strided and shape else wide
         reader.read(key, box, into)
@@ -73,7 +77,20 @@ def test_any_box_is_read_as_by_the_twin(saved, drawn):
         found.append(into)
         if strided and shape:
             assert not wide[..., 1::2].any(), "written beside its place"
-    assert np.array_equal(*found) and np.array_equal(found[0], values[key][(*slices(box), ...)])
+    assert (
+        np.array_equal(found[0], found[2])
+        and np.array_equal(found[1], found[2])
+        and np.array_equal(found[0], values[key][(*slices(box), ...)])
+    )
+
+
+def objects(saved):
+    """The same files as objects of a key-value store."""
+    place, _, _, files = saved
+    store = open_dir("memory://direct")
+    if not store.names():
+        store.write_all({name: Path(place.url, name).read_bytes() for name in files})
+    return store
 
 
 def all_of(reader, metadata):
@@ -122,11 +139,25 @@ def test_damage_is_named(saved, tmp_path, change):
             "swapped": Path(place.url, sibling).read_bytes() if sibling else None,
         }[change]
         path.unlink()
+        store = open_dir("memory://damaged")
+        store.remove_all()
+        store.write_all({n: Path(place.url, n).read_bytes() for n in files if n != name})
         try:
             if damaged is not None:
                 path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=name.replace(".", r"\.")):
-                all_of(DirectReader(place, metadata, files), metadata)
+                store.write(name, damaged)
+            for where in (place, store):
+                with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+                    all_of(DirectReader(where, metadata, files), metadata)
+            key = name.rpartition("/c")[0]
+            if change != "flip":  # of an object a small part is asked for; the index and the digest tell the rest
+                corner = tuple((0, 1) for _ in metadata[key]["shape"])
+                into = np.zeros([1] * len(corner), metadata[key]["data_type"])
+                reader = DirectReader(store, metadata, files)
+                if name == f"{key}/{cell_name((0,) * len(corner))}":
+                    reader.read(key, corner, into)
+                    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+                        reader.finish()
         finally:
             path.write_bytes(data)
 
@@ -134,7 +165,7 @@ def test_damage_is_named(saved, tmp_path, change):
 def test_which_reader_it_is(saved, monkeypatch):
     place, metadata, _, files = saved
     assert isinstance(fastest_reader(place, metadata, files, budget_bytes=1 << 20), DirectReader)
-    assert isinstance(fastest_reader(open_dir("memory://x"), metadata, files, budget_bytes=1 << 20), Reader)
+    assert isinstance(fastest_reader(open_dir("memory://x"), metadata, files, budget_bytes=1 << 20), DirectReader)
     monkeypatch.setattr(direct, "FAST", False)
     assert isinstance(fastest_reader(place, metadata, files, budget_bytes=1 << 20), Reader)
 

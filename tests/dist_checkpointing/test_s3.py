@@ -55,7 +55,8 @@ class Server:
 
     def requests(self):
         """But for those of the lock's heartbeat: how many there are depends on the machine."""
-        asked = re.findall(r'"(?:GET|HEAD|PUT|POST|DELETE) /[^"]*', self.log.read_text())
+        log = re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text())  # coloured where the server can
+        asked = re.findall(r'"(?:GET|HEAD|PUT|POST|DELETE) /[^"]*', log)
         return [one for one in asked if "/.lock" not in one]
 
 

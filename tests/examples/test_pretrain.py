@@ -43,7 +43,7 @@ def check_output(text, directory, *, ranks, table):
     """Everything that the issue promises to a reader, in its order."""
     told, _, rest = text.partition(f"\n{ranks} ranks on ")
     assert re.match(
-        r"\d+ settings differ from their defaults \(the complete configuration is in .*out/run\.toml\):\n  \w+\.\w+ = ",
+        r"\d+ settings differ from their defaults \(.* is in .*out/run\.toml\):\n  \w+\.\w+ = ",
         told,
     )
     assert f"  training.train_steps = {STEPS}  (--training.train-steps)" in told.splitlines()

@@ -62,6 +62,19 @@ def check(directory: CheckpointDir, *, digests: bool = False, full: bool = False
     return [printable(f"{directory.url}{path}: {problems[path]}") for path in sorted(problems)]
 
 
+def check_before_reading(directory: CheckpointDir) -> list[str]:
+    """What is missing, or of another size; [] if nothing is.
+
+    Of an object store only what is missing, by one listing: a size would be a request for each file, and each cell's
+    is seen when it is read.
+    """
+    if isinstance(directory, PosixCheckpointDir):
+        return check(directory)
+    manifest = read_manifest(directory)
+    missing = sorted(manifest.files.keys() - set(directory.names()))
+    return [printable(f"{directory.url}{path}: is missing") for path in missing]
+
+
 def _for_each(jobs: int, check_file: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
     """What `check_file` says of the paths, in threads: each is mostly waiting for a disk or a network."""
     paths = list(paths)

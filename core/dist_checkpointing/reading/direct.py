@@ -1,8 +1,9 @@
-"""Cells of local files straight into memory: one system call per cell, and the checksums by the processor.
+"""Cells straight into memory: one system call, or one request to an object store, per cell that is needed as a whole.
 
 A twin of `zarr_store.Reader`, which reads anything from anywhere through tensorstore: same calls, same errors. That
-one copies every inner chunk twice and computes checksums in software; this one needs a directory, a little-endian
-machine and google_crc32c's compiled form (zarr requires the package), and takes little more than half the time.
+one copies every inner chunk twice, computes checksums in software, and asks an object store for the index, each inner
+chunk and the digest apart. This one needs a little-endian machine and google_crc32c's compiled form (zarr requires
+the package), and takes little more than half the time.
 """
 
 import os
@@ -11,8 +12,10 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from core.dist_checkpointing.publish.manifest import Files
 from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, PosixCheckpointDir
 from core.dist_checkpointing.storage.fs import open_regular
 from core.dist_checkpointing.storage.zarr_store import Reader
-from core.parallel_state.flat import Box, intersect, relative, slices
+from core.parallel_state.flat import Box, intersect, relative, slices, volume
 
 try:
     import google_crc32c
@@ -32,6 +35,7 @@ except ImportError:
     FAST = False
 
 THREADS = min(4, os.cpu_count() or 1)  # each holds at most one cell of scratch memory, 16 MiB
+REQUESTS = 8  # to an object store at a time: there a thread mostly waits
 _MAX_BUFFERS = 512  # of one system call (the system's limit is 1024)
 
 
@@ -39,7 +43,7 @@ def fastest_reader(
     directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None, *, budget_bytes: int
 ) -> "Reader | DirectReader":
     """The fastest reader for a directory. files: what the manifest says, to be checked by a reader that can."""
-    if FAST and isinstance(directory, PosixCheckpointDir):
+    if FAST:
         return DirectReader(directory, metadata, files)
     return Reader(directory, metadata, budget_bytes=budget_bytes)
 
@@ -47,12 +51,11 @@ def fastest_reader(
 class DirectReader:
     """See `zarr_store.Reader`. files: path -> (size, digest); each file read must be that one. None: unchecked."""
 
-    def __init__(
-        self, directory: PosixCheckpointDir, metadata: Mapping[str, Json], files: Files | None = None
-    ) -> None:
+    def __init__(self, directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None = None) -> None:
         self._directory, self._files = directory, files
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-read")
+        threads = THREADS if isinstance(directory, PosixCheckpointDir) else REQUESTS
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read")
         self._running: list[Future[None]] = []
         self._per_thread = threading.local()
 
@@ -90,19 +93,40 @@ class DirectReader:
             expected = self._files.get(name)
             if expected is None:
                 raise ValueError(f"{path} is not in the manifest")
-        descriptor = open_regular(path)
+        share = volume(box_in_cell) / prod(chunks.cell)
         try:
-            cell = _CellFile(descriptor, chunks)
-            if expected is not None and cell.size != expected[0]:
-                raise ValueError(f"it has {cell.size} bytes, the manifest says {expected[0]}")
-            cell.read(box_in_cell, into, self._scratch)
-            # after reading: the checksums of the chunks that were read are known then
-            if expected is not None and cell.digest() != expected[1]:
-                raise ValueError("it is not the cell that was saved there, by its digest in the manifest")
+            with closing(self._open(name, share, expected)) as file:
+                self._read_file(file, chunks, box_in_cell, into, expected)
         except ValueError as error:
             raise ValueError(f"the cell {path} cannot be read: {error}") from None
-        finally:
-            os.close(descriptor)
+
+    def _open(self, name: str, share: float, expected: tuple[int, int] | None) -> "_File":
+        """The file of a cell of which a share is needed."""
+        if isinstance(self._directory, PosixCheckpointDir):
+            return _LocalFile(open_regular(self._directory.url + name))
+        # of an object store each request costs more than the bytes that are not needed
+        if 4 * share >= 1 or expected is None:
+            return _Object(self._directory.read(name))
+        size = self._directory.size(name, expected[0])
+        if size is None:
+            raise FileNotFoundError(self._directory.url + name)
+        return _ObjectParts(self._directory, name, size)
+
+    def _read_file(
+        self,
+        file: "_File",
+        chunks: Chunking,
+        box_in_cell: Box,
+        into: np.ndarray,
+        expected: tuple[int, int] | None,
+    ) -> None:
+        cell = _CellFile(file, chunks)
+        if expected is not None and cell.size != expected[0]:
+            raise ValueError(f"it has {cell.size} bytes, the manifest says {expected[0]}")
+        cell.read(box_in_cell, into, self._scratch)
+        # after reading: the checksums of the chunks that were read are known then
+        if expected is not None and cell.digest() != expected[1]:
+            raise ValueError("it is not the cell that was saved there, by its digest in the manifest")
 
     def _scratch(self, count: int) -> np.ndarray:
         """`count` bytes of this thread, which keeps them: new memory costs more than what is read into it."""
@@ -112,11 +136,79 @@ class DirectReader:
         return scratch[:count]
 
 
+class _File(Protocol):
+    """Bytes of one cell, wherever they are."""
+
+    size: int
+
+    def read_at(self, count: int, offset: int) -> bytes:
+        """`count` bytes, or fewer at the end."""
+        ...
+
+    def read_into(self, buffers: list[Any], offset: int) -> None:
+        """Fills all buffers. Raises ValueError: it ends before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _LocalFile:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
+
+    def read_at(self, count: int, offset: int) -> bytes:
+        return os.pread(self._descriptor, count, offset)
+
+    def read_into(self, buffers: list[Any], offset: int) -> None:
+        _read_all(self._descriptor, buffers, offset)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Object:
+    """An object that one request brought."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.size = memoryview(data), len(data)
+
+    def read_at(self, count: int, offset: int) -> bytes:
+        return bytes(self._data[offset : offset + count])
+
+    def read_into(self, buffers: list[Any], offset: int) -> None:
+        missing = offset + sum(len(buffer) for buffer in buffers) - self.size
+        if missing > 0:
+            raise ValueError(f"it ends at {self.size}, {missing} bytes early")
+        for buffer in buffers:
+            memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
+            offset += len(buffer)
+
+    def close(self) -> None:
+        pass
+
+
+class _ObjectParts:
+    """An object of which each read is a request for a range."""
+
+    def __init__(self, directory: CheckpointDir, name: str, size: int) -> None:
+        self._directory, self._name, self.size = directory, name, size
+
+    def read_at(self, count: int, offset: int) -> bytes:
+        return self._directory.read(self._name, offset, min(count, self.size - offset))
+
+    def read_into(self, buffers: list[Any], offset: int) -> None:
+        count = sum(len(buffer) for buffer in buffers)
+        _Object(self.read_at(count, offset)).read_into(buffers, 0)
+
+    def close(self) -> None:
+        pass
+
+
 class _CellFile:
     """One file of an array that is open for reading."""
 
-    def __init__(self, descriptor: int, chunks: Chunking) -> None:
-        self._file, self._chunks, self.size = descriptor, chunks, os.fstat(descriptor).st_size
+    def __init__(self, file: _File, chunks: Chunking) -> None:
+        self._file, self._chunks, self.size = file, chunks, file.size
         self._index = b""
         self._offsets = {0: 0} if chunks.inner is None else self._read_index()
         self._crcs: dict[int, bytes] = {}  # offset of an inner chunk that was read -> its checksum
@@ -126,7 +218,7 @@ class _CellFile:
         length = self._chunks.index_bytes
         if self.size < length:
             raise ValueError(f"{self.size} bytes, its index alone has {length}")
-        self._index = os.pread(self._file, length, self.size - length)
+        self._index = self._file.read_at(length, self.size - length)
         data = np.frombuffer(self._index, np.uint8)
         _verify(data[:-CRC_BYTES], self._index[-CRC_BYTES:], "its index")
         entries = data[:-CRC_BYTES].view("<u8").reshape(-1, 2).tolist()
@@ -140,7 +232,7 @@ class _CellFile:
 
     def _crc_at(self, offset: int) -> bytes:
         """The checksum behind the inner chunk at `offset`."""
-        return self._crcs.get(offset) or os.pread(self._file, CRC_BYTES, offset + self._chunks.unit_bytes)
+        return self._crcs.get(offset) or self._file.read_at(CRC_BYTES, offset + self._chunks.unit_bytes)
 
     def read(self, box: Box, into: np.ndarray, scratch: Callable[[int], np.ndarray]) -> None:
         """Every inner chunk that `box` touches: straight to its target if that is contiguous, else via scratch."""
@@ -191,7 +283,7 @@ class _CellFile:
             for _, memory, crc in run:
                 buffers += (memory, crc)
             first_offset = run[0][0]
-            _read_all(self._file, buffers, first_offset)
+            self._file.read_into(buffers, first_offset)
             for offset, memory, crc in run:
                 self._crcs[offset] = bytes(crc)
                 _verify(memory, crc, f"what is at {offset}")

@@ -15,7 +15,7 @@ from core.dist_checkpointing.format.digest import json_crc
 from core.dist_checkpointing.format.grid import cell_name
 from core.dist_checkpointing.format.json_files import parse_json
 from core.dist_checkpointing.format.zarr_metadata import Json, info_of
-from core.dist_checkpointing.publish.check import check, crc_of
+from core.dist_checkpointing.publish.check import check_before_reading, crc_of
 from core.dist_checkpointing.publish.manifest import MANIFEST, Manifest, read_manifest
 from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, open_checkpoint_dir
 
@@ -47,7 +47,7 @@ class StoredCheckpoint:
             raise FileNotFoundError(
                 f"{directory.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
             )
-        if sizes and (problems := check(directory)):
+        if sizes and (problems := check_before_reading(directory)):
             raise ValueError("\n".join(problems[:10]))
         # the manifest vouches for the root's zarr.json, and that for all other metadata
         manifest = read_manifest(directory)
