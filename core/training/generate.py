@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, help="draw from the k likeliest tokens")
     add("--top-p", type=float, help="draw from the likeliest tokens that together have this probability")
     add("--seed", type=int, default=0)
+    add("--end-of-text", help="the token that ends a text, where tokenizer.json does not tell")
     add("--parallel.tensor", dest="tensor", type=int, default=1, help="ranks that share the model")
     return parser
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parser().parse_args(arguments)
     is_checkpoint = (Path(options.model) / MANIFEST).exists()
-    source = Path(options.source or options.model)
+    source = Path(options.source or options.model).expanduser()
     if is_checkpoint and options.source is None:
         raise ValueError(f"{options.model} is a checkpoint; give --source, the Hugging Face folder that it began as")
     if (started := started_processes()) != options.tensor:
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     how = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
     model_form = from_huggingface(source)
-    tokenizer = load_tokenizer(source / "tokenizer.json")
+    tokenizer = load_tokenizer(source / "tokenizer.json", options.end_of_text)
     if tokenizer.vocab_size > model_form.vocab_size:
         raise ValueError(
             f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {model_form.vocab_size} "
@@ -74,7 +75,7 @@ def _write(
 ) -> None:
     """Prints each text; of a single prompt each token as soon as it is known."""
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    shown = prompts[0]
+    shown = tokenizer.decode(tokens[0])  # which may differ from the prompt: some tokenizers change case or spaces
     new: list[int] = []
 
     def stream(row: int, token: int) -> None:
@@ -88,7 +89,7 @@ def _write(
 
     alone = len(prompts) == 1
     if alone and ps.rank == 0:
-        print(shown, end="", flush=True)
+        print(prompts[0], end="", flush=True)
     texts = generate_batch(
         model,
         tokens,

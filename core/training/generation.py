@@ -72,6 +72,8 @@ def generate_batch(
     sequence parallelism the positions that can be used are a multiple of the tensor ranks.
     Raises ValueError: an empty prompt, or one longer than the model's positions.
     """
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens={new_tokens} must be at least 0")
     how = sampling if sampling is not None else Sampling()
     texts = [_Text(model, prompt, new_tokens, how, how.seed + i, stop) for i, prompt in enumerate(prompts)]
     modules: list[nn.Module] = [model] if executor is None else list(executor.modules.values())

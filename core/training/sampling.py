@@ -33,14 +33,16 @@ class Sampling:
         raise_all("generate", rules)
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """A token by its logits [v]."""
+        """A token by its logits [v]. ValueError: they are not finite numbers."""
+        if bool(logits.isnan().any()):
+            raise ValueError("the model's logits are NaN: its weights are, or were never filled")
         if self.temperature == 0:
             return int(logits.argmax().item())
         # drawn on the CPU: one generator gives the same tokens on every kind of device
         scaled = logits.double().cpu() / self.temperature
         if self.top_k is not None and self.top_k < len(scaled):
-            smallest = scaled.topk(self.top_k).values[-1]
-            scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
+            likeliest = scaled.topk(self.top_k)  # of equal ones the first: exactly k
+            scaled = torch.full_like(scaled, -torch.inf).scatter(0, likeliest.indices, likeliest.values)
         probabilities = torch.softmax(scaled, -1)
         if self.top_p is not None:
             probabilities = self._nucleus(probabilities, self.top_p)

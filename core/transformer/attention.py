@@ -65,17 +65,23 @@ class CoreAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, visible, p, causal, enable_gqa=self.grouped)
 
     def _attend_in_strips(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float) -> Tensor:
-        """Strip by strip of queries, each with the keys that its windows reach: nothing of size [n, t]."""
+        """Strip by strip of queries, each with the keys that its windows reach: nothing of size [n, t].
+
+        A mask of the user's own takes the place of the causal one, as without a window: later keys are there, too.
+        """
         assert self.window is not None
         queries, earlier = q.shape[2], k.shape[2] - q.shape[2]
         outputs = []
         for start in range(0, queries, STRIP):
             stop = min(start + STRIP, queries)
-            first, last = max(0, earlier + start - self.window + 1), earlier + stop
-            query = torch.arange(earlier + start, last, device=q.device)[:, None]
+            first = max(0, earlier + start - self.window + 1)
+            last = earlier + stop if attention_mask is None else k.shape[2]
+            query = torch.arange(earlier + start, earlier + stop, device=q.device)[:, None]
             distance = query - torch.arange(first, last, device=q.device)
-            visible = (distance >= 0) & (distance < self.window)
-            if attention_mask is not None:
+            visible = distance < self.window
+            if attention_mask is None:
+                visible &= distance >= 0
+            else:
                 visible = visible & ~attention_mask[..., start:stop, first:last]
             strip = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
             outputs.append(F.scaled_dot_product_attention(*strip, visible, p, enable_gqa=self.grouped))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.models.mistral import modeling_mistral
 from transformers.models.phi3 import modeling_phi3
 
@@ -121,6 +122,7 @@ def test_a_window_is_attended_to_strip_by_strip(monkeypatch, strip):
     seen = (distance >= 0) & (distance < window)
     mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
     mask[1, :, 9:, 8] = True
+    causal = distance < 0
     sizes = []
     monkeypatch.setattr(
         attention.F,
@@ -129,8 +131,9 @@ def test_a_window_is_attended_to_strip_by_strip(monkeypatch, strip):
             (sizes.append(a[3].shape[-2:].numel()) if a[3] is not None else None) or _true(*a, **k)
         ),
     )
-    got = [core(q, k, v), core(q, k, v, mask)]
+    got = [core(q, k, v)]
     assert max(sizes) <= min(strip, 16) * (min(strip, 16) + window - 1)
+    got.append(core(q, k, v, causal | mask))
     monkeypatch.undo()
     for one, hidden in zip(got, (torch.zeros_like(mask), mask), strict=True):
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen & ~hidden, enable_gqa=True)
@@ -271,6 +274,92 @@ def test_each_rank_reads_its_own_rows_and_columns(ranks, tmp_path, kind):
     _, folder = saved(tmp_path, kind, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert max(ranks(read_on_a_rank, folder, kind, world=4)) <= 1.05
+
+
+CONTRADICTIONS = {
+    "two ropes": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7e2}, "rope_scaling": {"type": "linear"}},
+        "contra",
+    ),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not this family's"),
+    "no factor": ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "a field of another kind"),
+    "a text": ({"hidden_size": "32"}, "a field of another kind"),
+    "nothing": ({"rms_norm_eps": None}, "a field of another kind"),
+    "a list": ({"model_type": ["llama"]}, "is not supported; known"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_configurations_that_contradict_themselves(name):
+    more, words = CONTRADICTIONS[name]
+    with pytest.raises(ValueError, match=words):
+        from_huggingface({**CONFIGS["llama"]().to_dict(), **more})
+
+
+def test_older_fields_and_absent_ones_mean_what_they_do_there():
+    facts = {**CONFIGS["llama"]().to_dict(), "rope_parameters": None}
+    older = {"rope_type": "default", "rope_theta": 55.0}
+    assert from_huggingface({**facts, "rope_scaling": older}).config.rotary_base == 55.0
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = from_huggingface({**facts, "rope_scaling": llama3}).config.rotary_scaling
+    assert scaling.original_max_position_embeddings == COMMON["max_position_embeddings"]
+    mistral = {k: v for k, v in TODAY["mistral"]().to_dict().items() if k != "sliding_window"}
+    assert from_huggingface(mistral).config.windows == (4096, 4096)
+    with pytest.raises(ValueError, match=r"layer_types names .'full_attention'.*all have the window"):
+        from_huggingface({**mistral, "layer_types": ["full_attention", "sliding_attention"]})
+
+
+def test_a_window_leaves_a_mask_of_the_users_own_as_it_is(monkeypatch):
+    """Columns that it opens for earlier queries stay open, however long the sequence is."""
+    monkeypatch.setattr(attention, "STRIP", 4)
+    model = GPTModel(**from_huggingface(TODAY["mistral"]()).arguments(), parallel=ParallelState.single("cpu")).eval()
+    core, window = model.decoder.layers[0].self_attention.core_attention, 5
+    for s in (4, 16):
+        q, k, v = torch.randn(1, 8, s, 6), torch.randn(1, 4, s, 6), torch.randn(1, 4, s, 6)
+        distance = torch.arange(s)[:, None] - torch.arange(s)
+        prefix = (distance >= 0) | (torch.arange(s) < 3)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, prefix & (distance < window), enable_gqa=True
+        )
+        torch.testing.assert_close(core(q, k, v, ~prefix[None, None]), want)
+
+
+def test_weights_that_are_no_plain_numbers_are_refused(tmp_path):
+    theirs, folder = saved(tmp_path, "llama")
+    model = GPTModel(**from_huggingface(folder).arguments(), parallel=ParallelState.single("cpu"))
+    eight_bits = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in theirs.state_dict().items()}
+    with pytest.raises(ValueError, match="float8_e4m3fn: quantized weights are numbers only with their scales"):
+        load_huggingface(model, eight_bits)
+    with torch.device("meta"):
+        empty = GPTModel(**from_huggingface(folder).arguments(), parallel=ParallelState.single("cpu"))
+    with pytest.raises(ValueError, match="the model is on meta"):
+        load_huggingface(empty, folder)
+    filled = empty.to_empty(device="cpu")
+    load_huggingface(filled, folder)
+    load_huggingface(model, folder)
+    assert all(torch.equal(a, b) for a, b in zip(filled.parameters(), model.parameters(), strict=True))
+
+
+def test_which_files_of_a_folder_count(tmp_path):
+    """As in transformers: model.safetensors before an index; without both, one file."""
+    theirs, folder = saved(tmp_path, "llama", max_shard_size="20KB")
+    model = GPTModel(**from_huggingface(folder).arguments(), parallel=ParallelState.single("cpu"))
+    save_file({name: 2 * tensor for name, tensor in theirs.state_dict().items()}, folder / "model.safetensors")
+    load_huggingface(model, folder)
+    assert torch.equal(model.decoder.final_layernorm.weight, 2 * theirs.model.norm.weight)
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    for text in ('{"weight_map": [1]}', '{"weight_map": null}', "{", "[]"):
+        said = index.read_text()
+        index.write_text(text)
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_huggingface(model, folder)
+        index.write_text(said)
+    index.unlink()
+    with pytest.raises(ValueError, match=r"files and no model.safetensors.index.json; restore it"):
+        load_huggingface(model, folder)
+    with pytest.raises(ValueError, match="is no folder"):
+        load_huggingface(model, folder / "config.json")
 
 
 def test_folders_that_cannot_be_read(tmp_path):

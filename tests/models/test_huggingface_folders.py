@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from core.dist_checkpointing import load, save
 from core.dist_checkpointing.publish.check import check
@@ -122,5 +122,15 @@ def test_weights_of_several_dtypes_are_refused(tmp_path):
     theirs.model.norm.half()
     theirs.save_pretrained(folder)
     with pytest.raises(ValueError, match=r"weights of F16, F32, 1 of .* is needed; model.to"):
+        import_huggingface(folder, str(tmp_path / "ckpt"))
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_tied_model_with_another_head_is_not_imported(tmp_path):
+    theirs, folder = saved(tmp_path, "llama-tied")
+    state = {**theirs.state_dict()}
+    state["lm_head.weight"] = 2 * state["lm_head.weight"]
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from the embedding"):
         import_huggingface(folder, str(tmp_path / "ckpt"))
     assert not (tmp_path / "ckpt").exists()

@@ -102,6 +102,12 @@ def test_draws_are_from_the_likely_tokens():
 
     assert drawn() == {0, 1, 2, 3} and drawn(top_k=2) == {0, 1} and drawn(top_p=0.8) == {0, 1}
     assert drawn(top_p=0.81) == {0, 1, 2} and drawn(top_k=3, top_p=0.5) == {0}
+    even = torch.zeros(4)
+    assert len({Sampling(temperature=1.0, top_k=2).choose(even, generator) for _ in range(100)}) == 2
+    with pytest.raises(ValueError, match="logits are NaN"):
+        Sampling().choose(torch.tensor([0.0, torch.nan]), generator)
+    with pytest.raises(ValueError, match="new_tokens=-3 must be at least 0"):
+        generate(made(), PROMPTS[0], new_tokens=-3)
     for options, words in ({"top_k": 0}, "top_k=0 must"), ({"top_p": 0.0}, "top_p=0.0 must"):
         with pytest.raises(ValueError, match=words):
             Sampling(**options)

@@ -63,7 +63,10 @@ class Facts:
     @classmethod
     def of_folder(cls, folder: str | Path) -> "Facts":
         """Raises ValueError: no `config.json`, or none that can be read."""
-        path = Path(folder) / "config.json"
+        folder = Path(folder).expanduser()
+        path = folder / "config.json"
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder; give the one that save_pretrained or the Hub made")
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

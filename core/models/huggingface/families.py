@@ -64,8 +64,11 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
     """
     facts = Facts.of_folder(hf) if isinstance(hf, str | Path) else Facts(hf)
     family = family_of(facts)
-    raise_all("from_huggingface", chain(_common_rules(facts), family.rules(facts)))
-    model = family.model(facts, params_dtype)
+    try:
+        raise_all("from_huggingface", chain(_common_rules(facts), family.rules(facts)))
+        model = family.model(facts, params_dtype)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"the configuration has a field of another kind than its model type: {error}") from error
     if overlooked := facts.overlooked():
         warnings.warn(
             f"the configuration says {', '.join(overlooked)}, which nothing here reads; the numbers may differ from "
@@ -78,7 +81,7 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
 def family_of(facts: Facts) -> Family:
     """Raises ValueError: a model type that is not supported."""
     kind = facts["model_type"]
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type={kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
 
@@ -96,17 +99,28 @@ def _rotary(facts: Facts) -> dict[str, Any]:
     older_base, older_percent = facts.get("rope_theta", 10000.0), facts.get("partial_rotary_factor", 1.0)
     typed = None
     if kind != "default":
+        # Llama 3's scaling starts from the model's positions where no others are said
+        scaling.setdefault("original_max_position_embeddings", facts["max_position_embeddings"])
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         typed = RotaryScaling(kind=kind, **{name: scaling[name] for name in names if name in scaling})
     return {
-        "rotary_base": today.get("rope_theta", older_base),
-        "rotary_percent": today.get("partial_rotary_factor", older_percent),
+        "rotary_base": scaling.get("rope_theta", older_base),
+        "rotary_percent": scaling.get("partial_rotary_factor", older_percent),
         "rotary_scaling": typed,
     }
 
 
+def _is_supported(facts: Facts) -> bool:
+    return all(holds for holds, _ in _rotary_rules(facts))
+
+
 def _rotary_rules(facts: Facts) -> Rules:
-    for rope in (facts.get("rope_parameters") or {}, facts.get("rope_scaling") or {}):
+    today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling") or {}
+    yield (
+        not (today and older) or today == older,
+        f"rope_parameters={today} and rope_scaling={older} contradict each other; leave one out",
+    )
+    for rope in (today, older):
         kind = rope.get("rope_type", rope.get("type", "default"))
         yield kind in _SCALINGS, f"rope_type={kind!r} is not supported; {', '.join(_SCALINGS)} are"
 
@@ -118,7 +132,8 @@ class _LlamaLike:
     attention_bias, mlp_bias: whether the family has a field of that name (others ignore one). qkv_bias: a bias on
     query, key and value always. qk_norm: query and key heads are normalised. window: "never", "always" where a
     `sliding_window` is set, or "by layer", as `use_sliding_window` and
-    `layer_types` or `max_window_layers` say. dropout: it has `resid_pdrop`.
+    `layer_types` or `max_window_layers` say. partial_rotary: it has `partial_rotary_factor`. dropout: it has
+    `resid_pdrop`.
     """
 
     attention_bias: bool = False
@@ -126,8 +141,10 @@ class _LlamaLike:
     qkv_bias: bool = False
     qk_norm: bool = False
     window: str = "never"
+    partial_rotary: bool = False
     dropout: bool = False
     epsilon: float = 1e-6
+    sliding_window: int | None = None  # where the configuration does not say
 
     def model(self, facts: Facts, params_dtype: torch.dtype) -> HuggingFaceModel:
         hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
@@ -163,6 +180,14 @@ class _LlamaLike:
 
     def rules(self, facts: Facts) -> Rules:
         yield from _rotary_rules(facts)
+        percent = _rotary(facts)["rotary_percent"] if _is_supported(facts) else 1.0
+        yield (
+            self.partial_rotary or percent == 1.0,
+            f"partial_rotary_factor={percent} is not this family's; remove it",
+        )
+        if self.window == "always":
+            kinds = set(facts.get("layer_types") or ()) - {"sliding_attention"}
+            yield not kinds, f"layer_types names {sorted(kinds)}: this family's layers all have the window; remove it"
         if self.window == "by layer":
             slides = "sliding_attention" in (facts.get("layer_types") or ())
             yield (
@@ -189,7 +214,7 @@ class _LlamaLike:
         """How many tokens a token sees in each layer; see `TransformerConfig.windows`."""
         if self.window == "never":
             return None
-        layers, window = facts["num_hidden_layers"], facts.get("sliding_window")
+        layers, window = facts["num_hidden_layers"], facts.get("sliding_window", self.sliding_window)
         if self.window == "always":
             return (window,) * layers if window is not None else None
         slides = bool(facts.get("use_sliding_window", False))
@@ -249,11 +274,13 @@ def _llama_like(architecture: str, like: _LlamaLike, rows: tuple[Row, ...] = LLA
     return Family(architecture=architecture, model=like.model, rules=like.rules, rows=rows)
 
 
+_PHI3 = _LlamaLike(window="always", partial_rotary=True, dropout=True, epsilon=1e-5)
+
 FAMILIES: dict[str, Family] = {
     "llama": _llama_like("LlamaForCausalLM", _LlamaLike(attention_bias=True, mlp_bias=True)),
-    "mistral": _llama_like("MistralForCausalLM", _LlamaLike(window="always")),
+    "mistral": _llama_like("MistralForCausalLM", _LlamaLike(window="always", sliding_window=4096)),
     "qwen2": _llama_like("Qwen2ForCausalLM", _LlamaLike(qkv_bias=True, window="by layer")),
     "qwen3": _llama_like("Qwen3ForCausalLM", _LlamaLike(attention_bias=True, qk_norm=True, window="by layer")),
-    "phi3": _llama_like("Phi3ForCausalLM", _LlamaLike(window="always", dropout=True, epsilon=1e-5), PHI3_ROWS),
+    "phi3": _llama_like("Phi3ForCausalLM", _PHI3, PHI3_ROWS),
     "gpt2": Family(architecture="GPT2LMHeadModel", model=_gpt2, rules=_gpt2_rules, rows=GPT2_ROWS),
 }

@@ -51,6 +51,7 @@ def import_huggingface(
     with torch.device("meta"):  # names, shapes and layouts, no memory
         model = GPTModel(**model_form.arguments(), parallel=ParallelState.single("cpu"), seed=0)
     weights = open_weights(model, source)
+    weights.check_tied(model)
     infos = {path_of(shard.key): shard.info for shard in model.sharded_state_dict().values()}
     metadata: dict[str, Json] = {}
     for key, info in infos.items():

@@ -17,6 +17,7 @@ from core.parallel_state.layout import true_part
 from core.transformer.transformer_config import TransformerConfig
 
 _TABLES = ("transformer.wte.weight", "model.embed_tokens.weight")
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -28,10 +29,14 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
     Raises ValueError: a parameter of the model that the weights lack, or one of another shape; a tensor of the
     weights that the model has no place for; damaged files. The model is then partly filled, or not at all.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on meta, it has no memory to load into; call model.to_empty(device=...) first")
     opened = open_weights(model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights))
     sizes, coordinate = model.parallel.sizes, model.parallel.coordinate
     for name, parameter in model.named_parameters():
         layout = layout_of(parameter)
+        if layout.padding:  # after `to_empty` anything is there, and 0 times NaN is NaN
+            parameter.zero_()
         opened.fill(name, true_part(parameter, layout, coordinate, sizes), layout.box(coordinate, sizes))
     opened.check_tied(model)
 
@@ -57,7 +62,12 @@ class OpenedWeights:
         if target.numel() == 0:  # all of this rank's rows are padding
             return
         for block in self._rows[name].blocks(box, self._config):
-            block.to_ours(self._source.read(block.name, block.hf_slices).to(target.device), target)
+            values = self._source.read(block.name, block.hf_slices)
+            if values.dtype not in _DTYPES:
+                raise ValueError(
+                    f"{block.name} is of {values.dtype}: quantized weights are numbers only with their scales"
+                )
+            block.to_ours(values.to(target.device), target)
 
     def check_tied(self, model: GPTModel) -> None:
         """A model that ties its ends has no place for a head unlike its table. ValueError: there is one."""

@@ -48,36 +48,49 @@ class Folder:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self._files: dict[str, Any] = {}
         self._file_of = self._located()
 
     def _located(self) -> dict[str, str]:
-        """Name of each tensor -> its file."""
+        """Name of each tensor -> its file. One file is taken before an index, as transformers does."""
+        if not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is no folder; give the one that save_pretrained or the Hub made")
         index = self.folder / "model.safetensors.index.json"
+        if (self.folder / "model.safetensors").is_file():
+            return dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         if index.exists():
-            try:
-                located: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{index} cannot be read: {error!r}; restore it") from None
-            files = sorted(set(located.values()))
-        else:
-            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-            located = {}
+            return self._indexed(index)
+        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if len(files) > 1:
+            raise ValueError(f"{self.folder} holds {len(files)} files and no {index.name}; restore it")
+        if not files:
+            pickles = sorted(path.name for path in self.folder.glob("*.bin"))
+            found = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
+            raise ValueError(
+                f"{self.folder} holds {found}, .safetensors files are needed; "
+                "model.save_pretrained(folder, safe_serialization=True) writes them"
+            )
+        return dict.fromkeys(self._open(files[0]).keys(), files[0])
+
+    def _indexed(self, index: Path) -> dict[str, str]:
+        """What an index says, if the files hold it."""
+        try:
+            file_of = {
+                str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} cannot be read: {error!r}; restore it") from None
+        files = sorted(set(file_of.values()))
         if missing := [file for file in files if not (self.folder / file).is_file()]:
             raise ValueError(
                 f"{self.folder} lacks {len(missing)} of {len(files)} files, {missing[0]}; fetch it again"
             )
-        if not files:
-            pickles = sorted(path.name for path in self.folder.glob("*.bin"))
-            contents = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
-            raise ValueError(
-                f"{self.folder} holds {contents}, .safetensors files are needed; "
-                "model.save_pretrained(folder, safe_serialization=True) writes them"
-            )
-        file_of = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-        if lost := sorted(located.keys() - file_of.keys()):
-            raise ValueError(f"{self.folder}: {lost[0]} is not in {located[lost[0]]}, as the index says; restore it")
+        held = {file: set(self._open(file).keys()) for file in files}
+        if lost := sorted(name for name, file in file_of.items() if name not in held[file]):
+            raise ValueError(f"{self.folder}: {lost[0]} is not in {file_of[lost[0]]}, as the index says; restore it")
+        if unlisted := sorted(set().union(*held.values()) - file_of.keys()):
+            raise ValueError(f"{self.folder}: {unlisted[0]} is in a file, and not in the index; restore it")
         return file_of
 
     def _open(self, file: str) -> Any:
