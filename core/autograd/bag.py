@@ -132,7 +132,8 @@ class StageContext:
     bag: where weight gradients of the current microbatch are deferred to; None computes them at once.
     seed, step, microbatch: what every random number is a function of. `microbatch` is the *global* index.
     driven: an executor sets these; otherwise the model draws a seed for each forward from torch's generator.
-    drawn: it has; it is the generator's own seed while that forward runs (or is run again by torch's checkpoint).
+    drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
+        checkpoint, the generator's own seed is that seed.
 
     Plain attributes, no thread-local: CUDA's backward runs in other threads. Operations remember the bag they
     saw in their forward.
@@ -154,7 +155,7 @@ class StageContext:
         self.bag, self.driven = None, False
 
     def snapshot(self) -> tuple:
-        """The whole state, for a region that will be run again."""
+        """All but `drawn`, which stays true, for a region that will be run again."""
         return self.bag, self.seed, self.step, self.microbatch, self.driven
 
     def restore(self, snapshot: tuple) -> None:

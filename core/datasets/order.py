@@ -59,7 +59,9 @@ def _mix(x: _Words) -> _Words:
 
 
 def sample_ids(step: int, global_batch_size: int, num_samples: int, *, seed: int) -> Ids:
-    """The samples of global batch number `step`: int64 `[global_batch_size]`.
+    """The samples of global batch number `step`: int64 `[global_batch_size]`; for programs that want to know them.
+
+    Training draws the same ones with `draws`, blend by blend; the order itself is `permute`'s.
 
     Samples are taken one after the other, step after step; every `num_samples` of them are one epoch, which
     visits each sample once in an order of its own. A batch may reach into the next epochs.

@@ -49,8 +49,8 @@ class GPTEmbedding(nn.Module):
 class OutputLayer(SpreadModule):
     """x [s, b, h] ([s/tp, b, h] under sequence parallelism) -> logits [s, b, v_padded/tp].
 
-    Its own weight [v_padded/tp, h], or (tied) the embedding's, which is passed in. Backward: all-reduce of dx
-    (reduce-scatter).
+    Its own weight [v_padded/tp, h], or (tied) the embedding's, which is passed in. Forward: all-gather of x (sequence
+    parallelism only). Backward: all-gather of x again (the same), all-reduce (reduce-scatter) of dx.
     """
 
     def __init__(self, build: Build, vocab_size: int, *, tied: bool) -> None:

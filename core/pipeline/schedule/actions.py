@@ -119,7 +119,7 @@ def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
 
 
 def v_shape(ranks: int, chunks: int = 2) -> tuple[int, ...]:
-    """Placement 0 1 .. P-1, P-1 .. 1 0: the first and the last stage share rank 0 (a W for more chunks)."""
+    """Placement 0 1 .. P-1, P-1 .. 1 0: the first and the last stage share rank 0 (a zigzag for more chunks)."""
     placement: list[int] = []
     for chunk in range(chunks):
         goes_down = chunk % 2 == 0
