@@ -22,8 +22,8 @@ class ColumnParallelLinear(SpreadModule):
     weight: [o/tp, i]. `output_size` may be several dims, of which `split_dim` is split (gate and up:
     (2, f) with dim 1); the weight keeps them, y has them flattened.
     Forward: all-gather of x (sequence parallelism only). Backward: all-gather of x again for the weight gradient
-    (sequence parallelism only: gathered activations are not kept), all-reduce (reduce-scatter) of dx beside the weight
-    gradient's matmul.
+    (sequence parallelism only: gathered activations are not kept), all-reduce (reduce-scatter) of dx beside the
+    weight gradient's matmul.
     Raises ValueError: the split dim does not divide over the group.
     """
 
