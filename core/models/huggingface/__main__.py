@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--source", required=True, metavar="HF_DIR", help="configuration and tokenizer are taken from it"
     )
-    command.add_argument("--check", action="store_true", help="compare logits with transformers'")
+    command.add_argument("--check", action="store_true", help="logits within 1e-4 of transformers'")
     command.set_defaults(run=_export)
     command = commands.add_parser("families", help="what is supported")
     command.set_defaults(run=_families)

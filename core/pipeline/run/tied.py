@@ -1,4 +1,7 @@
-"""Tied weights: a table that both ends of a model use, one parameter on one rank, else two with one gradient."""
+"""Tied weights: a table that both ends of a model use, one parameter on one rank, else two with one gradient.
+
+The gradient is summed here where there is no DataParallel; with one, its `finish` sums every group of `Layout.partial`.
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
