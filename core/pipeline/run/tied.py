@@ -1,6 +1,6 @@
 """Tied weights: a table that both ends of a model use, one parameter on one rank, else two with one gradient.
 
-The gradient is summed here where there is no DataParallel; with one, its `finish` sums every group of `Layout.partial`.
+The gradient is summed here without a DataParallel; with one, its `finish` sums every group of `Layout.partial`.
 """
 
 import warnings
