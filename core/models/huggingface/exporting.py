@@ -21,6 +21,7 @@ from core.models.huggingface.facts import Facts
 from core.models.huggingface.families import HuggingFaceModel, family_of, from_huggingface
 from core.models.huggingface.rows import Row, rows_of
 from core.parallel_state import ParallelState, layout_of
+from core.transformer.transformer_config import TransformerConfig
 
 FILE_BYTES = 5 << 30  # as transformers' own files
 # beside the weights: what a tokenizer, a chat or generate() needs
@@ -52,6 +53,7 @@ def export_huggingface(
     Raises ValueError: a checkpoint of another model than `source` describes (by name, with both shapes), logits that
     differ. ImportError: `check` without transformers.
     """
+    source = Path(source).expanduser()
     stored = lazy_tensors(checkpoint)
     model_form = from_huggingface(source)
     facts = Facts.of_folder(source)
@@ -61,11 +63,11 @@ def export_huggingface(
     rows = rows_of(family_of(facts).rows, model_form.config.num_layers)
     tensors: list[TheirTensor] = []
     for name in parameters.names():
-        tensors += _their_tensors(name, rows[name], parameters, model)
+        tensors += _their_tensors(name, rows[name], parameters, model_form.config)
     exported = _Exported(parameters, rows, model)
     with new_folder(folder) as temporary, space_for(open_dir(temporary), sum(tensor.nbytes for tensor in tensors)):
         write_files(temporary, tensors_by_file(tensors, file_bytes), exported.values_of, progress)
-        _write_companions(Path(source), temporary, tensors[0].dtype)
+        _write_companions(source, temporary, tensors[0].dtype)
         return _largest_difference(temporary, parameters, model_form) if check else None
 
 
@@ -74,6 +76,7 @@ class _Parameters:
 
     def __init__(self, model: GPTModel, stored: Mapping[str, LazyTensor], checkpoint: Path) -> None:
         self._stored: dict[str, tuple[LazyTensor, int | None]] = {}
+        self.shapes = {name: tuple(layout_of(parameter).shape) for name, parameter in model.named_parameters()}
         for name, sharded in model.sharded_state_dict().items():
             key = sharded.key
             if key not in stored:
@@ -81,9 +84,10 @@ class _Parameters:
             stacked = bool(sharded.prepend_axis_num)
             layer = sharded.global_offset[0] if stacked else None
             shape = tuple(stored[key].shape[1:] if stacked else stored[key].shape)
-            expected = tuple(layout_of(dict(model.named_parameters())[name]).shape)
-            if shape != expected:
-                raise ValueError(f"{key} is {shape} in {checkpoint}, {expected} by the source's configuration")
+            if shape != self.shapes[name]:
+                raise ValueError(
+                    f"{key} is {shape} in {checkpoint}, {self.shapes[name]} by the source's configuration"
+                )
             self._stored[name] = stored[key], layer
 
     def names(self) -> list[str]:
@@ -97,10 +101,9 @@ class _Parameters:
         return tensor[...] if layer is None else tensor[layer]
 
 
-def _their_tensors(name: str, row: Row, parameters: _Parameters, model: GPTModel) -> Iterator[TheirTensor]:
-    shape = tuple(layout_of(dict(model.named_parameters())[name]).shape)
+def _their_tensors(name: str, row: Row, parameters: _Parameters, config: TransformerConfig) -> Iterator[TheirTensor]:
     dtype = str(parameters.dtype(name)).removeprefix("torch.")
-    for their_name, their_shape in row.huggingface_shapes(shape, model.config).items():
+    for their_name, their_shape in row.huggingface_shapes(parameters.shapes[name], config).items():
         yield TheirTensor(their_name, their_shape, dtype, name)
 
 
