@@ -241,9 +241,7 @@ class Pipeline:
         for stage in self.stages.values():
             stage.close()
 
-    def _run_forward(
-        self, batch: Batch | None, loss_fn: LossFn | None, microbatches: int | None = None
-    ) -> Executor:
+    def _run_forward(self, batch: Batch | None, loss_fn: LossFn | None, microbatches: int | None = None) -> Executor:
         """All microbatches, forward only."""
         count = microbatches if microbatches is not None else self._microbatches_of_all(batch)
         step = self._step_context(batch, count, loss_fn)
