@@ -125,8 +125,8 @@ class SingleStage:
     def forward(self, batch: Batch, *, microbatches: int | None = None) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0.
 
-        microbatches: into how many the batch is cut; default: at most the step's number. Any nesting of tensors; what is not a tensor is taken from the first microbatch. No collective but
-        the model's own.
+        microbatches: into how many the batch is cut; default: at most the step's number. Any nesting of tensors; what
+        is not a tensor is taken from the first microbatch. No collective but the model's own.
         """
         return join_outputs(self._forward_each(batch, lambda output, microbatch: output, microbatches))
 
