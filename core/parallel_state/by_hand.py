@@ -121,12 +121,13 @@ class ByHand:
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
-        self._parameters = [p for p in parameters if type(p) is Parameter]
-        self.is_open = True
-        for parameter in self._parameters if self._gradients else ():
-            if parameter._backward_hooks:
-                self._listen_in_hooks(parameter)
-        self._listening()
+        self._parameters, self.is_open = [], True
+        for parameter in parameters:
+            if type(parameter) is Parameter:
+                self._parameters.append(parameter)
+                if self._gradients and parameter._backward_hooks:
+                    self._listen_in_hooks(parameter)
+                parameter.__class__ = self._parameter
 
     def close(self) -> None:
         """Make all of them plain again."""
@@ -145,7 +146,8 @@ class ByHand:
 
     def pause_in_backward(self, gradient: Tensor) -> None:
         """A hook on what a backward begins with: until its end parameters are plain, and cost no Python calls."""
-        make_plain(self._parameters)
+        for parameter in self._parameters:
+            parameter.__class__ = Parameter
         torch.autograd.Variable._execution_engine.queue_callback(self._listening)
 
     def _listening(self) -> None:

@@ -70,7 +70,7 @@ class SplitWatch:
         self._group, self._sums_foreign = group, sums_foreign
         self._forwards, self._warned_of_hooks = 0, False
         self._by_hand: ByHand | None = None  # observes arithmetic between forwards
-        self._split: list[weakref.ref[Parameter]] = []
+        self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
         self._warned_of: set[tuple[str, bool]] = set()  # kinds of arithmetic, on weights or on gradients
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
@@ -122,9 +122,18 @@ class SplitWatch:
         if self._by_hand is None:
             self._by_hand = ByHand(partial(self._warn_of_arithmetic, weakref.ref(module)), gradients=True)
         if look_again:
-            self._split = [weakref.ref(p) for p in module.parameters() if "tp" in layout_of(p).split]
-        alive = [parameter for reference in self._split if (parameter := reference()) is not None]
-        self._by_hand.open(alive)
+            self._split = []
+            for submodule in module.modules():
+                for name, p in submodule.named_parameters(recurse=False):
+                    if "tp" in layout_of(p).split:
+                        self._split.append((submodule, name))
+        # by name: a reference to a parameter itself would keep torch from swapping it
+        split_parameters = []
+        for submodule, name in self._split:
+            parameter = submodule._parameters.get(name)
+            if parameter is not None:
+                split_parameters.append(parameter)
+        self._by_hand.open(split_parameters)
         return self._by_hand
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
