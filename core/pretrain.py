@@ -21,7 +21,7 @@ from core.training.run.build import build_executor, build_sharded, build_stages
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import moved_to, open_corpus
-from core.training.run.evaluate import evaluate_bits_per_byte
+from core.training.run.evaluate import TextLoss, evaluate_text
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
@@ -41,15 +41,20 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     memory.watch(executor)
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order)
+    checkpoints = Checkpoints(
+        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, run.flat()
+    )
     start = console.start = checkpoints.resume()
     if start >= run.training.train_steps:
         console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
         return
     peak = total_peak_flops(ps, run.model.dtype, run.training.peak_tflops)
 
-    def validate() -> float:
-        return evaluate_bits_per_byte(executor, map(here, corpus.validation(rank, size)), len(corpus.valid_text))
+    def validate() -> dict[str, TextLoss]:
+        found = {}
+        for name, text in corpus.validation_texts.items():
+            found[name] = evaluate_text(executor, map(here, text.validation(rank, size)), len(text.valid_text))
+        return found
 
     with console, checkpoints, open_log(run, start, ps) as log:
         first = train(
@@ -62,20 +67,21 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=validate if corpus.valid is not None else None,
+            validate=validate if corpus.validation_texts else None,
             checkpoints=checkpoints,
             start=start,
+            tokens_per_step=console.tokens,
         )
     if skipped := optimizer.skipped_steps:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
-    steps, bits = last_step(executor), validate() if corpus.valid is not None else None
+    steps = last_step(executor)
     written = generate(
         stages[min(stages)], corpus.prompt(s // 2 or 1), new_tokens=100, temperature=0.7, executor=executor
     )
     if ps.rank == 0:
-        tell(loaded, log.records, corpus, bits, steps, corpus.tokenizer.decode(written), ps, console.say)
+        tell(loaded, log, corpus, steps, corpus.tokenizer.decode(written), ps, console.say)
         for line in comparisons(first, start, log.records, run, corpus):
             console.say(line)
 

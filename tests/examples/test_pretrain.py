@@ -54,17 +54,22 @@ def check_output(text, directory, *, ranks, table):
     assert re.fullmatch(r"text: [\d,]+ tokens to train on, [\d,]+ to validate", lines[3])
     steps = [line for line in lines if re.match(rf"step +\d+/{STEPS} \| loss \d+\.\d+ \| grad norm \d", line)]
     assert [int(line.split("/")[0].split()[1]) for line in steps] == [1, 2, 4, 5]
-    validated = [
-        line for line in lines if re.fullmatch(rf"step +3/{STEPS} \| validation \d\.\d+ bits per byte", line)
+    told = [
+        re.fullmatch(rf"step +(\d)/{STEPS} \| validation (\d\.\d+) bits per byte \| perplexity .*", line)
+        for line in lines
     ]
-    assert len(validated) == 1
+    validated = {int(found[1]): float(found[2]) for found in told if found}
+    assert validated.keys() == {3, 5}, "at its interval, and at the end"
     assert text.partition("--- a sample ---\n")[2].startswith("def f"), "as the validation text begins"
     bits = re.search(r"^bits per byte: unigram (\d\.\d+), gzip -9 (\d\.\d+), validation (\d\.\d+)$", text, re.M)
     assert bits and float(bits[1]) > 3
     last = re.fullmatch(r"first step here and in one process: .*, max \|difference\| (\d\.\de[-+]\d+)", lines[-1])
     assert last and float(last[1]) < 1e-5
-    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == [1, 2, 4, 5]
+    rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 5] and all(r["time"] > 1.7e9 for r in rows)
+    assert all(r["tokens_seen"] == 8 * S * r["step"] for r in rows)
+    records = [r for r in rows if "validation" not in r]
+    assert {r["step"]: round(r["validation_bits_per_byte"], 4) for r in rows if "validation" in r} == validated
     assert f"loss {records[-1]['loss']:.4f}" in steps[-1]
     assert RunConfig.from_toml(directory / "out" / "run.toml").training.train_steps == STEPS
     assert "training.train_steps" in (directory / "out" / "report.html").read_text()

@@ -15,6 +15,7 @@ LOG_FROM = 50.0  # a range of more than this factor gets a logarithmic axis, whe
 
 
 Row = tuple[float, float, float, float]  # step, mean, least, most
+Point = tuple[int, float]  # step, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Curve:
 
     key: of the record, for the cursor. factor: what the record's value was multiplied by. zero: the axis starts at 0.
     logarithmic: the axis may be. levels: name -> height of a dashed line. marked: steps to point out.
+    points: name -> values at some steps, drawn as circles; the lowest one is the best.
     """
 
     key: str
@@ -34,6 +36,7 @@ class Curve:
     logarithmic: bool = False
     levels: Mapping[str, float] | None = None
     marked: Sequence[int] = ()
+    points: Mapping[str, Sequence[Point]] | None = None
 
 
 def finite(value: float | None) -> bool:
@@ -87,7 +90,9 @@ class Axis:
 
 def value_axis(curve: Curve) -> Axis:
     """Of all that is drawn, with some air; a logarithmic one for wide ranges."""
-    seen = [float(v) for v in (*curve.values, *(curve.levels or {}).values()) if v is not None and finite(v)] or [0.0]
+    points = [value for row in (curve.points or {}).values() for _, value in row]
+    drawn = (*curve.values, *points, *(curve.levels or {}).values())
+    seen = [float(v) for v in drawn if v is not None and finite(v)] or [0.0]
     low, high = min(seen), max(seen)
     if curve.logarithmic and low > 0 and high / low > LOG_FROM:
         return Axis(low / 1.3, high * 1.3, BOTTOM, TOP, True)
@@ -115,6 +120,7 @@ def draw(curve: Curve, steps: Sequence[int]) -> str:
         *_grid(x, y),
         *_levels(curve, y),
         *_line(curve, steps, x, y),
+        *_points(curve, x, y),
         *_markers(curve, steps, x),
         f'<line class="cursor" x1="0" x2="0" y1="{TOP:g}" y2="{BOTTOM:g}"/>',
         "</svg>",
@@ -182,6 +188,25 @@ def _runs(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
         elif run:
             yield run
             run = []
+
+
+def _points(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
+    """Circles joined by a thin line; a ring around the lowest one of each name."""
+    for number, (name, row) in enumerate((curve.points or {}).items()):
+        known = [(step, value) for step, value in row if finite(value)]
+        places = [f"{x.at(step):.1f},{y.at(value):.1f}" for step, value in known]
+        if len(places) > 1:
+            yield f'<polyline class="joined p{number % 4}" points="{" ".join(places)}"/>'
+        best = min(known, key=lambda point: point[1], default=None)
+        for point, place in zip(known, places, strict=True):
+            across, down = place.split(",")
+            words = f"{escape(name)}, step {point[0]:,}: {point[1]:.4f}{', the best' if point == best else ''}"
+            kind = "point best" if point == best else "point"
+            radius = 4.5 if point == best else 3
+            yield (
+                f'<circle class="{kind} p{number % 4}" cx="{across}" cy="{down}" r="{radius}">'
+                f"<title>{words}</title></circle>"
+            )
 
 
 def _markers(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[str]:

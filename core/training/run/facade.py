@@ -77,7 +77,8 @@ def initialize(
     if corpus is not None:
         source, order = corpus.train, corpus.order
     # load before the loader is made: it begins with the batch after the checkpoint's
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, _say_on_first_rank(ps), order)
+    say = _say_on_first_rank(ps)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, run.flat())
     start = checkpoints.resume()
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)

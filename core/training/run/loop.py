@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, SupportsFloat
 
 from torch import Tensor
@@ -11,7 +11,8 @@ from core.optimizer import StepStats
 from core.pipeline import StepResult
 from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
-from core.training.run.evaluate import StepExecutor, next_token_loss
+from core.training.log.validation import MAIN, ValidationRecord
+from core.training.run.evaluate import StepExecutor, TextLoss, next_token_loss
 
 
 class Optimizer(Protocol):
@@ -112,15 +113,17 @@ def train(
     log: MetricsLog,
     say: Callable[[str], None] = print,
     every_step: Callable[[int, float], None] | None = None,
-    validate: Callable[[], float] | None = None,
+    validate: Callable[[], Mapping[str, TextLoss]] | None = None,
     checkpoints: CheckpointHook | None = None,
     start: int = 0,
+    tokens_per_step: int = 0,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
     Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
-    `validate()` gives bits per byte every `eval_interval` steps; `checkpoints` saves, and may end the run early.
+    `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
+    may end the run early. tokens_per_step: of all ranks, for the tokens seen in each record; 0 leaves them out.
     Returns what the first step computed. Raises RuntimeError: a loss that is NaN. ValueError: no step left to run.
     """
     if start >= config.train_steps:
@@ -140,20 +143,23 @@ def train(
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
         is_logged = last or step == start or _is_due(step, config.log_interval)
-        is_validated = validate is not None and _is_due(step, config.eval_interval)
+        is_validated = validate is not None and (last or _is_due(step, config.eval_interval))
         if is_logged or is_validated or every_step is not None:  # otherwise nothing waits for the device
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
                 tokens = result.num_tokens
                 record = _record(step, loss, learning_rate, stats, tokens, meter, flops_per_token, peak_flops)
+                record = replace(record, tokens_seen=tokens_per_step * (step + 1) or None)
                 _log_step(record, stats, optimizer, config, log, say)
             if every_step is not None:
                 every_step(step + 1, loss)
 
         # validate and save, outside of the throughput
         begin = time.perf_counter()
-        bits = _validate(step, validate, config, say) if is_validated and validate is not None else None
+        bits = None
+        if is_validated and validate is not None:
+            bits = _validate(step, validate(), tokens_per_step, config, log, say)
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
@@ -180,11 +186,27 @@ def _log_step(
         say(f"step {record.step} was skipped; not finite: {names}")
 
 
-def _validate(step: int, validate: Callable[[], float], config: TrainingConfig, say: Callable[[str], None]) -> float:
-    """Bits per byte; collective."""
-    bits_per_byte = validate()
-    say(f"step {step + 1:5d}/{config.train_steps} | validation {bits_per_byte:.4f} bits per byte")
-    return bits_per_byte
+def _validate(
+    step: int,
+    found: Mapping[str, TextLoss],
+    tokens_per_step: int,
+    config: TrainingConfig,
+    log: MetricsLog,
+    say: Callable[[str], None],
+) -> float | None:
+    """Record what each text cost; the bits per byte of the main one."""
+    for name, text in found.items():
+        record = ValidationRecord(
+            step=step + 1,
+            name=name,
+            loss=text.loss,
+            bits_per_byte=text.bits_per_byte,
+            tokens=text.tokens,
+            time=time.time(),
+            tokens_seen=tokens_per_step * (step + 1) or None,
+        )
+        say(log.add_validation(record).line(config.train_steps))
+    return found[MAIN].bits_per_byte if MAIN in found else None
 
 
 def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, SupportsFloat]:
@@ -222,4 +244,5 @@ def _record(
         mfu=mfu,
         memory_mib=memory_mib(tokens.device),
         skipped=skipped,
+        time=time.time(),
     )

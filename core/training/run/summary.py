@@ -14,6 +14,7 @@ from core.training.doctor.environment import environment
 from core.training.log.metrics import MetricsLog, StepRecord
 from core.training.log.page import write_page
 from core.training.log.sinks import open_sinks
+from core.training.log.validation import ValidationRecord
 from core.training.run.build import count_parameters
 from core.training.run.data import Corpus
 
@@ -73,28 +74,33 @@ def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, 
 
 def tell(
     loaded: Loaded,
-    records: Sequence[StepRecord],
+    log: MetricsLog,
     corpus: Corpus,
-    validation: float | None,
     timelines: Mapping[str, Timeline],
     sample: str,
     ps: ParallelState,
     say: Callable[[str], None],
 ) -> None:
-    """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the `validation`
-    text (None: there is none) beside the baselines."""
+    """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the validation
+    texts beside the baselines."""
     # what needs no model: how far the run got is seen against these
     output = Path(loaded.run.training.output)
-    baselines = dict(corpus.baselines)
-    if validation is not None:
-        baselines["validation"] = validation
-    write_report(output / "report.png", records, corpus.bytes_per_token, baselines=baselines, timelines=timelines)
+    records, baselines = log.records, dict(corpus.baselines)
+    write_report(
+        output / "report.png",
+        records,
+        corpus.bytes_per_token,
+        baselines=baselines,
+        timelines=timelines,
+        validations=log.validations,
+    )
     write_page(
         output / "report.html",
         records,
         run=loaded.run.flat(),
         origin=loaded.origin,
         environment=environment(ps.device),
+        validations=log.validations,
         baselines=baselines,
         timelines=timelines,
         sample=sample,
@@ -104,8 +110,9 @@ def tell(
     for title, timeline in timelines.items():
         say(f"{headline(title, timeline)}\n{draw_text(timeline)}\n")
     say(f"--- a sample ---\n{sample}\n----------------")
-    if baselines:
-        say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
+    last = {record.name: record.bits_per_byte for record in log.validations}  # later ones replace earlier ones
+    if baselines or last:
+        say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in (baselines | last).items()))
     names = ("run.toml", "metrics.jsonl", "report.html", "report.png")
     say("written: " + ", ".join(str(output / name) for name in names))
 
@@ -117,6 +124,7 @@ def write_report(
     *,
     baselines: Mapping[str, float],
     timelines: Mapping[str, Timeline] | None = None,
+    validations: Sequence[ValidationRecord] = (),
 ) -> None:
     """Training loss in bits per byte over steps, a line per baseline, the gradient norm below; then timelines.
 
@@ -145,6 +153,9 @@ def write_report(
     for (name, value), color in zip(baselines.items(), colours, strict=False):
         loss_axes.axhline(value, label=f"{name} {value:.3f}", color=color, linestyle="--", linewidth=1)
     loss_axes.set_ylabel("bits per byte")
+    for name in dict.fromkeys(record.name for record in validations):
+        points = [(record.step, record.bits_per_byte) for record in validations if record.name == name]
+        loss_axes.plot(*zip(*points, strict=True), label=f"{name} {points[-1][1]:.3f}", marker="o", linewidth=0.8)
     loss_axes.legend()
     norm_axes.plot(steps, [record.grad_norm for record in records], color="tab:gray")
     norm_axes.set_ylabel("gradient norm")
