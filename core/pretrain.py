@@ -13,6 +13,7 @@ from core import parallel_state
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
+from core.training.config.sources import checked
 from core.training.generate import generate
 from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
@@ -93,7 +94,7 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     """
     loaded = load_run(args, description=description)
     with errors_as_one_line():
-        run = loaded.run.check(started_processes())
+        run = checked(loaded, started_processes())
         with parallel_state.launch(run.device) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))

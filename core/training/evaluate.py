@@ -18,6 +18,7 @@ from typing import Any
 from core.parallel_state import ParallelState, launch
 from core.parallel_state.environment import started_processes
 from core.training.config import Loaded, RunConfig, load_run, same_on_all_ranks
+from core.training.config.sources import checked
 from core.training.log.console import errors_as_one_line
 from core.training.log.json_rows import json_number
 from core.training.log.validation import MAIN, perplexity
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trained = find_trained(options.model, options.source, described="--config" in flags)
     names, given = _texts(options.data)
     loaded = load_run(flags, defaults={**trained.settings, **given})
-    run = _fitted(loaded, options.max_batches).check(started_processes())
+    run = checked(replace(loaded, run=_fitted(loaded, options.max_batches)), started_processes())
     with launch(run.device) as device, errors_as_one_line():
         same_on_all_ranks(run)
         ps = ParallelState.build(run.parallel, device=device)

@@ -146,12 +146,12 @@ class StepRecord:
     tokens_seen: int | None = None
 
     def line(self, total: int) -> str:
-        """One line of the console for a step, made to be grepped."""
+        """One line of the console for a step, made to be grepped; a narrow terminal leaves out the last cells."""
         mfu = "" if self.mfu is None else f" | mfu {self.mfu:.1%}"
         return (
             f"step {self.step:5d}/{total} | loss {self.loss:.4f} | grad norm {self.grad_norm:.4f} | "
-            f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s | {self.tflops_per_s:.4f} TFLOP/s | "
-            f"{self.step_ms:.1f} ms/step{mfu}"
+            f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s{mfu} | {self.step_ms:.1f} ms/step | "
+            f"{self.tflops_per_s:.3g} TFLOP/s"
         )
 
     def scalars(self) -> dict[str, float]:

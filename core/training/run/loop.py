@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, SupportsFloat
 
 from torch import Tensor
@@ -71,10 +71,14 @@ class FirstStep:
         )
 
 
-class _ThroughputMeter:
-    """Time, tokens and skipped steps since the last record; sums stay on the device until they are read."""
+class _Meter:
+    """Makes the records: time, tokens and skipped steps since the last one; sums stay on the device until read.
 
-    def __init__(self, start: int) -> None:
+    flops_per_token: of the model. peak_flops: of all devices together. tokens_per_step: of all ranks, 0: not known.
+    """
+
+    def __init__(self, start: int, flops_per_token: int, peak_flops: float | None, tokens_per_step: int) -> None:
+        self._flops, self._peak, self._tokens_per_step = flops_per_token, peak_flops, tokens_per_step
         self._last_read, self._first_step = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
@@ -84,7 +88,34 @@ class _ThroughputMeter:
         # tensors: reading them in every step would make the host wait for the device
         self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
 
-    def read(self, step: int) -> tuple[float, float, int]:
+    def record(self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor) -> StepRecord:
+        """What is logged of step number `step` (from 0), with the rates since the last record."""
+        tokens_per_s, seconds, skipped = self._read(step)
+        flops_per_s = tokens_per_s * self._flops  # of the model; activation checkpointing's forward does not count
+        mfu = flops_per_s / self._peak if self._peak is not None else None
+        if mfu is not None and mfu > 1:  # then the figure of the device is no peak
+            mfu = None
+        return StepRecord(
+            step=step + 1,
+            loss=loss,
+            grad_norm=float(stats.grad_norm),
+            learning_rate=learning_rate,
+            tokens_per_s=tokens_per_s,
+            tflops_per_s=flops_per_s / 1e12,
+            step_ms=1e3 * seconds,
+            tokens=int(tokens),
+            mfu=mfu,
+            memory_mib=memory_mib(tokens.device),
+            skipped=skipped,
+            time=time.time(),
+            tokens_seen=self.tokens_seen(step),
+        )
+
+    def tokens_seen(self, step: int) -> int | None:
+        """Tokens that were read when step number `step` (from 0) was made."""
+        return self._tokens_per_step * (step + 1) or None
+
+    def _read(self, step: int) -> tuple[float, float, int]:
         """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
         tokens, skipped = float(self._tokens), int(self._skipped)  # waits for the device: take the time afterwards
         now = time.perf_counter()
@@ -129,7 +160,7 @@ def train(
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
     executor.step_index = start  # dropout seeds are a function of the step
-    first_step, meter = None, _ThroughputMeter(start)
+    first_step, meter = None, _Meter(start, flops_per_token, peak_flops, tokens_per_step)
     for step in range(start, config.train_steps):
         # forward, backward, gradient reduction; gradient clipping and the update are the optimizer's
         optimizer.zero_grad()
@@ -148,9 +179,7 @@ def train(
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
-                tokens = result.num_tokens
-                record = _record(step, loss, learning_rate, stats, tokens, meter, flops_per_token, peak_flops)
-                record = replace(record, tokens_seen=tokens_per_step * (step + 1) or None)
+                record = meter.record(step, loss, learning_rate, stats, result.num_tokens)
                 _log_step(record, stats, optimizer, config, log, say)
             if every_step is not None:
                 every_step(step + 1, loss)
@@ -159,7 +188,7 @@ def train(
         begin = time.perf_counter()
         bits = None
         if is_validated and validate is not None:
-            bits = _validate(step, validate(), tokens_per_step, config, log, say)
+            bits = _validate(step, validate(), meter, config, log, say)
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
@@ -182,14 +211,22 @@ def _log_step(
     log.add(record)
     say(record.line(config.train_steps))
     if bool(stats.skipped):
-        names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
-        say(f"step {record.step} was skipped; not finite: {names}")
+        say(_skipped_line(record, optimizer, config))
+
+
+def _skipped_line(record: StepRecord, optimizer: Optimizer, config: TrainingConfig) -> str:
+    """Why a step changed nothing. Collective where the names of gradients are asked for."""
+    scale = optimizer.loss_scale
+    if isinstance(scale, Tensor):  # float16: it is normal that the scale is tried, and halved
+        return f"step {record.step:5d}/{config.train_steps} | skipped: float16 overflow | loss scale {float(scale):g}"
+    names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
+    return f"step {record.step} was skipped; not finite: {names}"
 
 
 def _validate(
     step: int,
     found: Mapping[str, TextLoss],
-    tokens_per_step: int,
+    meter: _Meter,
     config: TrainingConfig,
     log: MetricsLog,
     say: Callable[[str], None],
@@ -203,7 +240,7 @@ def _validate(
             bits_per_byte=text.bits_per_byte,
             tokens=text.tokens,
             time=time.time(),
-            tokens_seen=tokens_per_step * (step + 1) or None,
+            tokens_seen=meter.tokens_seen(step),
         )
         say(log.add_validation(record).line(config.train_steps))
     return found[MAIN].bits_per_byte if MAIN in found else None
@@ -215,34 +252,3 @@ def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, Suppo
     if bits_per_byte is not None:
         metrics["validation.bits_per_byte"] = bits_per_byte
     return metrics
-
-
-def _record(
-    step: int,
-    loss: float,
-    learning_rate: float,
-    stats: StepStats,
-    tokens: Tensor,
-    meter: _ThroughputMeter,
-    flops_per_token: int,
-    peak_flops: float | None,
-) -> StepRecord:
-    tokens_per_s, seconds, skipped = meter.read(step)
-    flops_per_s = tokens_per_s * flops_per_token  # of the model; activation checkpointing's forward does not count
-    mfu = None
-    if peak_flops is not None:
-        mfu = flops_per_s / peak_flops
-    return StepRecord(
-        step=step + 1,
-        loss=loss,
-        grad_norm=float(stats.grad_norm),
-        learning_rate=learning_rate,
-        tokens_per_s=tokens_per_s,
-        tflops_per_s=flops_per_s / 1e12,
-        step_ms=1e3 * seconds,
-        tokens=int(tokens),
-        mfu=mfu,
-        memory_mib=memory_mib(tokens.device),
-        skipped=skipped,
-        time=time.time(),
-    )
