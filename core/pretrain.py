@@ -8,22 +8,24 @@ Without data of your own it reads the interpreter's standard library.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from core import parallel_state
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
 from core.training.config.sources import checked
-from core.training.generate import generate
 from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
-from core.training.log.metrics import flops_per_token, total_peak_flops
-from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.log.metrics import total_peak_flops
+from core.training.log.page import Sample
+from core.training.model.begin import began_as, begin, sample, step_flops_per_token
+from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import moved_to, open_corpus
-from core.training.run.evaluate import TextLoss, evaluate_text
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
+from core.training.run.validation import evaluate_texts
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
 
@@ -35,15 +37,22 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     here = moved_to(ps.device)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
-    vocab = corpus.tokenizer.vocab_size
-    stages = build_stages(run.model, run.pipeline, vocab, s, ps)
-    describe(stages, ps, corpus, console.say)
+    stages = begin(run, corpus.tokenizer.vocab_size, ps)
+    parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     memory.watch(executor)
     checkpoints = Checkpoints(
-        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, run.flat()
+        run.checkpoint,
+        optimizer,
+        ps,
+        run.data,
+        run.training,
+        console.say,
+        corpus.order,
+        began_as(run),
+        settings=run.flat(),
     )
     start = console.start = checkpoints.resume()
     if start >= run.training.train_steps:
@@ -51,24 +60,18 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         return
     peak = total_peak_flops(ps, run.model.dtype, run.training.peak_tflops)
 
-    def validate() -> dict[str, TextLoss]:
-        found = {}
-        for name, text in corpus.validation_texts.items():
-            found[name] = evaluate_text(executor, map(here, text.validation(rank, size)), len(text.valid_text))
-        return found
-
     with console, checkpoints, open_log(run, start, ps) as log:
         first = train(
             executor,
             optimizer,
             lambda step: here(corpus.train.batch(step, rank, size)),
             run.training,
-            flops_per_token=flops_per_token(run.model.transformer(), vocab, s),
+            flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=peak,
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=validate if corpus.validation_texts else None,
+            validate=partial(evaluate_texts, executor, corpus, ps) if corpus.validation_texts else None,
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens,
@@ -78,11 +81,11 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
     steps = last_step(executor)
-    written = generate(
-        stages[min(stages)], corpus.prompt(s // 2 or 1), new_tokens=100, temperature=0.7, executor=executor
-    )
+    prompt = corpus.prompt(s // 2 or 1)
+    written = sample(stages, prompt, executor)
     if ps.rank == 0:
-        tell(loaded, log, corpus, steps, corpus.tokenizer.decode(written), ps, console.say)
+        text = Sample.of(corpus.tokenizer, prompt, written)
+        tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
         for line in comparisons(first, start, log.records, run, corpus):
             console.say(line)
 

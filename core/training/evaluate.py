@@ -22,9 +22,10 @@ from core.training.config.sources import checked
 from core.training.log.console import errors_as_one_line
 from core.training.log.json_rows import json_number
 from core.training.log.validation import MAIN, perplexity
-from core.training.run.data import Corpus, moved_to, open_corpus
-from core.training.run.evaluate import TextLoss, evaluate_text
+from core.training.run.data import Corpus, open_corpus
+from core.training.run.evaluate import TextLoss
 from core.training.run.trained import Trained, executor_of, find_trained
+from core.training.run.validation import evaluate_texts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ps = ParallelState.build(run.parallel, device=device)
         corpus = open_corpus(run.data, run.training, ps)
         _refuse_other_tokenizer(trained, corpus)
-        stages = trained.load(run, trained.vocab_size(corpus.tokenizer.vocab_size), ps)
-        found = _evaluate(executor_of(stages, run, ps), corpus, ps)
+        if not corpus.validation_texts:
+            raise ValueError("the run has 0 validation texts; give --data PREFIX")
+        stages = trained.load(run, corpus.tokenizer.vocab_size, ps)
+        found = evaluate_texts(executor_of(stages, run, ps), corpus, ps)
         if ps.rank == 0:
             _tell(trained.url, {names.get(name, name): text for name, text in found.items()}, options.json)
     return 0
@@ -86,29 +89,12 @@ def _fitted(loaded: Loaded, max_batches: int) -> RunConfig:
 
 
 def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
-    identity, size = corpus.tokenizer.identity, corpus.tokenizer.vocab_size
+    identity = corpus.tokenizer.identity
     if trained.tokenizer is not None and trained.tokenizer != identity:
         raise ValueError(
             f"the text was made with the tokenizer {identity[:12]}, {trained.url} was trained with "
             f"{trained.tokenizer[:12]}; prepare the text with the tokenizer of the run"
         )
-    if trained.form is not None and size > trained.form.vocab_size:
-        raise ValueError(
-            f"the text's tokenizer has {size} tokens, the model's embedding {trained.form.vocab_size} rows; prepare "
-            "the text with --tokenizer of the model"
-        )
-
-
-def _evaluate(executor: Any, corpus: Corpus, ps: ParallelState) -> dict[str, TextLoss]:
-    """Name -> what each text costs. Collective."""
-    texts = corpus.validation_texts
-    if not texts:
-        raise ValueError("the run has 0 validation texts; give --data PREFIX")
-    here, rank, size = moved_to(ps.device), ps.index("dp"), ps.size("dp")
-    found = {}
-    for name, text in texts.items():
-        found[name] = evaluate_text(executor, map(here, text.validation(rank, size)), len(text.valid_text))
-    return found
 
 
 def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool) -> None:

@@ -11,8 +11,9 @@ from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, StepStats
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage, StepResult
-from core.training import evaluate_bits_per_byte, next_token_loss, train
+from core.training import PipelineConfig, evaluate_bits_per_byte, next_token_loss, train
 from core.training.log.metrics import MetricsLog, flops_per_token
+from core.training.model.begin import build_stages
 from core.training.run.compare import first_step_alone
 from core.training.run.data import open_corpus
 from core.training.run.evaluate import TextLoss
@@ -177,11 +178,29 @@ def test_records_tell_what_part_of_the_peak_was_used_and_the_memory(made):
     job = alone(made, train_steps=2, log_interval=1)
     job.run(peak_flops=1e12)
     for record, line in zip(job.log.records, job.said, strict=True):
-        assert record.mfu == pytest.approx(record.tflops_per_s) and line.endswith(f" | mfu {record.mfu:.1%}")
+        assert record.mfu == pytest.approx(record.tflops_per_s) and f" | mfu {record.mfu:.1%} | " in line
         assert record.memory_mib > 50 and record.skipped == 0
     without = alone(made, train_steps=1)
     without.run()
     assert without.log.records[0].mfu is None and "mfu" not in without.said[0]
+
+
+def test_a_peak_that_is_passed_is_none(made):
+    job = alone(made, train_steps=1)
+    job.run(peak_flops=1.0)
+    assert job.log.records[0].mfu is None and "mfu" not in job.said[0]
+
+
+def test_an_overflow_of_float16_is_one_short_line(made):
+    job = alone(made, train_steps=1)
+    step = job.optimizer.step
+    job.optimizer.step = lambda num_tokens: dataclasses.replace(
+        step(num_tokens=num_tokens), skipped=torch.tensor(True)
+    )
+    job.optimizer.loss_scale = torch.tensor(32768.0)
+    job.optimizer.non_finite = lambda: pytest.fail("nobody asked")
+    job.run()
+    assert job.said[-1] == "step     1/1 | skipped: float16 overflow | loss scale 32768"
 
 
 def test_skipped_steps_are_counted_between_two_records(made):
@@ -253,8 +272,9 @@ def run_here(made, tp, sp):
     torch.set_default_dtype(torch.float32)  # the configuration says float32 or bfloat16, whatever the default
     job = Job(state(tp=tp, sp=sp), made, train_steps=3, log_interval=1)
     first = job.run()
-    vocab = job.corpus.tokenizer.vocab_size
-    other = first_step_alone(MODEL, job.data, job.training, job.batches, vocab)
+    vocab, single = job.corpus.tokenizer.vocab_size, ParallelState.single("cpu")
+    full = build_stages(MODEL, PipelineConfig(), vocab, job.data.sequence_length, single)
+    other = first_step_alone(full[0], job.training, job.batches)
     return first, other, [r.loss for r in job.log.records], job.bits(), first.against(other)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from core.pipeline import Action, Timeline
 from core.pipeline.schedule.timeline import Event
-from core.training.log.console import Console
+from core.training.log.console import Console, fitted
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib, read_metrics
 from core.training.log.validation import ValidationRecord, read_validations
 from core.training.run.summary import write_report
@@ -30,11 +30,17 @@ def record(step, loss=2.5, **more):
 
 def test_the_line_of_a_step_can_be_grepped():
     line = (
-        "step    20/300 | loss 2.5000 | grad norm 0.7500 | lr 1.00e-03 | 12,346 tokens/s | 0.0123 TFLOP/s | "
-        "98.8 ms/step"
+        "step    20/300 | loss 2.5000 | grad norm 0.7500 | lr 1.00e-03 | 12,346 tokens/s | 98.8 ms/step | "
+        "0.0123 TFLOP/s"
     )
     assert record(20).line(300) == line
-    assert record(20, mfu=0.4123, memory_mib=5.0).line(300) == line + " | mfu 41.2%"
+    with_mfu = line.replace("tokens/s |", "tokens/s | mfu 41.2% |")
+    assert record(20, mfu=0.4123, memory_mib=5.0).line(300) == with_mfu
+    assert fitted(with_mfu, 80) == with_mfu[: with_mfu.index(" | mfu")] and fitted(line, 200) == line
+    sentence = "a sentence of words " * 6
+    assert fitted(sentence, 80).replace("\n ", "") == sentence.strip() and len(fitted(sentence, 80).split("\n")) == 2
+    drawing = "rank 0 | F0 F1" + " F2" * 40
+    assert fitted(drawing, 80) == drawing
 
 
 def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path):

@@ -5,8 +5,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640.0, 230.0
-LEFT, RIGHT, TOP, BOTTOM = 54.0, 628.0, 10.0, 204.0
+WIDTH, HEIGHT = 440.0, 206.0
+LEFT, RIGHT, TOP, BOTTOM = 50.0, 430.0, 10.0, 168.0
+# the page's and the picture's colours on paper; the dark ones stand in the page
+LIGHT = {
+    "paper": "#f6f7f9",
+    "card": "#ffffff",
+    "ink": "#1b2129",
+    "soft": "#5c6775",
+    "grid": "#e7eaef",
+    "edge": "#d9dee5",
+    "line": "#2866c8",
+    "l0": "#c2410c",
+    "l1": "#0a7d5a",
+    "l2": "#8a3fb0",
+    "l3": "#7a6a00",
+    "odd": "#cf222e",
+    "given": "#0a7d5a",
+}
+LEVEL_REACH = 0.35  # a level this far outside of the curve, as a part of its range, stretches the axis; not farther
 POINTS = 800  # more are drawn as their mean and range
 BUCKETS = 400
 MARKERS = 200
@@ -91,9 +108,12 @@ class Axis:
 def value_axis(curve: Curve) -> Axis:
     """Of all that is drawn, with some air; a logarithmic one for wide ranges."""
     points = [value for row in (curve.points or {}).values() for _, value in row]
-    drawn = (*curve.values, *points, *(curve.levels or {}).values())
-    seen = [float(v) for v in drawn if v is not None and finite(v)] or [0.0]
+    seen = [float(v) for v in (*curve.values, *points) if v is not None and finite(v)] or [0.0]
     low, high = min(seen), max(seen)
+    # levels must not press the curve flat: those far away are told in the legend
+    reach = LEVEL_REACH * (high - low)
+    near = [v for v in (curve.levels or {}).values() if finite(v) and low - reach <= v <= high + reach]
+    low, high = min([low, *near]), max([high, *near])
     if curve.logarithmic and low > 0 and high / low > LOG_FROM:
         return Axis(low / 1.3, high * 1.3, BOTTOM, TOP, True)
     if curve.zero:
@@ -133,7 +153,8 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
         at = y.at(tick)
         yield f'<line class="grid" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text x="{LEFT - 8:g}" y="{at + 3.5:.1f}" text-anchor="end">{short(tick)}</text>'
-    whole = [tick for tick in x.ticks(6) if tick == int(tick)]
+    yield f'<text class="axis" x="{(LEFT + RIGHT) / 2:g}" y="{BOTTOM + 33:g}" text-anchor="middle">step</text>'
+    whole = [tick for tick in x.ticks(4) if tick == int(tick)]
     for tick in whole:
         place = x.at(tick)
         anchor = "end" if place > RIGHT - 24 else "middle"  # a long number would leave the picture
@@ -143,12 +164,26 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
 
 def _levels(curve: Curve, y: Axis) -> Iterator[str]:
     for number, (name, value) in enumerate((curve.levels or {}).items()):
-        if finite(value):
+        if is_on(y, value):
             at = y.at(value)
             yield (
                 f'<line class="level l{number % 4}" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}">'
                 f"<title>{escape(name)} {value:.3f}</title></line>"
             )
+
+
+def is_on(axis: Axis, value: float) -> bool:
+    """Whether it can be drawn where it belongs."""
+    return finite(value) and axis.low <= value <= axis.high
+
+
+def legend(curve: Curve) -> list[tuple[str, str]]:
+    """(name, value) of each level; of those that the axis leaves out, on which side they are."""
+    axis, rows = value_axis(curve), []
+    for name, value in (curve.levels or {}).items():
+        side = "" if is_on(axis, value) else " (above)" if value > axis.high else " (below)"
+        rows.append((name, f"{value:.3f}{side}"))
+    return rows
 
 
 def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]:

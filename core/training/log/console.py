@@ -44,6 +44,11 @@ def errors_as_one_line() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
+def terminal_width(most: int) -> int:
+    """Columns of the terminal, at most so many; where the output is no terminal, so many."""
+    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
+
+
 def fitted(line: str, width: int) -> str:
     """A line for a terminal of so many columns.
 
@@ -81,8 +86,8 @@ class Console:
         """One line, at once; above the bar where there is one. On a terminal it has at most its columns."""
         if self.quiet:
             return
-        if sys.stdout.isatty():
-            text = "\n".join(fitted(line, shutil.get_terminal_size().columns) for line in text.split("\n"))
+        width = terminal_width(sys.maxsize)
+        text = "\n".join(fitted(line, width) for line in text.split("\n"))
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:

@@ -86,7 +86,7 @@ class MemoryReport:
         return self._report(point, self.local_usage())
 
     def _report(self, point: str, usage: Usage) -> list[Usage]:
-        # the table's head comes with the first line; the least needed columns last, where a terminal may be too narrow
+        # the table's head comes with the first line
         usages = all_gather_objects(usage, self.ps.world)
         if not self.usages:
             self._say(self._line("MiB per rank", {name: name for name in self._columns}))

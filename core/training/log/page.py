@@ -8,17 +8,35 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from core.datasets import AnyTokenizer
 from core.pipeline.draw.draw import draw_svg
 from core.pipeline.schedule.timeline import Event, Timeline
 from core.training.log import charts
-from core.training.log.charts import Curve, draw, finite, short
+from core.training.log.charts import Curve, draw, finite, legend, short
 from core.training.log.json_rows import json_number
 from core.training.log.metrics import StepRecord
 from core.training.log.validation import ValidationRecord, best_of
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that a model wrote: `prompt` was given to it, `written` is its own."""
+
+    prompt: str
+    written: str
+
+    @classmethod
+    def of(cls, tokenizer: AnyTokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> "Sample":
+        """tokens: the prompt, and what was generated."""
+        begins, whole = tokenizer.decode(list(prompt)), tokenizer.decode(list(tokens))
+        if whole.startswith(begins):
+            return cls(begins, whole[len(begins) :])
+        return cls(begins, tokenizer.decode(list(tokens[len(prompt) :])))  # a character of two tokens between them
+
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
@@ -32,10 +50,11 @@ def write_page(
     environment: Mapping[str, Any] | None = None,
     baselines: Mapping[str, float] | None = None,
     timelines: Mapping[str, Timeline] | None = None,
-    sample: str = "",
+    sample: Sample | None = None,
     bytes_per_token: float = 0.0,
     validations: Sequence[ValidationRecord] = (),
     title: str = "Training run",
+    facts: Mapping[str, str] | None = None,
 ) -> None:
     """Write the page at `path`, whole or not at all.
 
@@ -43,8 +62,8 @@ def write_page(
     environment: name -> value (`report.environment.environment`). baselines: name -> bits per byte, levels beside the
     loss. timelines: title -> what each rank did in a step, in seconds. bytes_per_token: turns the loss (nats per
     token) into bits per byte; 0 leaves it as it is. validations: points beside the loss.
-    All of it is in `<script type="application/json" id="data">`,
-    the records by column; what is not finite is "NaN", "Infinity" or "-Infinity" there.
+    facts: name -> what tells this run from others, below the title. All of it is in `<script id="data">` as JSON, the
+    records by column; what is not finite is "NaN", "Infinity" or "-Infinity" there.
     """
     data = {
         "version": 1,
@@ -57,8 +76,10 @@ def write_page(
         "baselines": _plain(baselines or {}),
         "bytes_per_token": json_number(float(bytes_per_token)),
         "timelines": {name: _timeline_rows(timeline) for name, timeline in (timelines or {}).items()},
-        "sample": sample,
+        "sample": None if sample is None else {"prompt": sample.prompt, "written": sample.written},
+        "facts": dict(facts or {}),
     }
+    drawn = list(curves(records, baselines or {}, bytes_per_token, validations))
     steps = [record.step for record in records]
     text = _render(
         title=title,
@@ -66,16 +87,19 @@ def write_page(
         charts=charts,
         about=_about(records),
         tiles=list(_tiles(records, validations, bytes_per_token)),
-        drawings=[
-            (curve, draw(curve, steps)) for curve in curves(records, baselines or {}, bytes_per_token, validations)
-        ],
+        facts=facts or {},
+        drawings=[(curve, legend(curve), draw(curve, steps)) for curve in drawn],
         timelines=[_drawn(name, timeline) for name, timeline in (timelines or {}).items()],
         sample=sample,
         parts=_settings_by_part(run, origin or {}),
+        changed=_changed(run, origin or {}),
         origins_known=bool(origin),
         environment={name: _in_words(value) for name, value in (environment or {}).items()},
     )
-    target = Path(path)
+    _replace(Path(path), text)
+
+
+def _replace(target: Path, text: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -214,7 +238,6 @@ def curves(
         ("learning_rate", "Learning rate", "", 1.0),
         ("tokens_per_s", "Throughput", "tokens/s, all ranks", 1.0),
         ("memory_mib", "Peak memory", "MiB, rank 0", 1.0),
-        ("mfu", "MFU", "% of the devices' FLOP/s", 100.0),
     )
     for key, name, unit, by in rest:
         values = [None if (v := getattr(record, key)) is None else v * by for record in records]
@@ -239,6 +262,12 @@ def _settings_by_part(run: Mapping[str, Any], origin: Mapping[str, str]) -> dict
         setting = {"field": field, "value": _in_words(value), "origin": origin.get(name, "default")}
         parts.setdefault(part, []).append(setting)
     return parts
+
+
+def _changed(run: Mapping[str, Any], origin: Mapping[str, str]) -> list[dict[str, str]]:
+    """The settings that are not from a default."""
+    names = [name for name in run if origin.get(name, "default") != "default"]
+    return [{"field": name, "value": _in_words(run[name]), "origin": origin[name]} for name in names]
 
 
 def _in_words(value: Any) -> str:

@@ -28,6 +28,7 @@ class Checkpoints(AbstractContextManager):
     `resume()` before the loop, `after_step` as its hook, the context around it. SIGTERM and Ctrl-C then end the run
     after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
+    began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
     settings: the run's, by flat name; they stand in each manifest, so that the checkpoint can be evaluated by itself.
     """
 
@@ -40,6 +41,7 @@ class Checkpoints(AbstractContextManager):
         training: TrainingConfig,
         say: Callable[[str], None] = print,
         order: Mapping[str, Any] | None = None,
+        began_as: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
@@ -66,7 +68,7 @@ class Checkpoints(AbstractContextManager):
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
                 share_reads=config.share_reads,
-                run={"settings": dict(settings)} if settings else None,
+                run=_facts(began_as=began_as, settings=settings),
                 ps=ps,
             )
 
@@ -128,7 +130,10 @@ class Checkpoints(AbstractContextManager):
                 "next; use the same, or start afresh with checkpoint.resume=never"
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        saved_layout = _describe_layout(StoredCheckpoint.open(url).run.get("layout", {}))
+        stored_run = StoredCheckpoint.open(url).run
+        if self.manager is not None:
+            self.manager.note({"began_as": stored_run.get("began_as", {})})
+        saved_layout = _describe_layout(stored_run.get("layout", {}))
         layout = _describe_layout(layout_of_ranks(self.ps))
         self.say(
             f"resumed from {url}: step {saved['step']}, next sample {saved['samples']}, optimizer "
@@ -233,3 +238,8 @@ class Checkpoints(AbstractContextManager):
 
 def _describe_layout(layout: Mapping[str, Any]) -> str:
     return " ".join(f"{axis}={layout[axis]}" for axis in sorted(layout))
+
+
+def _facts(**found: Mapping[str, Any] | None) -> dict[str, Any]:
+    """For the manifest, those that there are."""
+    return {name: dict(values) for name, values in found.items() if values}

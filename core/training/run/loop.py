@@ -154,7 +154,7 @@ def train(
     Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
-    may end the run early. tokens_per_step: of all ranks, for the tokens seen in each record; 0 leaves them out.
+    may end the run early. tokens_per_step: of all ranks, for the records; 0: not told.
     Returns what the first step computed. Raises RuntimeError: a loss that is NaN. ValueError: no step left to run.
     """
     if start >= config.train_steps:
@@ -186,9 +186,7 @@ def train(
 
         # validate and save, outside of the throughput
         begin = time.perf_counter()
-        bits = None
-        if is_validated and validate is not None:
-            bits = _validate(step, validate(), meter, config, log, say)
+        bits = _validate(step, validate if is_validated else None, meter, config, log, say)
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
@@ -225,13 +223,14 @@ def _skipped_line(record: StepRecord, optimizer: Optimizer, config: TrainingConf
 
 def _validate(
     step: int,
-    found: Mapping[str, TextLoss],
+    validate: Callable[[], Mapping[str, TextLoss]] | None,
     meter: _Meter,
     config: TrainingConfig,
     log: MetricsLog,
     say: Callable[[str], None],
 ) -> float | None:
-    """Record what each text cost; the bits per byte of the main one."""
+    """Record what each text costs; the bits per byte of the main one. Collective where there is something to do."""
+    found = validate() if validate is not None else {}
     for name, text in found.items():
         record = ValidationRecord(
             step=step + 1,

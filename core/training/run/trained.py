@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from core.dist_checkpointing import load_common_state_dict
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.manifest import MANIFEST
@@ -13,14 +15,13 @@ from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.mapping import sharded_state_dict
 from core.dist_checkpointing.storage.address import below
-from core.models.gpt import GPTModel
-from core.models.huggingface import HuggingFaceModel, from_huggingface, load_huggingface
+from core.models.huggingface import from_huggingface
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.training.config import RunConfig
 from core.training.config.run import known_fields
 from core.training.config.toml_files import read_toml
-from core.training.run.build import build_stages
+from core.training.model.begin import first_stages
 
 _LONGEST_SEQUENCE = 1024  # of a Hugging Face model, unless data.sequence_length says otherwise
 # of a run's settings, what another layout, machine or purpose does not share with it
@@ -29,44 +30,29 @@ _KEPT = ("model.", "data.", "training.micro_batch_size")
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Where a model lies. settings: flat names of its run, as far as they describe the model and its text.
+    """Where a model lies, and the flat settings of its run that describe it and its text.
 
-    url: of the checkpoint, or the Hugging Face folder. form: the model as Hugging Face describes it; None: `settings`
-    do. tokenizer: identity of the tokenizer that its text was made with, where the checkpoint knows it.
+    is_checkpoint: `url` is one; else the Hugging Face folder that `settings` name. tokenizer: identity of the
+    tokenizer of its text, where the checkpoint knows it.
     """
 
     url: str
     settings: Mapping[str, Any]
     is_checkpoint: bool
-    form: HuggingFaceModel | None = None
     tokenizer: str | None = None
 
-    def vocab_size(self, of_the_text: int) -> int:
-        """Rows of its embedding, for a text whose tokenizer has so many tokens."""
-        return of_the_text if self.form is None else self.form.vocab_size
+    def load(self, run: RunConfig, tokens: int, ps: ParallelState) -> Mapping[int, nn.Module]:
+        """stage -> module of this rank, with its weights; tokens: of the tokenizer. Collective.
 
-    def load(self, run: RunConfig, vocab_size: int, ps: ParallelState) -> dict[int, GPTModel]:
-        """stage -> model of this rank, with its weights. Collective.
-
-        Raises ValueError: a checkpoint of another model; a Hugging Face folder over pipeline ranks.
+        Raises ValueError: a checkpoint of another model, a tokenizer with more tokens than the model.
         """
-        if self.form is None:
-            stages = build_stages(run.model, run.pipeline, vocab_size, run.data.sequence_length, ps)
-        else:
-            if ps.size("pp") > 1:
-                raise ValueError(
-                    f"a Hugging Face model is read whole, parallel.pipeline={ps.size('pp')} divides it; use "
-                    "parallel.tensor"
-                )
-            stages = {0: GPTModel(**self.form.arguments(), parallel=ps, parallel_output=True)}
+        stages = first_stages(run, tokens, ps, resumes=self.is_checkpoint)
         if self.is_checkpoint:
-            load({"model": sharded_state_dict(stages, ps)}, self.url, ps=ps, cast=True)
-        else:
-            load_huggingface(stages[0], self.url)
+            load({"model": sharded_state_dict(dict(stages), ps)}, self.url, ps=ps, cast=True)
         return stages
 
 
-def executor_of(stages: Mapping[int, GPTModel], run: RunConfig, ps: ParallelState) -> SingleStage | Pipeline:
+def executor_of(stages: Mapping[int, nn.Module], run: RunConfig, ps: ParallelState) -> SingleStage | Pipeline:
     """Runs forward over the stages, `training.micro_batch_size` rows at once. Collective."""
     count = run.training.global_batch_size // ps.size("dp") // run.training.micro_batch_size
     if ps.size("pp") == 1:
@@ -83,8 +69,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
     """
     path = Path(target).expanduser()
     if (path / "config.json").is_file() and not (path / MANIFEST).exists():
-        folder_form = from_huggingface(path)
-        return Trained(url=str(path), settings=_length_of(folder_form), is_checkpoint=False, form=folder_form)
+        return Trained(url=str(path), settings=_of_folder(path), is_checkpoint=False)
     settings: Mapping[str, Any] = {}
     if path.suffix == ".toml" or (path / "run.toml").is_file():
         settings = _from_file(path if path.suffix == ".toml" else path / "run.toml")
@@ -95,9 +80,8 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
     url = _newest(target)
     settings = settings or _of_checkpoint(url)
     objects = load_common_state_dict(url)
-    form = from_huggingface(Path(source).expanduser()) if source is not None else None
-    if form is not None:
-        settings = _length_of(form)
+    if source is not None:
+        settings = _of_folder(Path(source).expanduser())
     elif not settings and not described:
         raise ValueError(
             f"{url} does not tell what model it holds; give --config run.toml of its run, or --source, the Hugging "
@@ -107,13 +91,13 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
         url=url,
         settings={name: value for name, value in settings.items() if name.startswith(_KEPT)},
         is_checkpoint=True,
-        form=form,
         tokenizer=objects.get("training/order/tokenizer"),
     )
 
 
-def _length_of(form: HuggingFaceModel) -> dict[str, Any]:
-    return {"data.sequence_length": min(_LONGEST_SEQUENCE, form.max_sequence_length)}
+def _of_folder(folder: Path) -> dict[str, Any]:
+    length = min(_LONGEST_SEQUENCE, from_huggingface(folder).max_sequence_length)
+    return {"model.huggingface": str(folder), "data.sequence_length": length}
 
 
 def _from_file(path: Path) -> dict[str, Any]:
