@@ -16,8 +16,9 @@ from core.models.huggingface.__main__ import main
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.importing import import_huggingface
 from core.parallel_state import ParallelState
+from tests.models.huggingface import TODAY
 from tests.models.test_huggingface import COMMON, CONFIGS
-from tests.models.test_huggingface_families import TODAY, saved
+from tests.models.test_huggingface_families import saved
 from tests.states import state
 
 KINDS = ["llama3", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt2-untied"]
