@@ -17,8 +17,9 @@ LLAMA3 |= {"original_max_position_embeddings": 16}
 PHI3 = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 NO_PADDING = {"pad_token_id": None}  # whose row of the embedding gets no gradient there
 SLIDES = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA3 = COMMON | {"num_hidden_layers": 3, "head_dim": 6, "query_pre_attn_scalar": 11, "sliding_window": 5}
+DEEP = COMMON | {"num_hidden_layers": 4}  # one for each stage of a V over 2 ranks
+LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+GEMMA3 = DEEP | {"head_dim": 6, "query_pre_attn_scalar": 11, "sliding_window": 5}
 TODAY = {
     "llama3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=dict(LLAMA3)),
     "linear": lambda: transformers.LlamaConfig(
@@ -41,14 +42,12 @@ TODAY = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
     ),
-    "olmo2": lambda: transformers.Olmo2Config(**COMMON, **NO_PADDING),
-    "smollm3": lambda: transformers.SmolLM3Config(
-        **COMMON | {"num_hidden_layers": 3}, **NO_PADDING, no_rope_layer_interval=2
-    ),
+    "olmo2": lambda: transformers.Olmo2Config(**DEEP, **NO_PADDING),
+    "smollm3": lambda: transformers.SmolLM3Config(**DEEP, **NO_PADDING, no_rope_layer_interval=2),
     "smollm3-window": lambda: transformers.SmolLM3Config(
-        **COMMON | {"num_hidden_layers": 3},
+        **DEEP,
         **NO_PADDING,
-        no_rope_layers=[0, 1, 1],
+        no_rope_layers=[0, 1, 1, 0],
         use_sliding_window=True,
         sliding_window=5,
         tie_word_embeddings=False,
@@ -113,8 +112,8 @@ def exactly(patch):
 
 
 def random_model(config):
-    torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+    torch.manual_seed(1)  # after theirs were drawn, which depend on torch's default dtype
     for p in model.parameters():  # biases start at zero and norms at one: make every number matter
         torch.nn.init.normal_(p, std=0.2, mean=float(p.dim() == 1))
     return model
