@@ -137,7 +137,12 @@ def test_configurations_as_published_are_read_without_a_word(name):
     assert ours.vocab_size == PUBLISHED[name]["vocab_size"] and ours.config.hidden_size % 64 == 0
     assert (ours.config.rotary_scaling is not None) == (name == "llama-3.1-8b")
     windows = {"mistral-7b-v0.1": (4096,) * 32, "phi-3-mini-4k": (2047,) * 32}
+    windows |= {"gemma-3-270m": ((512,) * 5 + (None,)) * 3, "gemma-3-1b": (((512,) * 5 + (None,)) * 5)[:26]}
     assert ours.config.windows == windows.get(name)
+    if name == "smollm3-3b":
+        assert [one is not None for one in ours.config.rotary_per_layer] == [True, True, True, False] * 9
+    if name == "gemma-3-1b":
+        assert {one.base for one in ours.config.rotary_per_layer} == {1e4, 1e6}
 
 
 def test_every_family_is_compared():

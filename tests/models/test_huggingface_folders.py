@@ -112,7 +112,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
     def another_configuration(source, temporary, dtype):
         (temporary / "config.json").write_text(changed)
 
-    monkeypatch.setattr("core.models.huggingface.exporting._write_companions", another_configuration)
+    monkeypatch.setattr("core.models.huggingface.exporting.copy_companions", another_configuration)
     with pytest.raises(ValueError, match=r"logits differ from ours by .* nothing was written"):
         export_huggingface(tmp_path / "ckpt", tmp_path / "out", folder, check=True)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))

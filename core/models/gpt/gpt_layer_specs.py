@@ -44,3 +44,7 @@ def olmo2_spec() -> TransformerLayerSpec:
 def get_gpt_layer_local_spec() -> TransformerLayerSpec:
     """Megatron's name for the default: learned positions, no part that needs more than torch."""
     return gpt2_spec()
+
+
+# by the name that a checkpoint says
+SPECS = {"gpt2": gpt2_spec, "llama": llama_spec, "gemma3": gemma3_spec, "olmo2": olmo2_spec}

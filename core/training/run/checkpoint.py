@@ -28,6 +28,7 @@ class Checkpoints(AbstractContextManager):
     `resume()` before the loop, `after_step` as its hook, the context around it. SIGTERM and Ctrl-C then end the run
     after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
+    run: what every checkpoint says of the run (`facts_of_run`).
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Checkpoints(AbstractContextManager):
         training: TrainingConfig,
         say: Callable[[str], None] = print,
         order: Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
         # everything that decides which sample comes next
@@ -64,6 +66,7 @@ class Checkpoints(AbstractContextManager):
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
                 share_reads=config.share_reads,
+                run=run,
                 ps=ps,
             )
 
