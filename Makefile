@@ -45,9 +45,9 @@ format: $(STAMP)
 # two pipeline stages of two tensor ranks, saving beside the training; then four tensor ranks go on from the middle
 pretrain: $(STAMP)
 	rm -rf runs/pretrain/checkpoints
-	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.log-interval 5 \
+	$(TORCHRUN) -m core.pretrain $(LAYOUT) --training.log-interval 5 \
 		--checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
-	$(TORCHRUN) examples/pretrain_gpt.py --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
+	$(TORCHRUN) -m core.pretrain --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
 		--training.log-interval 5 --training.train-steps 100 --optimizer.lr 2e-3 --optimizer.min-lr 2e-4 \
 		--optimizer.lr-decay-steps 200 \
 		--training.output runs/resumed \
@@ -55,7 +55,7 @@ pretrain: $(STAMP)
 		--training.compare-with runs/pretrain/metrics.jsonl
 
 pretrain-long: $(STAMP)
-	$(TORCHRUN) examples/pretrain_gpt.py $(LAYOUT) --training.train-steps 1200
+	$(TORCHRUN) -m core.pretrain $(LAYOUT) --training.train-steps 1200
 
 benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.dense_step

@@ -2,16 +2,14 @@
 
     python examples/bring_your_own_text.py FOLDER_OR_FILES... [--steps 200] [--output runs/own_text]
 
-The same in two commands, for every layout: `python -m core.datasets.prepare`, then `examples/pretrain_gpt.py`.
+The same in two commands, for every layout: `python -m core.datasets.prepare`, then `python -m core.pretrain`.
 """
 
+import argparse
 import os
 import sys
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
-import tyro
 
 from core import parallel_state
 from core.datasets import load_tokenizer
@@ -20,25 +18,25 @@ from core.training import initialize
 from core.training.log.console import errors_as_one_line
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
+def arguments() -> argparse.Namespace:
     """What this script is told."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("inputs", nargs="*", help="folders and files: .txt, .md, .py, .jsonl, also .gz and .zst")
+    add("--output", default="runs/own_text", help="directory of what it makes")
+    add(
+        "--documents",
+        choices=("file", "paragraph", "line"),
+        default="file",
+        help="where a document ends; a single file needs paragraphs or lines, or nothing is left to validate on",
+    )
+    add("--vocab-size", type=int, default=1024, help="tokens of the tokenizer that is trained on this text")
+    add("--steps", type=int, default=200, help="updates of the model")
+    add("--sequence-length", type=int, default=128, help="tokens per sample")
+    return parser.parse_args()
 
-    inputs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Folders and files: .txt, .md, .py, .jsonl, also .gz and .zst."""
-    output: str = "runs/own_text"
-    """Directory of what it makes."""
-    documents: Literal["file", "paragraph", "line"] = "file"
-    """Where a document ends; a single file needs paragraphs or lines, or nothing is left to validate on."""
-    vocab_size: int = 1024
-    """Tokens of the tokenizer that is trained on this text."""
-    steps: int = 200
-    """Updates of the model."""
-    sequence_length: int = 128
-    """Tokens per sample."""
 
-
-def main(told: Arguments) -> list[float]:
+def main(told: argparse.Namespace) -> list[float]:
     """The losses of all steps, the same on every rank."""
     prefix = f"{told.output}/text"
     if int(os.environ.get("RANK", 0)) == 0:
@@ -71,7 +69,7 @@ def main(told: Arguments) -> list[float]:
 
 
 if __name__ == "__main__":
-    told = tyro.cli(Arguments, description=__doc__)
+    told = arguments()
     with errors_as_one_line():
         if not told.inputs:
             raise ValueError("0 folders or files given, at least 1 is needed: bring_your_own_text.py FOLDER")

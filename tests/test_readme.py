@@ -15,7 +15,7 @@ from core.training.config.sources import merge
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-TEXTS = {"README.md": README, "examples/pretrain_gpt.py": (ROOT / "examples" / "pretrain_gpt.py").read_text()}
+TEXTS = {"README.md": README, "core/pretrain.py": (ROOT / "core" / "pretrain.py").read_text()}
 
 
 def commands():
@@ -34,7 +34,7 @@ def test_a_torchrun_command_describes_a_run_that_fits_together(command, tmp_path
         writer.add_document([1] * 2000)
     command = command.replace("data/corpus", "corpus")
     words = shlex.split(command)
-    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    script = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "core.pretrain")
     world = int(words[words.index("--nproc-per-node") + 1])
     merge(words[script + 1 :]).loaded().run.check(world)
 

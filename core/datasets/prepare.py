@@ -101,7 +101,7 @@ def report(corpus: CorpusFiles) -> str:
         f"{rate:.1f} MB/s\n"
         f"skipped: {skipped_text(dict(card.skipped))}\n"
         f"files: {sizes}\n"
-        f"next: torchrun --standalone --nproc-per-node 1 examples/pretrain_gpt.py --data.train {corpus.prefix}"
+        f"next: torchrun --standalone --nproc-per-node 1 -m core.pretrain --data.train {corpus.prefix}"
     )
 
 

@@ -72,7 +72,7 @@ def test_bytes_of_a_folder(text, tmp_path, capsys):
     assert card.skipped == {"files of another suffix": 1, "undecodable files": 1}
     out = capsys.readouterr().out
     assert "52 documents" in out and "skipped: 1 files of another suffix, 1 undecodable files" in out
-    assert f"examples/pretrain_gpt.py --data.train {tmp_path}/new/corpus" in out
+    assert f"-m core.pretrain --data.train {tmp_path}/new/corpus" in out
 
 
 def test_a_tokenizer_is_trained_and_stored_and_used_again(text, tmp_path, capsys):

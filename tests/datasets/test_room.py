@@ -34,7 +34,7 @@ def test_bytes_are_prepared_and_inspected_without_torch_and_any_extra(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "'some text" in done.stdout
-    assert "error: the tokenizer needs an extra: pip install 'paracore[train]'" in done.stderr
+    assert "error: the tokenizer needs the package tokenizers: pip install tokenizers" in done.stderr
 
 
 def test_files_and_order_need_neither_torch_nor_tokenizers():
@@ -42,7 +42,7 @@ def test_files_and_order_need_neither_torch_nor_tokenizers():
         "import sys; sys.modules['torch'] = sys.modules['tokenizers'] = None\n"
         "from core.datasets import TokenFile, sample_ids, standard_library, bits_per_byte\n"
         "try:\n    from core.datasets import Tokenizer\n"
-        "except ImportError as error:\n    assert 'paracore[train]' in str(error)\n"
+        "except ImportError as error:\n    assert 'pip install tokenizers' in str(error)\n"
         "else:\n    raise AssertionError('imported')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -36,6 +36,21 @@ def test_slurm_is_a_shell_script(fields):
     assert "#SBATCH --signal=TERM@120" in directives
 
 
+def test_what_a_cluster_asks_for_stands_in_the_slurm_file():
+    more = {"partition": "gpu", "account": "lab", "qos": "high", "gres": "gpu:h100:8", "container": "reg/img:1"}
+    text = render("slurm", **more, directives="exclusive; --mail-type=END", commands="module load cuda; source x")
+    head, _, body = text.partition("set -euo pipefail")
+    asked = [line for line in head.splitlines() if line.startswith("#SBATCH --")]
+    wanted = ["partition=gpu", "account=lab", "qos=high", "gres=gpu:h100:8", "exclusive", "mail-type=END"]
+    assert asked[-7:-1] == [f"#SBATCH --{word}" for word in wanted] and "gpus-per-node" not in text
+    assert "\nmodule load cuda\nsource x\n" in body
+    assert "srun --kill-on-bad-exit=1 --container-image=reg/img:1 " in body
+    assert "-m core.pretrain --config run.toml" in body
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    with pytest.raises(ValueError, match="gres='a b' holds other characters"):
+        render("slurm", gres="a b")
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_slurm_passes_shellcheck():
     done = subprocess.run(["shellcheck", "-"], input=render("slurm"), capture_output=True, text=True)

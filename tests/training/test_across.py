@@ -45,7 +45,7 @@ def other_version():
     """Rank 1 runs other software."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("core.training.config.across.version", lambda name: "9.9")
+            patch.setattr("core.training.config.across.__version__", "9.9")
             patch.setattr("torch.__version__", "0.0")
         return said_by({})
 

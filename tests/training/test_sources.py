@@ -7,6 +7,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.extras import install
 from core.interop.deepspeed import from_deepspeed
 from core.training import RunConfig, load_run
 from core.training.config import ConfigError
@@ -225,7 +226,7 @@ def test_without_tyro_files_still_work(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     with pytest.raises(SystemExit, match="2"):
         load_run([])
-    assert capsys.readouterr().err == "error: the command line needs tyro: pip install 'paracore[train]'\n"
+    assert capsys.readouterr().err == f"error: the command line needs tyro: {install('train')}\n"
     assert RunConfig.from_dict({"device": "cpu"}).device == "cpu"
 
 

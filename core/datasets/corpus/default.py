@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
 from core.datasets.corpus.standard_library import SourceFiles, read_texts, split_by_hash, standard_library
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
-from core.datasets.tokenizers.trained import LIBRARY_VERSION, Tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from core.datasets.tokenizers.trained import Tokenizer  # needs an extra: imported where it is used
 
 _FORMAT = 3
 _TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch
@@ -82,6 +84,8 @@ def prepare_default_corpus(
 
 def _key(sources: SourceFiles, vocab_size: int, valid_fraction: float) -> str:
     """Everything the result depends on, as one hash."""
+    from core.datasets.tokenizers.trained import LIBRARY_VERSION
+
     inputs = [_FORMAT, sys.version, LIBRARY_VERSION, vocab_size, valid_fraction, sources.fingerprint()]
     return _sha256(json.dumps(inputs).encode())
 
@@ -104,6 +108,8 @@ def _reusable(directory: Path, key: str) -> _Figures | None:
 def _build(
     directory: Path, sources: SourceFiles, sides: tuple[list[str], list[str]], vocab_size: int, key: str
 ) -> _Figures:
+    from core.datasets.tokenizers.trained import train_tokenizer
+
     (train, train_skipped), (valid, valid_skipped) = (read_texts(sources.root, names) for names in sides)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "corpus.json").unlink(missing_ok=True)  # from here on the directory is incomplete
@@ -131,7 +137,7 @@ def _build(
     return figures
 
 
-def _write(prefix: Path, texts: Sequence[str], tokenizer: Tokenizer, sources: Sequence[str]) -> None:
+def _write(prefix: Path, texts: Sequence[str], tokenizer: "Tokenizer", sources: Sequence[str]) -> None:
     """One document per text, closed by the end of text."""
     end = tokenizer.end_of_text
     with TokenFileWriter(
@@ -142,7 +148,7 @@ def _write(prefix: Path, texts: Sequence[str], tokenizer: Tokenizer, sources: Se
             writer.add_document([*ids, end])
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+def _encode(texts: Sequence[str], tokenizer: "Tokenizer") -> Iterator[list[int]]:
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         yield from tokenizer.encode_batch(texts[first : first + _TEXTS_AT_ONCE])
 

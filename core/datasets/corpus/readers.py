@@ -53,7 +53,7 @@ def _extra(name: str, source: TextSource) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(f"{source.path} needs {name}, an extra: pip install 'paracore[data]'") from error
+        raise ImportError(f"{source.path} needs {name}: pip install {name}") from error
 
 
 class _Damaged(Exception):

@@ -12,7 +12,7 @@ from core.datasets.tokenizers.byte_tokenizer import refuse_surrogates
 try:
     import tokenizers as hf
 except ImportError as error:
-    raise ImportError("the tokenizer needs an extra: pip install 'paracore[train]'") from error
+    raise ImportError("the tokenizer needs the package tokenizers: pip install tokenizers") from error
 
 END_OF_TEXT = "<|endoftext|>"
 LIBRARY_VERSION: str = hf.__version__

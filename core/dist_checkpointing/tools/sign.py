@@ -104,7 +104,7 @@ def _read_key(file: str | os.PathLike[str], kind: str) -> Any:
         from cryptography.hazmat.primitives.asymmetric import ed25519
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
     except ImportError:
-        raise ValueError('signatures need the package cryptography: pip install "paracore[sign]"') from None
+        raise ValueError("signatures need the package cryptography: pip install cryptography") from None
     loaders: dict[str, Callable[[bytes], Any]] = {
         "private": partial(load_pem_private_key, password=None),
         "public": load_pem_public_key,

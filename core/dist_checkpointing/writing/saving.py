@@ -4,10 +4,10 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from core import __version__
 from core.dist_checkpointing.planning.exchange import owned_cells
 from core.dist_checkpointing.planning.prepare import SavePlan, SavePlanner, Weights
 from core.dist_checkpointing.planning.ranks import agree, default_state, problem_of
@@ -37,7 +37,7 @@ class Saver:
     ) -> None:
         self.root, self.ps, self.timeout_s = root, ps, timeout_s
         self.retention, self.durable = retention, durable
-        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": _version()}
+        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": __version__}
         self._run |= dict(run or {})
         self._planner = SavePlanner(ps, weights)
 
@@ -102,14 +102,6 @@ class Saver:
             raise
         seconds = time.perf_counter() - begin
         return SaveStats(stall_ms=1e3 * seconds, bytes=written_bytes, seconds=seconds)
-
-
-def _version() -> str:
-    """Of this package; it may be used without having been installed."""
-    try:
-        return version("paracore")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def layout_of_ranks(ps: ParallelState) -> dict[str, int]:

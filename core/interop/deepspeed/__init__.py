@@ -65,7 +65,7 @@ class FromDeepSpeed:
         return "\n".join(lines)
 
     def flags(self) -> list[str]:
-        """The same on the command line of examples/pretrain_gpt.py."""
+        """The same on the command line of `python -m core.pretrain`."""
         arguments: list[str] = []
         for section, fields in self.fields.items():
             for name, value in fields.items():

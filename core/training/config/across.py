@@ -1,11 +1,11 @@
 """Checks once, at the start, that all ranks have the same configuration and software."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from core import __version__
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S, world_group
 from core.training.config.run import RunConfig
@@ -34,12 +34,8 @@ def same_on_all_ranks(run: RunConfig) -> None:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        own_version = version("paracore")
-    except PackageNotFoundError:  # run from its sources
-        own_version = "unknown"
     return {
-        "paracore": own_version,
+        "paracore": __version__,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
     }

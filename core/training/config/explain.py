@@ -85,7 +85,7 @@ def _explain_batch(sections: dict, world_size: int) -> str:
 def template() -> str:
     """A TOML file with every field, its docstring, kind and default, all of it comments: a run of defaults."""
     lines = [
-        "# A run: python examples/pretrain_gpt.py --config THIS.toml",
+        "# A run: python -m core.pretrain --config THIS.toml",
         "# Every field with its default; uncomment what is to be otherwise. Flags win over the file.",
         "# python -m core.training.config --explain THIS.toml tells what comes out of it.",
     ]

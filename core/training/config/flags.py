@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any
 
+from core.extras import install
 from core.training.config.fields import NONE, Field, number_of, pairs_of
 from core.training.config.names import unknown
 from core.training.config.run import PARTS, Problem
@@ -126,7 +127,7 @@ def _parsed(
     try:
         import tyro
     except ImportError as error:
-        raise ImportError("the command line needs tyro: pip install 'paracore[train]'") from error
+        raise ImportError(f"the command line needs tyro: {install('train')}") from error
 
     messages = io.StringIO()
     try:

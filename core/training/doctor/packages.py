@@ -8,29 +8,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from types import ModuleType
 
+from core import __version__
+from core.extras import EXTRAS
 from core.training.doctor.check import Check, first_line
 
 PYTHON = (3, 11)
 REQUIRED = {"torch": "2.11", "numpy": "1.26", "einops": "0.8", "tensorstore": "0.1.70", "zarr": "3.1"}
-# extra -> {distribution: what it is for}
-EXTRAS = {
-    "train": {
-        "tokenizers": "training and loading tokenizers; without it text is bytes",
-        "tyro": "flags of the command line",
-        "rich": "the progress bar",
-        "matplotlib": "report.png",
-        "jinja2": "report.html",
-        "tomli_w": "writing configuration files",
-    },
-    "data": {
-        "pyarrow": "reading .parquet",
-        "datasets": "reading Hugging Face data sets",
-        "zstandard": "reading .zst",
-    },
-    "log": {"tensorboard": "TensorBoard's curves", "wandb": "Weights & Biases, offline or not"},
-    "deepspeed": {"hjson": "a ds_config.json with comments"},
-    "sign": {"cryptography": "signatures of checkpoints"},
-}
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
@@ -51,17 +34,12 @@ def packages() -> Iterator[Check]:
     else:
         remedy = f"install Python {'.'.join(map(str, PYTHON))} or newer"
         yield Check(name="Python", value=python, status="missing", remedy=remedy, required=True)
-    own_version = _version("paracore")
-    if own_version:
-        yield Check(name="paracore", value=own_version, status="ok")
-    else:
-        value = "the source tree alone; its version is not known"
-        yield Check(name="paracore", value=value, status="info", remedy="pip install -e .")
+    yield Check(name="paracore", value=__version__, status="ok")
     for name, minimum in REQUIRED.items():
         yield required(name, minimum)
-    for extra, distributions in EXTRAS.items():
+    for distributions in EXTRAS.values():
         for name, purpose in distributions.items():
-            yield optional(name, extra, purpose)
+            yield optional(name, purpose)
 
 
 def required(name: str, minimum: str) -> Check:
@@ -86,7 +64,7 @@ def required(name: str, minimum: str) -> Check:
     return Check(name=name, value=installed, status="ok", required=True)
 
 
-def optional(name: str, extra: str, purpose: str) -> Check:
+def optional(name: str, purpose: str) -> Check:
     """A package of an extra: whether it is installed, without the time of its import."""
     try:
         is_installed = find_spec(name) is not None
@@ -95,7 +73,7 @@ def optional(name: str, extra: str, purpose: str) -> Check:
     if is_installed:
         return Check(name=name, value=_version(name) or "installed", status="ok")
     value = f"not installed ({purpose})"
-    return Check(name=name, value=value, status="off", remedy=f"pip install 'paracore[{extra}]'")
+    return Check(name=name, value=value, status="off", remedy=f"pip install {name}")
 
 
 def _version(name: str) -> str | None:

@@ -88,7 +88,7 @@ def _is_installed(name: str) -> bool:
 
 def _install_hint(*names: str) -> str:
     verb = "is" if len(names) == 1 else "are"
-    return f"{' and '.join(names)} {verb} not installed: pip install 'paracore[log]'"
+    return f"{' and '.join(names)} {verb} not installed: pip install {' '.join(names)}"
 
 
 class TensorBoardSink:

@@ -127,7 +127,7 @@ def write_report(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("report.png needs matplotlib: pip install 'paracore[train]'") from error
+        raise ImportError("report.png needs matplotlib: pip install matplotlib") from error
     timelines = dict(timelines or {})
     # two plots of fixed height, then one lane per rank and timeline (in inches)
     heights = [0.35 * len(timeline.rows) + 0.6 for timeline in timelines.values()]

@@ -1,0 +1,99 @@
+"""Pretrain a GPT on text, over tensor, pipeline and data parallel ranks, on CPUs or accelerators.
+
+    python -m core.pretrain --help              # one process
+    torchrun --standalone --nproc-per-node 4 -m core.pretrain --parallel.tensor 2 --parallel.pipeline 2
+    torchrun --standalone --nproc-per-node 8 -m core.pretrain --config run.toml --optimizer.lr 3e-4
+
+Without data of your own it reads the interpreter's standard library.
+"""
+
+from collections.abc import Sequence
+
+from core import parallel_state
+from core.parallel_state import ParallelState
+from core.parallel_state.environment import started_processes
+from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
+from core.training.generate import generate
+from core.training.log.console import Console, errors_as_one_line
+from core.training.log.memory import MemoryReport
+from core.training.log.metrics import flops_per_token, total_peak_flops
+from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.run.checkpoint import Checkpoints
+from core.training.run.compare import comparisons
+from core.training.run.data import moved_to, open_corpus
+from core.training.run.evaluate import evaluate_bits_per_byte
+from core.training.run.facts import facts_of_run
+from core.training.run.summary import configuration, describe, last_step, open_log, tell
+
+TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
+
+
+def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
+    """Train, validate, sample, report, and check the first step against one process."""
+    s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
+    console = Console(ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s)
+    here = moved_to(ps.device)
+    configuration(loaded, ps, console.say)
+    corpus = open_corpus(run.data, run.training, ps)
+    vocab = corpus.tokenizer.vocab_size
+    stages = build_stages(run.model, run.pipeline, vocab, s, ps)
+    describe(stages, ps, corpus, console.say)
+    memory = MemoryReport(stages, ps, say=console.say)
+    shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
+    executor = build_executor(stages, run.pipeline, run.training, ps, shard)
+    memory.watch(executor)
+    facts = facts_of_run(stages, corpus)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, facts)
+    start = console.start = checkpoints.resume()
+    if start >= run.training.train_steps:
+        console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
+        return
+    peak = total_peak_flops(ps, run.model.dtype, run.training.peak_tflops)
+
+    def validate() -> float:
+        return evaluate_bits_per_byte(executor, map(here, corpus.validation(rank, size)), len(corpus.valid_text))
+
+    with console, checkpoints, open_log(run, start, ps) as log:
+        first = train(
+            executor,
+            optimizer,
+            lambda step: here(corpus.train.batch(step, rank, size)),
+            run.training,
+            flops_per_token=flops_per_token(run.model.transformer(), vocab, s),
+            peak_flops=peak,
+            log=log,
+            say=console.say,
+            every_step=console.every_step if console.bar else None,
+            validate=validate if corpus.valid is not None else None,
+            checkpoints=checkpoints,
+            start=start,
+        )
+    if skipped := optimizer.skipped_steps:
+        console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
+    if checkpoints.stopped:
+        raise SystemExit(TRY_AGAIN)
+    steps, bits = last_step(executor), validate() if corpus.valid is not None else None
+    written = generate(
+        stages[min(stages)], corpus.prompt(s // 2 or 1), new_tokens=100, temperature=0.7, executor=executor
+    )
+    if ps.rank == 0:
+        tell(loaded, log.records, corpus, bits, steps, corpus.tokenizer.decode(written), ps, console.say)
+        for line in comparisons(first, start, log.records, run, corpus):
+            console.say(line)
+
+
+def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
+    """The run that a command line describes, on this process or on torchrun's ranks.
+
+    args: default: those of this process. Raises SystemExit: --help, mistakes, and a run that was asked to stop (75).
+    """
+    loaded = load_run(args, description=description)
+    with errors_as_one_line():
+        run = loaded.run.check(started_processes())
+        with parallel_state.launch(run.device) as device, errors_as_one_line():
+            same_on_all_ranks(run)
+            pretrain(loaded, run, ParallelState.build(run.parallel, device=device))
+
+
+if __name__ == "__main__":
+    main(description=__doc__)
