@@ -30,14 +30,9 @@ def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
 
 def _differences(model: HuggingFaceModel, family: Family, fields: Facts, kind: str) -> list[str]:
     """What the fields of a family say otherwise, or cannot say."""
-    if refused := [message for holds, message in family.rules(fields) if not holds]:
-        return refused
-    try:
-        read = _facts(family.model(fields, model.config.params_dtype))
-    except (ValueError, TypeError, AttributeError) as error:
-        return [str(error)]
-    ours = _facts(model)
-    return [f"{name}={ours[name]} ({kind}: {read[name]})" for name in ours if ours[name] != read[name]]
+    ours, read = _facts(model), _facts(family.model(fields, model.config.params_dtype))
+    different = [f"{name}={ours[name]} ({kind}: {read[name]})" for name in ours if ours[name] != read[name]]
+    return different or [message for holds, message in family.rules(fields) if not holds]
 
 
 def _facts(model: HuggingFaceModel) -> dict[str, Any]:
