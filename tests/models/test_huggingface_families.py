@@ -150,7 +150,7 @@ def test_every_family_is_compared():
 
 
 def test_a_family_that_differs_in_a_name(monkeypatch):
-    """As docs/concepts/huggingface.md adds one: the rows of another family with another name, one entry."""
+    """The rows of another family with another name, one entry."""
 
     def renamed(name):
         return name.replace("down_proj", "out_proj")

@@ -1,19 +1,23 @@
 """Families whose layers are not Llama's, over tensor ranks, pipelines and recomputation: transformers' numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 
 from core.autograd import apply_recompute
+from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages
 from core.models.huggingface import canonical, from_huggingface, load_huggingface
-from core.parallel_state import layout_of
+from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage, schedules
 from core.training import next_token_loss
 from core.training.generate import generate
 from tests.models.huggingface import TODAY, exactly, random_model
+from tests.parity.shards import whole_gradients
 from tests.parity.whole import assembled, assert_same
 from tests.states import state
 from tests.twins.per_parameter import PerParameterGradSync
@@ -104,6 +108,47 @@ def test_a_step_is_that_of_transformers(ranks, kind, layout):
 @pytest.mark.parametrize("kind", ["olmo2", pytest.param("gemma3-scaled", marks=pytest.mark.full)])
 def test_three_tensor_ranks(ranks, kind):
     ranks(one_step, kind, True, 3, 1, True, "", "layer", world=3)
+
+
+def dropped(kind, pp, schedule, recompute, zero):
+    """Windows, norms and scales with dropout: one process's step, whatever the pipeline, recomputation and ZeRO."""
+    form = from_huggingface(TODAY[kind](), params_dtype=torch.float64)
+    config = replace(form.config, hidden_dropout=0.1, attention_dropout=0.2, init_method_std=0.3)
+    arguments, rows = form.arguments() | {"config": config, "seed": 2}, batch(VOCAB)
+    single = ParallelState.single("cpu")
+    model = GPTModel(**arguments, parallel=single)
+    executor = SingleStage(
+        model, ps=single, num_microbatches=2, seed=4, grad_sync=PerParameterGradSync(model, single)
+    )
+    loss = executor.step(rows, next_token_loss).loss_sum.item()
+    # without the padding of the vocabulary
+    want = {name: p.main_grad[tuple(map(slice, layout_of(p).shape))] for name, p in model.named_parameters()}
+
+    ps = state(pp=pp)
+    stages = gpt_stages(**arguments, parallel=ps, placement=schedules.placement(schedule, pp) if pp > 1 else (0,))
+    shard = DataParallel(stages, ps, zero_stage=zero, bucket_size=500)
+    if pp > 1:
+        executor = Pipeline(
+            stages, ps=ps, schedule=schedule, num_microbatches=2, recompute=recompute, grad_sync=shard, seed=4
+        )
+        mine = rows
+    else:
+        apply_recompute(stages[0], recompute, stage=stages[0].stage)
+        executor = SingleStage(stages[0], ps=ps, num_microbatches=1, grad_sync=shard, seed=4)
+        mine = {name: tensor[2 * ps.index("dp") :][:2] for name, tensor in rows.items()}
+    result = executor.step(mine, next_token_loss)
+    assert abs(result.loss_sum.item() - loss) <= 1e-10 * abs(loss)
+    found = whole_gradients(shard)
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize(
+    "pp, schedule, recompute, zero",
+    [(2, "zb-v", "stage", 0), (1, "", "layer", 3), pytest.param(2, "1f1b", "layer", 1, marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("kind", ["gemma3", "olmo2"])
+def test_with_dropout_a_step_is_one_process_s(ranks, kind, pp, schedule, recompute, zero):
+    ranks(dropped, kind, pp, schedule, recompute, zero, world=2)
 
 
 PROMPTS = [[5, 100, 3], [9, 9, 1, 2, 4, 77, 31, 8]]

@@ -59,7 +59,16 @@ MATCHES = [
 @pytest.mark.parametrize("style, facts, kind", MATCHES)
 def test_a_born_model_is_of_the_first_family_that_says_all_of_it(tmp_path, style, facts, kind):
     """Written from its description, as JSON, and of the same logits in transformers: --check refuses others."""
-    made = born(style, **facts)
+    exported_as(born(style, **facts), kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "gemma3", "gemma3-scaled", "olmo2", "smollm3-window"])
+def test_a_model_of_any_family_needs_no_source(tmp_path, kind):
+    config = TODAY[kind]()
+    exported_as(from_huggingface(config), config.model_type, tmp_path)
+
+
+def exported_as(made, kind, tmp_path):
     model = GPTModel(**made.arguments(), parallel=ParallelState.single("cpu"), seed=5)
     told = json.loads(json.dumps(description(model)))
     save({"model": model.sharded_state_dict()}, str(tmp_path / "ckpt"), ps=model.parallel, run={"model": told})

@@ -39,7 +39,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _families(options: argparse.Namespace) -> int:
-    say(f"{kind:10} {family.architecture}" for kind, family in sorted(FAMILIES.items()))
+    say(f"{kind:12} {family.architecture}" for kind, family in sorted(FAMILIES.items()))
     return 0
 
 

@@ -18,7 +18,7 @@ from core.models.huggingface.family.gemma3 import Gemma3
 from core.models.huggingface.family.gpt2 import gpt2_fields, gpt2_model, gpt2_rules
 from core.models.huggingface.family.llama_like import LlamaLike
 from core.models.huggingface.family.smollm3 import SmolLM3
-from core.models.huggingface.rows import GEMMA3_ROWS, GPT2_ROWS, LLAMA_ROWS, OLMO2_ROWS, PHI3_ROWS, Row
+from core.models.huggingface.rows import GEMMA3_ROWS, GPT2_ROWS, OLMO2_ROWS, PHI3_ROWS
 from core.parallel_state.config import raise_all
 
 # known, and why they are not read
@@ -26,10 +26,6 @@ _OTHERS = {
     "gemma3": "it holds a model of images and text; save its text model by itself, as Gemma3ForCausalLM with "
     "config.text_config (model_type gemma3_text)",
 }
-
-
-def _llama_like(architecture: str, like: LlamaLike, rows: tuple[Row, ...] = LLAMA_ROWS) -> Family:
-    return Family(architecture=architecture, model=like.model, rules=like.rules, fields=like.fields, rows=rows)
 
 
 _PHI3 = LlamaLike(window="always", partial_rotary=True, dropout=True, epsilon=1e-5)
@@ -49,14 +45,14 @@ _GEMMA3 = Gemma3(
 
 # by model_type; a model that was born here is exported as the first that says all of its facts
 FAMILIES: dict[str, Family] = {
-    "llama": _llama_like("LlamaForCausalLM", LlamaLike(attention_bias=True, mlp_bias=True)),
-    "mistral": _llama_like("MistralForCausalLM", LlamaLike(window="always", sliding_window=4096)),
-    "qwen2": _llama_like("Qwen2ForCausalLM", LlamaLike(qkv_bias=True, window="by layer")),
-    "qwen3": _llama_like("Qwen3ForCausalLM", LlamaLike(attention_bias=True, qk_norm=True, window="by layer")),
-    "smollm3": _llama_like("SmolLM3ForCausalLM", _SMOLLM3),
-    "phi3": _llama_like("Phi3ForCausalLM", _PHI3, PHI3_ROWS),
-    "olmo2": _llama_like("Olmo2ForCausalLM", _OLMO2, OLMO2_ROWS),
-    "gemma3_text": _llama_like("Gemma3ForCausalLM", _GEMMA3, GEMMA3_ROWS),
+    "llama": LlamaLike(attention_bias=True, mlp_bias=True).family("LlamaForCausalLM"),
+    "mistral": LlamaLike(window="always", sliding_window=4096).family("MistralForCausalLM"),
+    "qwen2": LlamaLike(qkv_bias=True, window="by layer").family("Qwen2ForCausalLM"),
+    "qwen3": LlamaLike(attention_bias=True, qk_norm=True, window="by layer").family("Qwen3ForCausalLM"),
+    "smollm3": _SMOLLM3.family("SmolLM3ForCausalLM"),
+    "phi3": _PHI3.family("Phi3ForCausalLM", PHI3_ROWS),
+    "olmo2": _OLMO2.family("Olmo2ForCausalLM", OLMO2_ROWS),
+    "gemma3_text": _GEMMA3.family("Gemma3ForCausalLM", GEMMA3_ROWS),
     "gpt2": Family(
         architecture="GPT2LMHeadModel", model=gpt2_model, rules=gpt2_rules, fields=gpt2_fields, rows=GPT2_ROWS
     ),

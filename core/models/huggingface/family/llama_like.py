@@ -10,6 +10,7 @@ from core.models.gpt.gpt_layer_specs import llama_spec
 from core.models.huggingface.facts import Facts
 from core.models.huggingface.family.family import (
     ACTIVATIONS,
+    Family,
     Fields,
     HuggingFaceModel,
     Rules,
@@ -17,6 +18,7 @@ from core.models.huggingface.family.family import (
     one_dropout,
 )
 from core.models.huggingface.family.rope import SCALINGS, one_rotary, rope_fields, rope_kind, rotary_rules
+from core.models.huggingface.rows import LLAMA_ROWS, Row
 from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 
@@ -51,6 +53,10 @@ class LlamaLike:
     groups: int | None = None
     head_size: int | None = None
     sliding_window: int | None = None
+
+    def family(self, architecture: str, rows: tuple[Row, ...] = LLAMA_ROWS) -> Family:
+        """The entry of the table of families."""
+        return Family(architecture=architecture, model=self.model, rules=self.rules, fields=self.fields, rows=rows)
 
     def model(self, facts: Facts, params_dtype: torch.dtype) -> HuggingFaceModel:
         """Our form of the fields."""
