@@ -13,11 +13,11 @@ from core import parallel_state
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
-from core.training.generate import generate
 from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
-from core.training.log.metrics import flops_per_token, total_peak_flops
-from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.log.metrics import total_peak_flops
+from core.training.model.begin import began_as, begin, sample, step_flops_per_token
+from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import moved_to, open_corpus
@@ -35,15 +35,16 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     here = moved_to(ps.device)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
-    vocab = corpus.tokenizer.vocab_size
-    stages = build_stages(run.model, run.pipeline, vocab, s, ps)
+    stages = begin(run, corpus.tokenizer.vocab_size, ps)
     describe(stages, ps, corpus, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     memory.watch(executor)
-    facts = facts_of_run(stages, corpus)
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, facts)
+    origin, facts = began_as(run), facts_of_run(stages, corpus)
+    checkpoints = Checkpoints(
+        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, origin, facts
+    )
     start = console.start = checkpoints.resume()
     if start >= run.training.train_steps:
         console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
@@ -59,7 +60,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             optimizer,
             lambda step: here(corpus.train.batch(step, rank, size)),
             run.training,
-            flops_per_token=flops_per_token(run.model.transformer(), vocab, s),
+            flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=peak,
             log=log,
             say=console.say,
@@ -73,9 +74,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
     steps, bits = last_step(executor), validate() if corpus.valid is not None else None
-    written = generate(
-        stages[min(stages)], corpus.prompt(s // 2 or 1), new_tokens=100, temperature=0.7, executor=executor
-    )
+    written = sample(stages, corpus.prompt(s // 2 or 1), executor)
     if ps.rank == 0:
         tell(loaded, log.records, corpus, bits, steps, corpus.tokenizer.decode(written), ps, console.say)
         for line in comparisons(first, start, log.records, run, corpus):

@@ -104,6 +104,10 @@ class CheckpointManager:
         self._failure: str | None = None  # of a save in the background, until it is raised once
         self._entered = False
 
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Facts for the manifests of all later saves, beside those of `run`."""
+        self._saver.note(facts)
+
     def steps(self) -> list[int]:
         """Every committed step, ascending."""
         return CheckpointRoot(self.root).steps()

@@ -20,6 +20,15 @@ def _to_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised x, and 1 / rms of each row."""
+    # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
+    x32 = _to_float32(x)
+    mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
+    inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x32 * inverse_rms).mul_(_to_float32(weight)).to(x.dtype), inverse_rms
+
+
 class _RMSNorm(torch.autograd.Function):
     """torch decomposes rms_norm on CPU into a dozen autograd nodes; this keeps x and one number per row.
 
@@ -28,12 +37,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
-        x32 = _to_float32(x)
-        mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
-        inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, inverse_rms = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (x32 * inverse_rms).mul_(_to_float32(weight)).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -84,6 +90,8 @@ class RMSNorm(_Norm):
         scale = self.scale()
         # Accelerators have one fused kernel for it.
         if x.device.type == "cpu":
+            if not torch.is_grad_enabled():
+                return _rms_norm(x, scale, self.eps)[0]
             y: Tensor = _RMSNorm.apply(x, scale, self.eps)
             return y
         return F.rms_norm(x.to(scale.dtype), self.shape, scale, self.eps).to(x.dtype)

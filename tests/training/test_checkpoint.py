@@ -21,7 +21,8 @@ from core.training import (
     train,
 )
 from core.training.log.metrics import MetricsLog
-from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.model.begin import build_stages
+from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from tests.states import state as parallel
 

@@ -36,7 +36,7 @@ def test_flops_are_torchs_own_with_half_of_the_attention(name):
         vocab,
         s,
         parallel=ParallelState.single("cpu"),
-        share_embeddings_and_output_weights=shape.tie_embeddings,
+        share_embeddings_and_output_weights=shape.tied,
     )
     tokens = torch.randint(vocab, (b, s))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -10,8 +10,9 @@ from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, StepStats
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage, StepResult
-from core.training import evaluate_bits_per_byte, next_token_loss, train
+from core.training import PipelineConfig, evaluate_bits_per_byte, next_token_loss, train
 from core.training.log.metrics import MetricsLog, flops_per_token
+from core.training.model.begin import build_stages
 from core.training.run.compare import first_step_alone
 from core.training.run.data import open_corpus
 from tests.states import state
@@ -232,8 +233,9 @@ def run_here(made, tp, sp):
     torch.set_default_dtype(torch.float32)  # the configuration says float32 or bfloat16, whatever the default
     job = Job(state(tp=tp, sp=sp), made, train_steps=3, log_interval=1)
     first = job.run(validate=job.bits)
-    vocab = job.corpus.tokenizer.vocab_size
-    other = first_step_alone(MODEL, job.data, job.training, job.batches, vocab)
+    vocab, single = job.corpus.tokenizer.vocab_size, ParallelState.single("cpu")
+    full = build_stages(MODEL, PipelineConfig(), vocab, job.data.sequence_length, single)
+    other = first_step_alone(full[0], job.training, job.batches)
     return first, other, [r.loss for r in job.log.records], job.bits(), first.against(other)
 
 

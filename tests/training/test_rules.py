@@ -91,7 +91,7 @@ WRONG = {
     "odd heads": (
         {"model": replace(MODEL, hidden_size=36)},
         1,
-        "style=llama rotates pairs of dims, hidden_size=36 / num_attention_heads=12 is 3; use an even number",
+        "rotary positions rotate pairs of dims, hidden_size=36 with num_attention_heads=12 has heads of 3; use an",
     ),
     "muon beside sharded states": (
         {"optimizer": OptimizerConfig(optimizer="muon")},

@@ -57,7 +57,7 @@ WRONG = [
     ),
     ({"parallel": {"sequence_parallel": 1}}, 1, "sequence_parallel=1 is an integer, true or false (no quotes) is"),
     ({"data_parallel": {"bucket_size": "big"}}, 1, "bucket_size='big' is text, an integer or None is needed"),
-    ({"model": {"style": 2}}, 1, "model.style=2 is an integer, a text is needed"),
+    ({"model": {"style": 2}}, 1, "model.style=2 is an integer, a text or None is needed"),
     ({"data": {"train": 5}}, 1, "data.train=5 is an integer, a list of texts is needed"),
     ({"data": {"train": [True]}}, 1, "data.train=[True] is a list with True, a list of texts is needed"),
     (

@@ -41,6 +41,10 @@ class Saver:
         self._run |= dict(run or {})
         self._planner = SavePlanner(ps, weights)
 
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """The manifests of all later saves say this too."""
+        self._run |= dict(facts)
+
     def prepare(self, state: Any, failure: str | None = None) -> SavePlan:
         """Agree with all ranks on what is saved by whom. Collective."""
         return self._planner.prepare(state, failure=failure)

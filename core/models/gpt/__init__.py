@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from core.models.gpt.gpt_layer_specs import llama_spec as llama_spec
     from core.models.gpt.gpt_layer_specs import olmo2_spec as olmo2_spec
     from core.models.gpt.gpt_model import GPTModel as GPTModel
+    from core.models.gpt.presets import PRESETS as PRESETS
     from core.models.gpt.stages import gpt_stages as gpt_stages
     from core.models.gpt.stages import split_layers as split_layers
+    from core.models.gpt.styles import STYLES as STYLES
+    from core.models.gpt.styles import gpt2_config as gpt2_config
+    from core.models.gpt.styles import llama_config as llama_config
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

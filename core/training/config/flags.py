@@ -83,6 +83,10 @@ def _scan(
             else:
                 accepted.append(word)
                 typed[switch] = head
+        elif kind == "flag" and (switch != name or (not equals and _is_flag(after))):
+            # a switch that may also be left to a default: alone it is true, with no- it is false
+            accepted.append(f"{flag_of(switch)}={'true' if switch == name else 'false'}")
+            typed[switch] = head
         elif switch != name and name != _CONFIG:
             accepted.append(word)  # --optimizer.no-lr: nobody's
         elif not equals and _is_flag(after):

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from core import dist_checkpointing
 from core.optimizer.config import MOST_STEPS
 from core.optimizer.state.offload import Offload
 from core.parallel_state.config import raise_all
 from core.pipeline.schedule import schedules
-from core.training.config.model import DTYPES
+from core.training.functions import function_of, is_function_name
+from core.training.model.config import DTYPES
 
 _MAX_CHUNKS = 1024  # a stage has at least one layer
 
@@ -24,7 +26,8 @@ class PipelineConfig:
     """
 
     schedule: str = "1f1b"
-    """A schedule by name (`python -m core.pipeline.simulate --list`), or "auto": searched for the measured costs."""
+    """A schedule by name (`python -m core.pipeline.simulate --list`); "auto": searched for the measured costs; or a
+    function of your own, "package.module:function": (ranks, microbatches) -> Schedule."""
 
     chunks: int | None = None
     """Stages per rank; default: the schedule's own (2 for "auto")."""
@@ -39,11 +42,20 @@ class PipelineConfig:
             f"chunks={chunks} stages per rank must be at most {_MAX_CHUNKS}",
         )
         raise_all("PipelineConfig", [rule])
-        self.placement(1)  # raises for an unknown schedule, or chunks that it does not have
+        if not is_function_name(self.schedule):
+            self.placement(1)  # raises for an unknown schedule, or chunks that it does not have
+        elif chunks is not None:
+            raise ValueError(
+                f"PipelineConfig: chunks={chunks} is for named schedules; {self.schedule} places its stages itself"
+            )
+
+    def generator(self) -> str | schedules.Generator:
+        """The schedule as `Pipeline` takes it: a name, or the function. Raises ValueError: no such function."""
+        return function_of(self.schedule) if is_function_name(self.schedule) else self.schedule
 
     def placement(self, ranks: int) -> tuple[int, ...]:
-        """The pipeline rank of each stage."""
-        return schedules.placement(self.schedule, ranks, self.chunks)
+        """The pipeline rank of each stage. Raises ValueError: no such function, what it makes is no schedule."""
+        return schedules.placement(self.generator(), ranks, self.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,3 +273,11 @@ class CheckpointConfig:
             self.directory is not None or (self.every == 0 and self.resume != "must"),
             f"every={self.every} and resume={self.resume} need a directory; give one",
         )
+
+    def resumes(self) -> bool:
+        """Whether a run of these settings goes on from a checkpoint instead of beginning; asks the directory."""
+        if self.load is not None:
+            return True
+        if self.directory is None or self.resume == "never":
+            return False
+        return bool(dist_checkpointing.CheckpointRoot(self.directory).steps())

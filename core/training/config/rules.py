@@ -11,27 +11,64 @@ from core.datasets import TokenFile, open_blend
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.training.config.data import DataConfig
-from core.training.config.model import ModelConfig
 from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
+from core.training.functions import function_of
+from core.training.model import folder
+from core.training.model.config import ModelConfig
 from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
 
+_MOST_STAGES = 1 << 14  # of a model whose layers nobody here can count
+
 
 def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
     """Sizes of layers, and how tensor and pipeline ranks divide them."""
+    if model.build is not None:  # its sizes are its own affair
+        try:
+            function_of(model.build)
+        except ValueError as error:
+            yield False, f"model.build={error}"
+        return
     # a model that is wrong by itself has no sizes to divide: its mistake alone is reported
     try:
-        config = model.transformer()
+        config, rotates = model.transformer(), model.spec().rotary is not None
     except ValueError as error:
         yield False, f"model: {str(error).removeprefix('TransformerConfig: ')}"
         return
     yield from layout_rules(config, parallel)
+    rotated = int(config.head_size * config.rotary_percent)
+    share = f" x rotary_percent={config.rotary_percent}" if config.rotary_percent < 1 else ""
     yield (
-        model.style != "llama" or config.head_size % 2 == 0,
-        f"style=llama rotates pairs of dims, hidden_size={model.hidden_size} / num_attention_heads="
-        f"{model.num_attention_heads} is {config.head_size}; use an even number of dims per head",
+        not rotates or (rotated > 0 and rotated % 2 == 0),
+        f"rotary positions rotate pairs of dims, hidden_size={config.hidden_size} with num_attention_heads="
+        f"{config.num_attention_heads} has heads of {config.head_size}{share}; use an even number of dims per head "
+        "(model.kv_channels)",
     )
+
+
+def _position_rules(model: ModelConfig, data: DataConfig) -> Rules:
+    """Rows are no longer than the model has positions."""
+    if model.build is not None:
+        return
+    try:
+        positions = model.positions(data.sequence_length)
+    except ValueError:  # a folder that cannot be read, which the rules of the model tell
+        return
+    yield (
+        data.sequence_length <= positions,
+        f"data.sequence_length={data.sequence_length} is more than the model's {positions} positions; use at most "
+        f"{positions}, or a model with more",
+    )
+
+
+def _folder_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
+    """A Hugging Face folder is looked at where a run begins with it."""
+    if model.huggingface is None:
+        return
+    yield from folder.text_rules(model, data.train, data.tokenizer)
+    if not checkpoint.resumes():
+        yield from folder.weight_rules(model, data.sequence_length)
 
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
@@ -99,14 +136,24 @@ def _file_rules(data: DataConfig) -> Rules:
 
 
 def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
-    if not 1 < parallel.pipeline <= model.num_layers:  # fewer layers than ranks: reported by `layout_rules`
+    try:
+        num_layers = model.layers
+    except ValueError:  # reported by `_model_rules`
+        return
+    own_model = model.build is not None
+    # fewer layers than ranks: reported by `layout_rules`
+    if not 1 < parallel.pipeline <= (_MOST_STAGES if own_model else num_layers):
         return
     # interleaved schedules have several stages per rank, each of at least one layer
-    stages = len(pipeline.placement(parallel.pipeline))
+    try:
+        stages = len(pipeline.placement(parallel.pipeline))
+    except Exception as error:  # of a function of the user's, which may raise anything
+        yield False, f"schedule={pipeline.schedule} over pipeline={parallel.pipeline} ranks: {error}"
+        return
     yield (
-        stages <= model.num_layers,
+        own_model or stages <= num_layers,
         f"schedule={pipeline.schedule} has {stages} stages over pipeline={parallel.pipeline} ranks, num_layers="
-        f"{model.num_layers} cannot fill them; use at least {stages} layers, or a schedule with one stage per "
+        f"{num_layers} cannot fill them; use at least {stages} layers, or a schedule with one stage per "
         "rank, as 1f1b",
     )
 
@@ -172,6 +219,8 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("checkpoint",), _checkpoint_rules),
     (("model", "parallel", "data_parallel", "optimizer"), _update_rules),
     (("model", "parallel"), _model_rules),
+    (("model", "data"), _position_rules),
+    (("model", "data", "checkpoint"), _folder_rules),
     (("training", "parallel"), _batch_rules),
     (("data", "parallel"), _sequence_rules),
     (("data",), _file_rules),

@@ -14,11 +14,12 @@ from core.optimizer.schedules.schedule import ENDLESS, LR_SCHEDULES
 from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten
-from core.training.config.model import ModelConfig
 from core.training.config.names import unknown
 from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
 from core.training.config.rules import check_run, run_rules
 from core.training.config.toml_files import read_toml, write_toml
+from core.training.model.config import ModelConfig
+from core.training.model.folder import tokenizer_in
 
 _TRAIN_STEPS, _DECAY_STEPS = "training.train_steps", "optimizer.lr_decay_steps"
 # defaults of a run that differ from those of an optimizer alone
@@ -72,6 +73,8 @@ class RunConfig:
                     "RunConfig.from_dict reads plain values"
                 )
         raise_all("RunConfig", _device_rules(self.device))
+        if self.data.tokenizer is None and (tokenizer := tokenizer_in(self.model.huggingface)) and self.data.train:
+            object.__setattr__(self, "data", replace(self.data, tokenizer=tokenizer))
 
     @classmethod
     def from_dict(cls, nested: Mapping[str, Any]) -> "RunConfig":
@@ -93,12 +96,16 @@ class RunConfig:
         return drafted(read.values, read.duplicates).run()
 
     def flat(self) -> dict[str, Any]:
-        """{"model.style": "llama", ...}: every field."""
+        """{"optimizer.lr": 0.001, ...}: every field; a fact of the model that nobody gave is None, see `resolved`."""
         values = {}
         for name, known_field in known_fields().items():
             owner = getattr(self, known_field.section) if known_field.section else self
             values[name] = getattr(owner, known_field.key)
         return values
+
+    def resolved(self) -> dict[str, Any]:
+        """The same with the model's facts filled in, for people to read."""
+        return self.flat() | {f"model.{key}": value for key, value in self.model.resolved().items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The same, part by part; `from_dict` gives the run again."""
@@ -219,7 +226,7 @@ def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ())
             problems.append(Problem(name, str(error)))
     wrong_names = {problem.name for problem in problems}
     derived = _fill_derived(valid, wrong_names)
-    values |= {name: valid[source] for name, source in derived.items()}
+    values |= {name: valid[name] for name in derived}
 
     # build each part by itself, so that the rules of all parts are checked even if one is wrong
     sections: dict[str, Any] = {}
@@ -230,6 +237,9 @@ def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ())
             problems.append(problem)
         if built is not None and section not in wrong_sections:
             sections[section] = built
+    if "model" in sections:
+        facts, sources = _resolved(sections["model"])
+        values, derived = values | facts, derived | sources
     if "device" not in wrong_names:
         problems += [Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds]
         sections["device"] = valid["device"]
@@ -238,6 +248,28 @@ def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ())
 
 def _fill_derived(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str]:
     """Fill in what follows from other fields; returns field -> the field that it follows."""
+    derived = _fill_decay_steps(valid, wrong_names)
+    names = {"model.huggingface", "data.tokenizer", "data.train"}
+    if not names & wrong_names and valid["data.tokenizer"] is None and valid["data.train"]:
+        valid["data.tokenizer"] = tokenizer_in(valid["model.huggingface"])
+        derived |= {"data.tokenizer": "model.huggingface"} if valid["data.tokenizer"] is not None else {}
+    return derived
+
+
+def _resolved(model: ModelConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """(field -> value of the facts that nobody gave, field -> the field that they follow)."""
+    try:
+        facts = model.resolved()
+    except ValueError:  # a folder that cannot be read, which the rules tell
+        return {}, {}
+    sources = {key: source for key in facts if (source := model.source_of(key)) is not None}
+    return (
+        {f"model.{key}": value for key, value in facts.items()},
+        {f"model.{key}": f"model.{source}" for key, source in sources.items()},
+    )
+
+
+def _fill_decay_steps(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str]:
     schedule, warmup_fraction = valid["optimizer.lr_schedule"], valid["optimizer.lr_warmup_fraction"]
     needs_steps = schedule in LR_SCHEDULES and (schedule not in ENDLESS or warmup_fraction > 0)
     if not needs_steps or valid[_DECAY_STEPS] is not None or _DECAY_STEPS in wrong_names:
@@ -258,6 +290,6 @@ def _build_section(
     except ValueError as error:
         text = f"{section}: {str(error).removeprefix(f'{kind.__name__}: ')}"
         for name, source in derived.items():  # the message names a number that the user did not give
-            if name.startswith(f"{section}.") and f"={valid[source]}" in text:
+            if name == f"{section}.lr_decay_steps" and f"={valid[source]}" in text:
                 text += f" ({name} follows {source}={valid[source]})"
         return None, Problem(section, text)

@@ -26,7 +26,7 @@ class Loaded:
         """`optimizer.lr = 0.0003  (run.toml:3)` of every value that is no default."""
         return [
             f"{name} = {literal(value)}  ({self.origin[name]})"
-            for name, value in self.run.flat().items()
+            for name, value in self.run.resolved().items()
             if self.origin[name] != "default"
         ]
 

@@ -1,4 +1,4 @@
-"""From a run's configuration to the stages of this rank and their executor."""
+"""From the stages of this rank to their optimizer and executor."""
 
 from collections.abc import Mapping
 
@@ -6,33 +6,13 @@ from torch import nn
 
 from core.autograd import GradSync, apply_recompute
 from core.data_parallel import DataParallel
-from core.models.gpt import GPTModel, gpt_stages
 from core.optimizer import OptimizerConfig, ShardedOptimizer, build_optimizer
 from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage
-from core.training.config import DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig
+from core.training.config import DataParallelConfig, PipelineConfig, TrainingConfig
 from core.training.log.memory import MemoryReport
-
-
-def build_stages(
-    model: ModelConfig, pipeline: PipelineConfig, vocab_size: int, sequence_length: int, ps: ParallelState
-) -> dict[int, GPTModel]:
-    """stage -> model of this rank; one whole model where there is one pipeline rank."""
-    ranks = ps.size("pp")
-    placement = pipeline.placement(ranks) if ranks > 1 else (0,)
-    return gpt_stages(
-        model.transformer(),
-        model.spec(),
-        vocab_size,
-        sequence_length,
-        placement=placement,
-        share_embeddings_and_output_weights=model.tie_embeddings,
-        parallel=ps,
-        seed=model.seed,
-        parallel_output=True,  # logits stay split over tensor ranks; whoever reads them gathers
-    )
 
 
 def build_sharded(
@@ -77,7 +57,7 @@ def build_executor(
     return Pipeline(
         stages,
         ps=ps,
-        schedule=pipeline.schedule,
+        schedule=pipeline.generator(),
         num_microbatches=num_microbatches,
         recompute=training.recompute,
         grad_sync=grad_sync,
@@ -86,7 +66,7 @@ def build_executor(
     )
 
 
-def count_parameters(stages: Mapping[int, GPTModel], ps: ParallelState) -> tuple[int, int]:
+def count_parameters(stages: Mapping[int, nn.Module], ps: ParallelState) -> tuple[int, int]:
     """(parameters of the whole model without padding, a tied table counted once; this rank's, with padding).
 
     All-gather over pp.

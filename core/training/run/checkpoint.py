@@ -28,7 +28,8 @@ class Checkpoints(AbstractContextManager):
     `resume()` before the loop, `after_step` as its hook, the context around it. SIGTERM and Ctrl-C then end the run
     after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
-    run: what every checkpoint says of the run (`facts_of_run`).
+    began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
+    run: what else every manifest says of the run (`facts_of_run`).
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Checkpoints(AbstractContextManager):
         training: TrainingConfig,
         say: Callable[[str], None] = print,
         order: Mapping[str, Any] | None = None,
+        began_as: Mapping[str, str] | None = None,
         run: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
@@ -66,7 +68,7 @@ class Checkpoints(AbstractContextManager):
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
                 share_reads=config.share_reads,
-                run=run,
+                run=({"began_as": dict(began_as)} if began_as else {}) | dict(run or {}),
                 ps=ps,
             )
 
@@ -128,7 +130,10 @@ class Checkpoints(AbstractContextManager):
                 "next; use the same, or start afresh with checkpoint.resume=never"
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        saved_layout = _describe_layout(StoredCheckpoint.open(url).run.get("layout", {}))
+        stored_run = StoredCheckpoint.open(url).run
+        if self.manager is not None:
+            self.manager.note({"began_as": stored_run.get("began_as", {})})
+        saved_layout = _describe_layout(stored_run.get("layout", {}))
         layout = _describe_layout(layout_of_ranks(self.ps))
         self.say(
             f"resumed from {url}: step {saved['step']}, next sample {saved['samples']}, optimizer "

@@ -3,32 +3,23 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch import nn
+
 from core.data_parallel import DataParallel
-from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
-from core.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from core.training.config import RunConfig, TrainingConfig
 from core.training.log.metrics import StepRecord, read_metrics
+from core.training.model.begin import first_stages
 from core.training.run.data import BatchSource, Corpus
 from core.training.run.evaluate import next_token_loss
 from core.training.run.loop import FirstStep
 
 
-def first_step_alone(
-    model: ModelConfig, data: DataConfig, training: TrainingConfig, batches: BatchSource, vocab_size: int
-) -> FirstStep:
-    """Loss and gradient norm of step 0 of this run, computed by this process by itself. No collectives."""
+def first_step_alone(full_model: nn.Module, training: TrainingConfig, batches: BatchSource) -> FirstStep:
+    """Loss and gradient norm of step 0, computed by this process by itself; the model is whole. No collectives."""
     single = ParallelState.single("cpu")
-    full_model = GPTModel(
-        model.transformer(),
-        model.spec(),
-        vocab_size,
-        data.sequence_length,
-        share_embeddings_and_output_weights=model.tie_embeddings,
-        parallel=single,
-        seed=model.seed,
-    )
     shard = DataParallel(full_model, single)
     optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))  # for the gradient norm
     executor = SingleStage(
@@ -51,8 +42,9 @@ def comparisons(
     against `compare_with` for the steps that this run made. Raises ValueError: as `against_run`.
     """
     if start == 0:
-        vocab_size = corpus.tokenizer.vocab_size
-        yield first.against(first_step_alone(run.model, run.data, run.training, corpus.train, vocab_size))
+        single = ParallelState.single("cpu")
+        (full_model,) = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False).values()
+        yield first.against(first_step_alone(full_model, run.training, corpus.train))
     if run.training.compare_with is not None:
         own_records = [record for record in records if record.step > start]
         yield against_run(own_records, run.training.compare_with)

@@ -15,7 +15,8 @@ from core.parallel_state.collectives.groups import destroy_world, is_initialized
 from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
-from core.training.run.build import build_executor, build_sharded, build_stages
+from core.training.model.begin import began_as, begin
+from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import BatchSource, Corpus, open_corpus
 from core.training.run.engine import TrainingModel
@@ -78,8 +79,9 @@ def initialize(
     if corpus is not None:
         source, order = corpus.train, corpus.order
     # load before the loader is made: it begins with the batch after the checkpoint's
-    say, facts = _say_on_first_rank(ps), facts_of_run(stages, corpus)
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, facts)
+    say, origin = _say_on_first_rank(ps), began_as(run) if model is None else {}
+    facts = facts_of_run(stages, corpus)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin, facts)
     start = checkpoints.resume()
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
@@ -143,10 +145,8 @@ def _stages(
     ps: ParallelState,
 ) -> Mapping[int, nn.Module]:
     if model is None:
-        vocab_size = run.data.vocab_size
-        if corpus is not None:
-            vocab_size = corpus.tokenizer.vocab_size
-        return build_stages(run.model, run.pipeline, vocab_size, run.data.sequence_length, ps)
+        tokens = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
+        return begin(run, tokens, ps)
     dtype = None  # as it is
     if run.model.bf16:
         dtype = torch.bfloat16

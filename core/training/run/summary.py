@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.models.gpt import GPTModel
+from torch import nn
+
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
 from core.pipeline.draw.draw import MEANING, draw_text, shade
@@ -53,7 +54,7 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
         output,
         tensorboard=run.training.tensorboard,
         wandb_project=run.training.wandb_project,
-        config=run.flat(),
+        config=run.resolved(),
         start=start,
         rank=ps.rank,
     )
@@ -61,7 +62,7 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
     return MetricsLog(directory, start, sinks)
 
 
-def describe(stages: Mapping[int, GPTModel], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:
+def describe(stages: Mapping[int, nn.Module], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:
     """Who holds what, before a run. All-gather over pp."""
     say(f"{ps.config.world_size} ranks on {ps.device.type}, sequence parallel: {ps.config.sequence_parallel}")
     say(ps.grid.table())
@@ -92,7 +93,7 @@ def tell(
     write_page(
         output / "report.html",
         records,
-        run=loaded.run.flat(),
+        run=loaded.run.resolved(),
         origin=loaded.origin,
         environment=environment(ps.device),
         baselines=baselines,

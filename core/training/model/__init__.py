@@ -1,0 +1,1 @@
+"""Which model a run trains: its settings, its facts, where its first weights come from."""

@@ -1,0 +1,91 @@
+"""The stages of a run with its first weights: drawn from the seed, of a Hugging Face folder, or of one's own."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from core.dist_checkpointing.planning.ranks import from_first
+from core.models.gpt import GPTModel, gpt_stages
+from core.models.huggingface import load_huggingface
+from core.parallel_state import ParallelState
+from core.pipeline import Pipeline, SingleStage
+from core.training.config import ModelConfig, PipelineConfig, RunConfig
+from core.training.generation import generate
+from core.training.log.metrics import flops_per_token
+from core.training.model.own import own_stages
+from core.training.run.build import count_parameters
+
+
+def build_stages(
+    model: ModelConfig, pipeline: PipelineConfig, tokens: int, sequence_length: int, ps: ParallelState
+) -> dict[int, GPTModel]:
+    """stage -> model of this rank, its weights drawn from the seed; one whole model where there is one pipeline rank.
+
+    tokens: of the tokenizer. Raises ValueError: more than the model's vocabulary.
+    """
+    ranks = ps.size("pp")
+    return gpt_stages(
+        **model.arguments(tokens, sequence_length),
+        placement=pipeline.placement(ranks) if ranks > 1 else (0,),
+        parallel=ps,
+        seed=model.seed,
+        parallel_output=True,  # logits stay split over tensor ranks; whoever reads them gathers
+    )
+
+
+def begin(run: RunConfig, tokens: int, ps: ParallelState) -> Mapping[int, nn.Module]:
+    """stage -> module of this rank, with the weights that the run begins with. Collective.
+
+    A run that goes on from a checkpoint reads no other weights: `Checkpoints.resume` fills them.
+    """
+    return first_stages(run, tokens, ps, resumes=from_first(run.checkpoint.resumes, ps))
+
+
+def first_stages(run: RunConfig, tokens: int, ps: ParallelState, *, resumes: bool) -> Mapping[int, nn.Module]:
+    """As `begin`, also for one process by itself. Raises ValueError: weights of another model."""
+    if run.model.build is not None:
+        return own_stages(run, tokens, ps)
+    folder, length = run.model.huggingface, run.data.sequence_length
+    if folder is None or resumes:
+        return build_stages(run.model, run.pipeline, tokens, length, ps)
+    with torch.device("meta"):  # no rank ever holds more than its own part
+        stages = build_stages(run.model, run.pipeline, tokens, length, ps)
+    materialize(stages, ps.device)
+    for stage in stages.values():
+        load_huggingface(stage, folder)
+    return stages
+
+
+def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:
+    """Give stages on meta their memory; ends that shared a table share it again."""
+    first, last = stages[min(stages)], stages[max(stages)]
+    ends = first.pre_process and last.post_process and first is not last and first.tied
+    shared = ends and first.embedding.word_embeddings.weight is last.embedding.word_embeddings.weight
+    for stage in stages.values():
+        stage.to_empty(device=device)
+    if shared:
+        last.embedding.word_embeddings.weight = first.embedding.word_embeddings.weight
+
+
+def began_as(run: RunConfig) -> dict[str, str]:
+    """Where the first weights are from, for the manifest of every checkpoint; empty: drawn from the seed."""
+    if run.model.huggingface is not None:
+        return {"huggingface": run.model.huggingface}
+    return {}
+
+
+def step_flops_per_token(run: RunConfig, stages: Mapping[int, nn.Module], tokens: int, ps: ParallelState) -> int:
+    """Matmul FLOPs of a token's forward and backward; of a model of one's own 6 per parameter. All-gather over pp."""
+    if run.model.build is not None:
+        total, _ = count_parameters(stages, ps)
+        return 6 * total
+    return flops_per_token(run.model.transformer(), run.model.vocabulary(tokens), run.data.sequence_length)
+
+
+def sample(stages: Mapping[int, nn.Module], prompt: list[int], executor: SingleStage | Pipeline) -> list[int]:
+    """`prompt` and 100 tokens more; of a model of one's own the prompt alone. Collective."""
+    first = stages[min(stages)]
+    if not isinstance(first, GPTModel):
+        return prompt
+    return generate(first, prompt, new_tokens=100, temperature=0.7, executor=executor)

@@ -1,0 +1,240 @@
+"""The settings of a model: a preset, a Hugging Face folder or a style, and every fact of it, in plain values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from core.parallel_state.config import raise_all
+from core.training.model import facts as model_facts
+from core.training.model.facts import POSITIONS
+from core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from core.models.huggingface import HuggingFaceModel
+    from core.transformer.spec import TransformerLayerSpec
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A model: a preset, a Hugging Face folder, or a style with sizes; `transformer()` spells it out.
+
+    A field that is None is the preset's or the folder's, else that of a small Llama. Fields given beside a preset
+    change it; beside a folder they are refused.
+    Raises ValueError: an unknown name, fields that contradict each other.
+    """
+
+    preset: str | None = None
+    """A published model's sizes: llama-60m, -160m, -1b, -8b, -70b, qwen3-0.6b, -8b, gpt2-124m, -1.5b."""
+
+    huggingface: str | None = None
+    """A folder of Hugging Face's: the model's facts, vocabulary, tokenizer and first weights come from there. A run
+    that resumes reads its checkpoint's weights instead."""
+
+    build: str | None = None
+    """A model of your own, "package.module:function": function(run, vocab_size, parallel) returns an nn.Module, or
+    {stage: nn.Module} of this rank. It takes tokens and labels and returns losses [b, s]; the other fields here are
+    for it to read."""
+
+    style: Literal["llama", "gpt2"] | None = None
+    """llama (the default): RMSNorm, rotary positions, gated SiLU, no biases. gpt2: LayerNorm, learned positions,
+    GELU, biases."""
+
+    num_layers: int | None = None
+    """Transformer layers of the whole model, before they are divided into pipeline stages; default: 4."""
+
+    hidden_size: int | None = None
+    """Elements of the residual stream per token; a multiple of num_attention_heads unless kv_channels is given;
+    default: 192."""
+
+    num_attention_heads: int | None = None
+    """Query heads of a layer; a multiple of parallel.tensor; default: 8."""
+
+    num_query_groups: int | None = None
+    """Key and value heads of a layer, each shared by as many query heads; default: one per query head."""
+
+    kv_channels: int | None = None
+    """Elements of one head; default: hidden_size / num_attention_heads."""
+
+    ffn_hidden_size: int | None = None
+    """Elements between the two products of the MLP, of gate and up each where it is gated; default: 512."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = None
+    """Of every layer; default: the style's."""
+
+    layernorm_epsilon: float | None = None
+    """Added to the variance (LayerNorm) or mean square (RMSNorm); default: 1e-5."""
+
+    layernorm_zero_centered_gamma: bool | None = None
+    """Norms multiply by 1 + weight, as Gemma's; default: false."""
+
+    qk_layernorm: bool | None = None
+    """Each query and key head is normalised, as in Qwen3; default: false."""
+
+    activation_func: str | None = None
+    """gelu, gelu_tanh, silu, relu ...; default: the style's."""
+
+    gated_linear_unit: bool | None = None
+    """The MLP multiplies its activation with a second product (SwiGLU, GeGLU); default: the style's."""
+
+    add_bias_linear: bool | None = None
+    """All linear layers have biases; default: the style's."""
+
+    add_qkv_bias: bool | None = None
+    """Query, key and value have biases even without add_bias_linear, as in Qwen2; default: false."""
+
+    dropout: float | None = None
+    """Share of elements that dropout zeroes, in the residual stream and in attention; default: 0, drops nothing."""
+
+    hidden_dropout: float | None = None
+    """The same, of the residual stream alone; default: dropout."""
+
+    attention_dropout: float | None = None
+    """The same, of attention alone; default: dropout."""
+
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] | None = None
+    """rope: rotary; learned_absolute: a table that is added; none; default: the style's."""
+
+    max_position_embeddings: int | None = None
+    """Positions that the model has; default: data.sequence_length."""
+
+    rotary_base: float | None = None
+    """Base of the rotary frequencies (rope_theta); default: 10000."""
+
+    rotary_percent: float | None = None
+    """Share of a head's dims that is rotated; default: 1."""
+
+    rotary_scaling: dict[str, str | float] | None = None
+    """How the rotary frequencies were changed for longer texts, {kind = "llama3", factor = 8.0, ...} or {kind =
+    "linear", factor = 2.0}; {} changes nothing; default: nothing."""
+
+    softmax_scale: float | None = None
+    """What attention's scores are multiplied by before their softmax; default: 1 / sqrt(kv_channels)."""
+
+    embedding_multiplier: float | None = None
+    """What token embeddings are multiplied by; default: 1."""
+
+    windows: tuple[str, ...] = ()
+    """Tokens that a token sees, itself included: one number for all layers, or a list that repeats over the layers,
+    in which "None" is a layer that sees everything; empty: all layers do."""
+
+    init_method_std: float | None = None
+    """Standard deviation of the initial weights; default: 0.02."""
+
+    use_cpu_initialization: bool = True
+    """Initial weights are drawn on the CPU, the same for every device type; false: faster, on the device."""
+
+    vocab_size: int | None = None
+    """Rows of the embedding, at least the tokenizer's tokens; default: those."""
+
+    tie_embeddings: bool | None = None
+    """The output layer uses the table of the token embeddings; default: true."""
+
+    bf16: bool = False
+    """Weights and activations in bfloat16, with float32 copies in the optimizer (optimizer.main_params)."""
+
+    fp16: bool = False
+    """Weights and activations in float16, with a loss scale that follows overflows."""
+
+    seed: int = 1234
+    """Seed of the initial weights; they do not depend on the layout of ranks."""
+
+    def __post_init__(self) -> None:
+        raise_all("ModelConfig", self._rules())
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield not (self.bf16 and self.fp16), "bf16 and fp16 are 2 dtypes for one model; give one of them"
+        yield from model_facts.rules(vars(self))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else torch.float32
+
+    @cached_property
+    def _folder(self) -> "HuggingFaceModel | None":
+        """What `huggingface` says. Raises ValueError: a folder without a model that is known here."""
+        if self.huggingface is None:
+            return None
+        from core.models.huggingface import from_huggingface
+
+        try:
+            return from_huggingface(self.huggingface, params_dtype=self.dtype)
+        except ValueError as error:
+            raise ValueError(f"model.huggingface={self.huggingface}: {error}") from error
+
+    def transformer(self) -> TransformerConfig:
+        """The model's TransformerConfig. Raises ValueError with every mistake."""
+        if self._folder is not None:
+            return self._folder.config
+        return TransformerConfig(**model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype)
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers of the whole model."""
+        if self._folder is not None:
+            return self._folder.config.num_layers
+        return int(model_facts.plain(vars(self))["num_layers"])
+
+    def spec(self) -> "TransformerLayerSpec":
+        """The modules of its layers."""
+        if self._folder is not None:
+            return self._folder.transformer_layer_spec
+        return POSITIONS[model_facts.position_type(vars(self))]()
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and output are one table."""
+        if self._folder is not None:
+            return self._folder.share_embeddings_and_output_weights
+        return bool(model_facts.plain(vars(self))["tie_embeddings"])
+
+    def vocabulary(self, tokens: int) -> int:
+        """Rows of the embedding where the tokenizer has so many tokens. Raises ValueError: it has fewer."""
+        rows = self._folder.vocab_size if self._folder is not None else self.vocab_size
+        if rows is None:
+            return tokens
+        if rows < tokens:
+            model = "model.vocab_size" if self._folder is None else f"model.huggingface={self.huggingface}"
+            raise ValueError(
+                f"the tokenizer has {tokens} tokens, the embedding of {model} has {rows} rows; use the tokenizer "
+                "that the model was made with, and prepare the text with it"
+            )
+        return rows
+
+    def positions(self, sequence_length: int) -> int:
+        """Positions of the model in a run of that length; learned ones are as many as the model has."""
+        if self._folder is not None:
+            has_table = self._folder.transformer_layer_spec.positions is not None
+            return self._folder.max_sequence_length if has_table else sequence_length
+        return self.max_position_embeddings or sequence_length
+
+    def arguments(self, tokens: int, sequence_length: int) -> dict[str, Any]:
+        """The keyword arguments of GPTModel; see `vocabulary` and `positions`."""
+        return {
+            "config": self.transformer(),
+            "transformer_layer_spec": self.spec(),
+            "vocab_size": self.vocabulary(tokens),
+            "max_sequence_length": self.positions(sequence_length),
+            "share_embeddings_and_output_weights": self.tied,
+        }
+
+    def resolved(self) -> dict[str, Any]:
+        """Field -> value of the facts that nobody gave. Raises ValueError: a folder without them."""
+        if self._folder is not None:
+            facts = model_facts.of_folder(self._folder)
+        else:
+            facts = model_facts.plain(vars(self))
+        return {name: value for name, value in facts.items() if getattr(self, name) in (None, ())}
+
+    def source_of(self, name: str) -> str | None:
+        """The field that a fact follows which nobody gave: "huggingface", "preset"; None: a default."""
+        if self.huggingface is not None:
+            return "huggingface"
+        return "preset" if model_facts.of_preset(name, self.preset) else None

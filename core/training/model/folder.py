@@ -1,0 +1,74 @@
+"""A run that begins as a Hugging Face folder: what is looked at before any process group exists."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from core.datasets import TokenFile, check_tokenizer, load_tokenizer, open_blend
+from core.training.model.config import ModelConfig
+
+TOKENIZER = "tokenizer.json"
+
+
+def tokenizer_in(folder: str | Path | None) -> str | None:
+    """The tokenizer of a Hugging Face folder, if it has one in a file that is read here."""
+    if folder is None:
+        return None
+    path = Path(folder).expanduser() / TOKENIZER
+    return str(path) if path.is_file() else None
+
+
+def text_rules(model: ModelConfig, train: tuple[str, ...], tokenizer: str | None) -> Iterator[tuple[bool, str]]:
+    """The text was prepared with the folder's tokenizer, which its embedding can hold."""
+    folder = model.huggingface
+    if folder is None:
+        return
+    own = tokenizer_in(folder)
+    remedy = f"python -m core.datasets.prepare --input TEXT --output PREFIX --tokenizer {own or tokenizer}"
+    yield (
+        bool(train),
+        f"model.huggingface={folder} has a vocabulary of its own, the default corpus another one; prepare your text "
+        f"({remedy}) and give data.train=PREFIX",
+    )
+    same = own is None or tokenizer is None or Path(tokenizer).expanduser().resolve() == Path(own).resolve()
+    yield (
+        same,
+        f"data.tokenizer={tokenizer} is given beside model.huggingface={folder}, which has {TOKENIZER}; leave "
+        "data.tokenizer out",
+    )
+    path = own or tokenizer
+    if path is None or not Path(path).is_file() or not train or not same:
+        return  # told elsewhere, or the text's own tokenizer: looked at when the text is opened
+    try:
+        files = [TokenFile(prefix) for _, prefix in open_blend(train)]
+        card = files[0].card
+        made = load_tokenizer(path, card.end_of_text if card is not None else None)
+        model.vocabulary(made.vocab_size)
+    except (ValueError, OSError) as error:
+        yield False, str(error)
+        return
+    for file in files:
+        try:
+            check_tokenizer(file, made)
+        except ValueError as error:
+            yield False, f"model.huggingface={folder}: {error} ({remedy})"
+
+
+def weight_rules(model: ModelConfig, sequence_length: int) -> Iterator[tuple[bool, str]]:
+    """The folder holds whole safetensors files of exactly this model; headers are read, no weights."""
+    if model.huggingface is None:
+        return
+    # here, so that a configuration without a folder is read without the code that trains
+    from core.models.gpt import GPTModel
+    from core.models.huggingface.reading import open_weights
+    from core.models.huggingface.sources import Folder
+    from core.parallel_state import ParallelState
+
+    try:
+        arguments = model.arguments(1, sequence_length)
+        with torch.device("meta"):  # names and shapes
+            whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
+        open_weights(whole, Folder(model.huggingface))
+    except (ValueError, ImportError) as error:
+        yield False, f"model.huggingface={model.huggingface}: {error}"

@@ -1,0 +1,41 @@
+"""A model of the user's own in a run: `model.build` names the function that makes it."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from core.models.gpt import GPTModel
+from core.parallel_state import ParallelState
+from core.parallel_state.random import seeded
+from core.training.functions import function_of
+
+if TYPE_CHECKING:
+    from core.training.config import RunConfig
+
+
+def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn.Module]:
+    """stage -> module of this rank, as `model.build` made them; drawn from `model.seed`, the same on every rank.
+
+    Raises ValueError: what it returned is no module, or not the stages of this rank.
+    """
+    name, ranks = str(run.model.build), ps.size("pp")
+    with seeded(torch.device("cpu"), run.model.seed):
+        made = function_of(name)(run, run.model.vocabulary(tokens), ps)
+    modules = dict(made) if isinstance(made, Mapping) else {0: made}
+    if strange := [module for module in modules.values() if not isinstance(module, nn.Module)]:
+        raise ValueError(
+            f"model.build={name} returned a {type(strange[0]).__name__}; return an nn.Module, or {{stage: nn.Module}}"
+        )
+    placement = run.pipeline.placement(ranks) if ranks > 1 else (0,)
+    expected = [stage for stage, rank in enumerate(placement) if rank == ps.index("pp")]
+    if sorted(modules) != expected:
+        raise ValueError(
+            f"model.build={name} returned stages {sorted(modules)}, pipeline rank {ps.index('pp')} of {ranks} holds "
+            f"{expected} under schedule={run.pipeline.schedule}; return {{stage: nn.Module}} of these"
+        )
+    for module in modules.values():
+        if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
+            module.to(ps.device, run.model.dtype)
+    return modules

@@ -1,0 +1,237 @@
+"""What a run begins as: a Hugging Face folder, a model of one's own; refused before any process group exists."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.publish.manifest import read_manifest
+from core.models.gpt import GPTModel
+from core.models.huggingface import from_huggingface, load_huggingface
+from core.parallel_state import ParallelState, layout_of
+from core.training import RunConfig, initialize
+from core.training.model.begin import begin
+from tests.parity.whole import assembled
+from tests.states import state
+from tests.training.tiny import S, prepared
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 290, "use_cache": False}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+KINDS = {
+    "llama-tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=12),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=32, n_layer=4, n_head=4, vocab_size=290, n_positions=32, **NO_DROPOUT
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A corpus, and a folder per kind with its tokenizer."""
+    directory = tmp_path_factory.mktemp("made")
+    corpus = prepared(directory)
+    for kind, config in KINDS.items():
+        torch.manual_seed(2)
+        transformers.AutoModelForCausalLM.from_config(config()).float().save_pretrained(directory / kind)
+        shutil.copy(corpus.tokenizer, directory / kind / "tokenizer.json")
+    return corpus
+
+
+def fields_of(made, kind, **more):
+    """A short run that begins as that folder; `more` under dotted names, __ for the dot."""
+    return {
+        "model.huggingface": str(made.train.parent / kind),
+        "data.train": str(made.train),
+        "data.valid": str(made.valid),
+        "data.sequence_length": S,
+        "training.global_batch_size": 8,
+        "training.train_steps": 3,
+        "optimizer.lr": 1e-2,
+        "device": "cpu",
+    } | {name.replace("__", "."): value for name, value in more.items()}
+
+
+def begun(made, kind, layout, schedule):
+    """The weights that a run begins with, put together, and those of the folder in one process."""
+    ps = state(**layout)
+    run = RunConfig.from_dict(fields_of(made, kind, pipeline__schedule=schedule))
+    stages = begin(run, 280, ps)
+    parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
+    found = assembled(parameters, {name: layout_of(p) for name, p in parameters.items()}, ps)
+    if ps.rank != 0:
+        return {}, {}
+    whole = GPTModel(**from_huggingface(run.model.huggingface).arguments(), parallel=ParallelState.single("cpu"))
+    load_huggingface(whole, run.model.huggingface)
+    return found, {name: p.detach()[: layout_of(p).shape[0]] for name, p in whole.named_parameters()}
+
+
+LAYOUTS = [
+    pytest.param(4, "llama-tied", {"tp": 2, "pp": 2}, "zb-v", id="tied-tp2-pp2-zbv"),
+    pytest.param(2, "gpt2", {"pp": 2}, "1f1b", id="gpt2-pp2"),
+    pytest.param(2, "qwen3", {"tp": 2}, "1f1b", id="qwen3-tp2", marks=pytest.mark.full),
+    pytest.param(2, "llama-tied", {"pp": 2}, "1f1b", id="tied-pp2", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("world", "kind", "layout", "schedule"), LAYOUTS)
+def test_every_layout_begins_with_the_weights_of_the_folder(ranks, made, world, kind, layout, schedule):
+    found, expected = ranks(begun, made, kind, layout, schedule, world=world)[0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def losses(made, layout, **more):
+    run = RunConfig.from_dict(fields_of(made, "llama-tied", **layout, **more))
+    model, _, _, loader = initialize(config=run)
+    found = [float(model.train_step(batch).loss) for batch in loader]
+    table = model.stages[0].embedding.word_embeddings.weight if 0 in model.stages else None
+    last = model.stages[max(model.stages)]
+    shared = table is not None and last.post_process and last.embedding.word_embeddings.weight is table
+    model.close()
+    return found, shared
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {"parallel__pipeline": 2, "pipeline__schedule": "zb-v", "data_parallel__zero_stage": 3}),
+        pytest.param(4, {"parallel__tensor": 2, "parallel__pipeline": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_every_layout_trains_on_from_there_alike(ranks, made, world, layout):
+    """In float32; the first loss is the folder's own, by transformers' count."""
+    alone, _ = losses(made, {})
+    per_rank = ranks(losses, made, layout, world=world)
+    for found, _ in per_rank:
+        assert found == pytest.approx(alone, abs=2e-5)
+    assert any(shared for _, shared in per_rank) == (layout.get("pipeline__schedule") == "zb-v")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.train.parent / "llama-tied")
+    batch = initialize(config=RunConfig.from_dict(fields_of(made, "llama-tied"))).loader.batch(0)
+    with torch.no_grad():
+        logits = theirs(batch["tokens"]).logits
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    assert alone[0] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_a_run_that_goes_on_reads_no_weights_and_keeps_where_they_are_from(made, tmp_path):
+    folder = tmp_path / "llama"
+    shutil.copytree(made.train.parent / "llama-tied", folder)
+    saved = {"model__huggingface": str(folder), "checkpoint__directory": str(tmp_path / "steps")}
+    unbroken, _ = losses(
+        made, {"training__train_steps": 4, "model__huggingface": str(folder)}, optimizer__lr_schedule="constant"
+    )
+    first, _ = losses(made, {"training__train_steps": 2}, **saved, optimizer__lr_schedule="constant")
+    next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"model\.huggingface=.*holds no weights"):
+        RunConfig.from_dict(fields_of(made, "", model__huggingface=str(folder))).check(1)
+    second, _ = losses(made, {"training__train_steps": 4}, **saved, optimizer__lr_schedule="constant")
+    assert first + second == pytest.approx(unbroken, abs=1e-7)
+    for step in (2, 4):
+        manifest = read_manifest(CheckpointRoot(tmp_path / "steps").open(step))
+        assert manifest.run["began_as"] == {"huggingface": str(folder)}
+
+
+def broken(made, tmp_path, change):
+    folder = tmp_path / "folder"
+    shutil.copytree(made.train.parent / "qwen3", folder)
+    change(folder)
+    return {"model__huggingface": str(folder)}
+
+
+def rewrite(**fields):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickles(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"anything")
+
+
+def lose_a_shard(folder):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    theirs.save_pretrained(folder, max_shard_size="20KB")
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+REFUSED = {
+    "a pickle": (pickles, "holds pytorch_model.bin, a pickle that could run code"),
+    "a truncated file": (truncate, "is damaged or truncated"),
+    "a missing shard": (lose_a_shard, "lacks 1 of"),
+    "another shape": (rewrite(intermediate_size=56), "in the Hugging Face weights"),
+    "a small embedding": (
+        rewrite(vocab_size=200),
+        "the tokenizer has 280 tokens, the embedding of model.huggingface=",
+    ),
+    "a foreign model": (
+        rewrite(model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.Mystery"}),
+        "model_type='mystery' is not supported",
+    ),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json does not exist"),
+    "tensor ranks": (lambda folder: None, "num_query_groups=2 does not divide over tensor_model_parallel_size=4"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_cannot_be_trained_is_refused_before_any_process_group(made, tmp_path, case, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **k: pytest.fail("a process group"))
+    change, message = REFUSED[case]
+    run = RunConfig.from_dict(
+        fields_of(made, "", **broken(made, tmp_path, change), parallel__tensor=4 if case == "tensor ranks" else 1)
+    )
+    with pytest.raises(ValueError) as error:
+        run.check(run.parallel.tensor)
+    assert message in str(error.value)
+
+
+GIVEN_TWICE = {
+    "model__hidden_size": (64, "model.hidden_size=64 is given beside model.huggingface="),
+    "model__windows": (["8"], "model.windows=('8',) is given beside model.huggingface="),
+    "model__dropout": (0.1, "model.dropout=0.1 is given beside model.huggingface="),
+    "model__preset": ("llama-8b", "and model.preset=llama-8b are 2 models for one run"),
+    "model__build": ("a:b", "and model.build=a:b are 2 models for one run"),
+    "data__tokenizer": ("elsewhere/tokenizer.json", "data.tokenizer=elsewhere/tokenizer.json is given beside model"),
+    "data__train": ((), "the default corpus another one; prepare your text (python -m core.datasets.prepare"),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_TWICE)
+def test_what_the_folder_says_is_not_said_again(made, name):
+    value, message = GIVEN_TWICE[name]
+    changed = {name: value} | ({"data__valid": ()} if name == "data__train" else {})
+    with pytest.raises(ValueError) as error:
+        RunConfig.from_dict(fields_of(made, "qwen3", **changed)).check(1)
+    assert message in str(error.value)
+
+
+def test_a_text_of_another_tokenizer_is_refused(made, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    foreign = prepared(other, files=60)
+    fields = fields_of(made, "qwen3", data__train=str(foreign.train), data__valid=str(foreign.valid))
+    with pytest.raises(ValueError, match=r"was made by tokenizer .* --tokenizer .*qwen3/tokenizer\.json"):
+        RunConfig.from_dict(fields).check(1)
+
+
+def test_the_settings_say_what_the_folder_says_and_are_read_again(made, tmp_path):
+    run = RunConfig.from_dict(fields_of(made, "qwen3"))
+    assert run.data.tokenizer == str(made.train.parent / "qwen3" / "tokenizer.json")
+    assert run == RunConfig.from_dict(run.to_dict()) and run.model.num_layers is None
+    assert run.resolved()["model.num_layers"] == 4 and run.resolved()["model.kv_channels"] == 12
+    run.to_toml(tmp_path / "run.toml")
+    RunConfig.from_toml(tmp_path / "run.toml").check(1)
