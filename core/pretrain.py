@@ -24,6 +24,7 @@ from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import moved_to, open_corpus
+from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 from core.training.run.validation import evaluate_texts
 
@@ -43,16 +44,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     memory.watch(executor)
+    origin, facts = began_as(run), facts_of_run(stages, corpus, run)
     checkpoints = Checkpoints(
-        run.checkpoint,
-        optimizer,
-        ps,
-        run.data,
-        run.training,
-        console.say,
-        corpus.order,
-        began_as(run),
-        settings=run.flat(),
+        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, origin, facts
     )
     start = console.start = checkpoints.resume()
     if start >= run.training.train_steps:

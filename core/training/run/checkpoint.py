@@ -29,7 +29,7 @@ class Checkpoints(AbstractContextManager):
     after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
     began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
-    settings: the run's, by flat name; they stand in each manifest, so that the checkpoint can be evaluated by itself.
+    run: what else every manifest says of the run (`facts_of_run`).
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Checkpoints(AbstractContextManager):
         say: Callable[[str], None] = print,
         order: Mapping[str, Any] | None = None,
         began_as: Mapping[str, str] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
         # everything that decides which sample comes next
@@ -68,7 +68,7 @@ class Checkpoints(AbstractContextManager):
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
                 share_reads=config.share_reads,
-                run=_facts(began_as=began_as, settings=settings),
+                run=({"began_as": dict(began_as)} if began_as else {}) | dict(run or {}),
                 ps=ps,
             )
 
@@ -238,8 +238,3 @@ class Checkpoints(AbstractContextManager):
 
 def _describe_layout(layout: Mapping[str, Any]) -> str:
     return " ".join(f"{axis}={layout[axis]}" for axis in sorted(layout))
-
-
-def _facts(**found: Mapping[str, Any] | None) -> dict[str, Any]:
-    """For the manifest, those that there are."""
-    return {name: dict(values) for name, values in found.items() if values}
