@@ -23,6 +23,7 @@ from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import moved_to, open_corpus
 from core.training.run.evaluate import evaluate_bits_per_byte
+from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
@@ -41,8 +42,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     memory.watch(executor)
+    origin, facts = began_as(run), facts_of_run(stages, corpus)
     checkpoints = Checkpoints(
-        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, began_as(run)
+        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, origin, facts
     )
     start = console.start = checkpoints.resume()
     batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)

@@ -244,6 +244,12 @@ def deferred_linear(
             if compiled is not None:
                 return compiled
         return _eagerly(x, weight, bias, stage, comm)
+    # For generated tokens a Function's own overhead counts. Not where the forward has collectives: they would drop
+    # the tangents of forward-mode differentiation without a word.
+    is_local = comm.before_forward is None and comm.after_forward is None
+    plain = not torch.is_grad_enabled() and linears_of_region.get() is None
+    if is_local and plain and not torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, matrix_of(weight), bias if bias is None or bias.dim() == 1 else bias.view(-1))
     y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm)
     return y
 

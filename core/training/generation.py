@@ -22,8 +22,8 @@ class ForwardExecutor(Protocol):
         """stage -> module of this rank."""
         ...
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Any:
-        """Logits on the rank of the last stage, None elsewhere."""
+    def forward(self, batch: Mapping[str, Tensor], *, microbatches: int) -> Any:
+        """Logits on the rank of the last stage, None elsewhere; nothing but activations is sent."""
         ...
 
     def from_last_stage(self, value: Tensor) -> Tensor:
@@ -78,10 +78,8 @@ def generate_batch(
     texts = [_Text(model, prompt, new_tokens, how, how.seed + i, stop) for i, prompt in enumerate(prompts)]
     modules: list[nn.Module] = [model] if executor is None else list(executor.modules.values())
     cached = cache and not model.place.splits_sequence and all(map(_can_cache, modules))
-    # a pipeline splits a batch into microbatches, which would share one cache: there each text runs by itself
-    together = cached and executor is None
     batches = [[number] for number in range(len(texts))]
-    if together and texts:
+    if cached and texts:
         batches = [list(range(len(texts)))]
     for numbers in batches:
         batch = _Batch(model, executor, [texts[number] for number in numbers], modules if cached else [])
@@ -185,7 +183,10 @@ class _Batch:
     def _forward(self) -> Tensor | None:
         """Logits [b, s or 1, v_padded/tp], None on ranks without the last stage."""
         batch = self._new_tokens() if self._cached_modules else self._full_prefix()
-        logits: Tensor | None = self._model(**batch) if self._executor is None else self._executor.forward(batch)
+        if self._executor is None:
+            logits: Tensor | None = self._model(**batch)
+        else:  # one microbatch: several would share one cache
+            logits = self._executor.forward(batch, microbatches=1)
         return logits
 
     def _full_prefix(self) -> dict[str, Tensor]:

@@ -51,7 +51,8 @@ class _SiluGate(torch.autograd.Function):
 
 def gated(y: Tensor, activation: Activation) -> Tensor:
     """[..., 2 f] holding gate then up -> activation(gate) * up, [..., f]."""
-    if activation is F.silu and not torch.compiler.is_compiling():  # which fuses by itself
+    # The compiler fuses by itself; without gradients there is nothing to save.
+    if activation is F.silu and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         out: Tensor = _SiluGate.apply(y)
         return out
     gate, up = y.chunk(2, -1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from core.autograd.gradients import no_second_derivative
 
 Tables = tuple[Tensor, Tensor]
+LayerTables = list[Tables | None]  # by the layers' global numbers; None does not rotate
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
@@ -26,24 +27,29 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None
         out[..., 2 * half :].copy_(x[..., 2 * half :])
 
 
+def _split(y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    s, b, width = y.shape
+    r = width // (g * d) - 2
+    # of each group: r query heads, then its key head, then its value head
+    fused = y.view(s, b, g, r + 2, d).permute(1, 2, 3, 0, 4)  # [b, g, r+2, s, d]
+    q, k, v = fused[:, :, :r], fused[:, :, r], fused[:, :, r + 1]
+    new_q, new_k = y.new_empty(b, g, r, s, d), y.new_empty(b, g, s, d)
+    if cos is None or sin is None:
+        new_q.copy_(q)
+        new_k.copy_(k)
+    else:
+        _rotate(q, cos[:, None], sin[:, None], new_q, 1)
+        _rotate(k, cos, sin, new_k, 1)
+    return new_q.view(b, g * r, s, d), new_k, v.contiguous()
+
+
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, ...]:
         s, b, width = y.shape
-        r = width // (g * d) - 2
-        # of each group: r query heads, then its key head, then its value head
-        fused = y.view(s, b, g, r + 2, d).permute(1, 2, 3, 0, 4)  # [b, g, r+2, s, d]
-        q, k, v = fused[:, :, :r], fused[:, :, r], fused[:, :, r + 1]
-        new_q, new_k = y.new_empty(b, g, r, s, d), y.new_empty(b, g, s, d)
-        if cos is None or sin is None:
-            new_q.copy_(q)
-            new_k.copy_(k)
-        else:
-            _rotate(q, cos[:, None], sin[:, None], new_q, 1)
-            _rotate(k, cos, sin, new_k, 1)
         ctx.save_for_backward(cos, sin)
-        ctx.shape = (s, b, g, r, d)
-        return new_q.view(b, g * r, s, d), new_k, v.contiguous()
+        ctx.shape = (s, b, g, width // (g * d) - 2, d)
+        return _split(y, g, d, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, gq: Tensor, gk: Tensor, gv: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,6 +94,8 @@ def split_qkv(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> 
     if torch.compiler.is_compiling():  # it fuses by itself, and knows no views as `out`
         return split_qkv_plainly(y, groups, head_size, tables)
     cos, sin = tables if tables is not None else (None, None)
+    if not torch.is_grad_enabled():  # nothing to save
+        return _split(y, groups, head_size, cos, sin)
     q, k, v = _SplitQKV.apply(y, groups, head_size, cos, sin)
     return q, k, v
 

@@ -141,8 +141,9 @@ def test_every_file_that_is_named_is_read_and_the_last_one_wins(file, tmp_path, 
     (tmp_path / "more.toml").write_text("optimizer.lr = 0.5\n")
     files = ["--explain", file, "--optimizer.min-lr", "0.25", "--explain", tmp_path / "more.toml"]
     status, text = told(capsys, *files, "--world-size", 2)
-    assert status == 0 and re.search(r"^  lr_schedule +.cosine. .*run\.toml:3 ", text, re.M)
-    assert re.search(r"^  lr +0\.5 .*more\.toml:1 ", text, re.M) and re.search(r"^  min_lr +0\.25 +--opt", text, re.M)
+    assert status == 0 and re.search(r"^  lr_schedule +.cosine. .*run\.toml:3\b", text, re.M)
+    assert re.search(r"^  lr +0\.5 .*more\.toml:1\b", text, re.M)
+    assert re.search(r"^  min_lr +0\.25 +--opt", text, re.M)
 
 
 def test_a_world_size_of_nothing_is_one_rank_and_a_word_is_a_mistake(capsys, monkeypatch):

@@ -97,6 +97,7 @@ def test_a_preset_is_the_published_model(name):
 def test_every_fact_of_a_transformer_can_be_given():
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     elsewhere = {"params_dtype", "pipeline_dtype"}  # bf16 and fp16; what crosses a stage has the same
+    elsewhere |= {"rotary_per_layer"}  # of a Hugging Face folder, or of a model of one's own
     assert {field.name for field in dataclasses.fields(TransformerConfig)} - elsewhere <= fields
 
 
@@ -109,6 +110,9 @@ GIVEN = {
     "add_bias_linear": True,
     "rotary_base": 5e5,
     "rotary_percent": 0.5,
+    "layernorm_zero_centered_gamma": True,
+    "softmax_scale": 0.3,
+    "embedding_multiplier": 12.0,
     "init_method_std": 0.01,
     "normalization": "LayerNorm",
     "hidden_dropout": 0.1,

@@ -87,6 +87,7 @@ class Pipeline:
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.stages: dict[int, Stage] = {}
         self._plans: dict[Schedule, RankPlan] = {}  # of schedules that this rank is connected for
+        self._forward_schedules: dict[int, Schedule] = {}  # by their number of microbatches
         self._clock: Clock | None = None  # of the last step
         self._scale_watch = ScaleWatch(ps) if ps.size("pp") > 1 and grad_sync is None else None
         self._batch_watch = BatchWatch(ps)
@@ -210,10 +211,14 @@ class Pipeline:
             executor = self._run_forward(batch, loss_fn)
             return self._global_result(executor.total(self.ps.device))
 
-    def forward(self, batch: Batch | None) -> Any:
-        """The outputs in eval mode without gradients, joined along dim 0; None on ranks without the last stage."""
+    def forward(self, batch: Batch | None, *, microbatches: int | None = None) -> Any:
+        """The outputs in eval mode without gradients, joined along dim 0; None on ranks without the last stage.
+
+        microbatches: into how many the batch is cut, the same on all pipeline ranks, which then need not tell each
+        other how many rows they have: nothing is sent but activations, as generated tokens want it.
+        """
         with self._broadcast_failures("forward"):
-            outputs = self._run_forward(batch, None).outputs
+            outputs = self._run_forward(batch, None, microbatches).outputs
         if not outputs:
             return None
         return join_outputs([outputs[microbatch] for microbatch in sorted(outputs)])
@@ -236,21 +241,29 @@ class Pipeline:
         for stage in self.stages.values():
             stage.close()
 
-    def _run_forward(self, batch: Batch | None, loss_fn: LossFn | None) -> Executor:
-        """All microbatches, forward only. All-gather over pp: ranks without a batch follow those with one."""
-        rows_per_rank = all_gather_objects(rows_of(batch), self.ps.group("pp"))
-        known_rows = {rows for rows in rows_per_rank if rows is not None} or {self.num_microbatches}
-        if len(known_rows) > 1:
-            raise ValueError(f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None")
-        count = gcd(*known_rows, self.num_microbatches)  # any number of rows divides by this
+    def _run_forward(self, batch: Batch | None, loss_fn: LossFn | None, microbatches: int | None = None) -> Executor:
+        """All microbatches, forward only."""
+        count = microbatches if microbatches is not None else self._microbatches_of_all(batch)
         step = self._step_context(batch, count, loss_fn)
-        schedule = forward_only(self.schedule.placement, self.schedule.ranks, count)
+        # the same object for the same count: its plan is looked up, not made again
+        schedule = self._forward_schedules.get(count)
+        if schedule is None:
+            schedule = forward_only(self.schedule.placement, self.schedule.ranks, count)
+            self._forward_schedules[count] = schedule
         executor = self._executor(schedule, step, batch)
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(evaluating(stage.module))
             self._run(executor, Clock(self.ps.device))
         return executor
+
+    def _microbatches_of_all(self, batch: Batch | None) -> int:
+        """Into how many the batch is cut. All-gather over pp: ranks without a batch follow those with one."""
+        rows_per_rank = all_gather_objects(rows_of(batch), self.ps.group("pp"))
+        known_rows = {rows for rows in rows_per_rank if rows is not None} or {self.num_microbatches}
+        if len(known_rows) > 1:
+            raise ValueError(f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None")
+        return gcd(*known_rows, self.num_microbatches)  # any number of rows divides by this
 
     def _step_context(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **options: Any) -> StepContext:
         microbatches: list[Any] = [None] * count
@@ -268,6 +281,7 @@ class Pipeline:
         if better is not None:
             self.schedule = better
             self._plans.clear()
+            self._forward_schedules.clear()
             self._connect(better)
 
     def _measured(self) -> Measured:

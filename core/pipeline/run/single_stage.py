@@ -122,18 +122,20 @@ class SingleStage:
 
         return self._global_result(self._forward_each(batch, evaluate_loss))
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch, *, microbatches: int | None = None) -> Any:
         """The model's outputs in eval mode without gradients, the microbatches' joined along dim 0.
 
-        Any nesting of tensors; what is not a tensor is taken from the first microbatch. No collective but
-        the model's own.
+        microbatches: into how many the batch is cut; default: at most the step's number. Any nesting of tensors; what
+        is not a tensor is taken from the first microbatch. No collective but the model's own.
         """
-        return join_outputs(self._forward_each(batch, lambda output, microbatch: output))
+        return join_outputs(self._forward_each(batch, lambda output, microbatch: output, microbatches))
 
-    def _forward_each(self, batch: Batch, use: Callable[[Any, Any], Any]) -> list[Any]:
+    def _forward_each(
+        self, batch: Batch, use: Callable[[Any, Any], Any], microbatches: int | None = None
+    ) -> list[Any]:
         """`use(output, microbatch)` of every microbatch, forward only."""
         results = []
-        count = evaluation_microbatches(batch, self.num_microbatches)
+        count = microbatches or evaluation_microbatches(batch, self.num_microbatches)
         with evaluating(self.model):
             try:
                 for index, microbatch in enumerate(split_microbatches(batch, count)):

@@ -69,6 +69,9 @@ class ModelConfig:
     layernorm_epsilon: float | None = None
     """Added to the variance (LayerNorm) or mean square (RMSNorm); default: 1e-5."""
 
+    layernorm_zero_centered_gamma: bool | None = None
+    """Norms multiply by 1 + weight, as Gemma's; default: false."""
+
     qk_layernorm: bool | None = None
     """Each query and key head is normalised, as in Qwen3; default: false."""
 
@@ -108,6 +111,12 @@ class ModelConfig:
     rotary_scaling: dict[str, str | float] | None = None
     """How the rotary frequencies were changed for longer texts, {kind = "llama3", factor = 8.0, ...} or {kind =
     "linear", factor = 2.0}; {} changes nothing; default: nothing."""
+
+    softmax_scale: float | None = None
+    """What attention's scores are multiplied by before their softmax; default: 1 / sqrt(kv_channels)."""
+
+    embedding_multiplier: float | None = None
+    """What token embeddings are multiplied by; default: 1."""
 
     windows: tuple[str, ...] = ()
     """Tokens that a token sees, itself included: one number for all layers, or a list that repeats over the layers,

@@ -33,6 +33,7 @@ class Checkpoints(AbstractContextManager):
     after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
     began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
+    run: what else every manifest says of the run (`facts_of_run`).
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Checkpoints(AbstractContextManager):
         say: Callable[[str], None] = print,
         order: Mapping[str, Any] | None = None,
         began_as: Mapping[str, str] | None = None,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
         # everything that decides which sample comes next
@@ -71,7 +73,7 @@ class Checkpoints(AbstractContextManager):
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
                 share_reads=config.share_reads,
-                run={"began_as": dict(began_as)} if began_as else None,
+                run=({"began_as": dict(began_as)} if began_as else {}) | dict(run or {}),
                 ps=ps,
             )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +26,9 @@ from core.datasets import (
     tokenizer_of,
     unigram_bits_per_byte,
 )
-from core.datasets.card import sampled_hash
+from core.datasets.card import sampled_hash, tokenizer_path
 from core.datasets.token_file import Array
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.config import DataConfig, TrainingConfig
@@ -49,11 +51,12 @@ class BatchSource(Protocol):
 class Corpus:
     """The open token files of a run and their tokenizer.
 
-    closes: the token that ends each document, None where none does. valid_parts: empty where the split leaves nothing
-    to validate.
+    tokenizer_file: the `tokenizer.json` that the tokenizer was read from, None for bytes. closes: the token that ends
+    each document, None where none does. valid_parts: empty where the split leaves nothing to validate.
     """
 
     tokenizer: AnyTokenizer
+    tokenizer_file: Path | None = None
     closes: int | None
     train_parts: tuple[Part, ...]
     valid_parts: tuple[Part, ...]
@@ -193,6 +196,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     if data.train:
         train_files, valid_files = _open_files(data.train), _open_files(data.valid)
         first_file = train_files[0][1]
+        tokenizer_file = Path(data.tokenizer) if data.tokenizer is not None else tokenizer_path(first_file.prefix)
         if data.tokenizer is None:
             tokenizer = tokenizer_of(first_file)
         else:
@@ -206,7 +210,8 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         files = all_gather_objects(local_files, parallel.world)[0]
         assert files is not None
         train_files, valid_files = _open_files([str(files.train)]), _open_files([str(files.valid)])
-        tokenizer = load_tokenizer(files.tokenizer)
+        tokenizer_file = files.tokenizer
+        tokenizer = load_tokenizer(tokenizer_file)
 
     train_parts: Sequence[Part] = train_files
     valid_parts: Sequence[Part] = valid_files
@@ -214,6 +219,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         train_parts, valid_parts = _split(train_files, data.split)
     corpus = Corpus(
         tokenizer=tokenizer,
+        tokenizer_file=None if isinstance(tokenizer, ByteTokenizer) else tokenizer_file.absolute(),
         closes=_document_end([file for _, file in (*train_files, *valid_files)], tokenizer),
         train_parts=tuple(train_parts),
         valid_parts=tuple(valid_parts),

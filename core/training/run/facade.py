@@ -22,6 +22,7 @@ from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import BatchSource, Corpus, open_corpus
 from core.training.run.engine import TrainingModel
 from core.training.run.evaluate import next_token_loss
+from core.training.run.facts import facts_of_run
 from core.training.run.loader import Loader, Scheduler
 
 
@@ -80,7 +81,8 @@ def initialize(
         source, order = corpus.train, corpus.order
     # load before the loader is made: it begins with the batch after the checkpoint's
     say, origin = _say_on_first_rank(ps), began_as(run) if model is None else {}
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin)
+    facts = facts_of_run(stages, corpus)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin, facts)
     start = checkpoints.resume()
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
