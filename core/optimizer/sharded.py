@@ -383,18 +383,6 @@ class ShardedOptimizer(TorchFace):
             self._to_weights(all_buffers=True)
         self.shard.publish()
 
-    @torch.no_grad()
-    def begin_states(self, step_count: int) -> None:
-        """New states in a run that has made `step_count` updates: rates go on from there, moments begin at zero.
-
-        Weights that were loaded are taken. Call it before the first step. Collective: `shard.publish()`.
-        """
-        self.reload_parameters()
-        # bias corrections count a parameter's own updates, of which there are none yet
-        behind = dict.fromkeys(self.shard.named_parameters(), step_count)
-        self._resume({"steps": step_count, "behind": behind}, 0)
-        self.shard.publish()
-
     def _resume(self, step_count: Any, skipped_steps: int) -> None:
         counts = step_count if isinstance(step_count, Mapping) else {"steps": step_count}
         self.step_count = int(counts["steps"])

@@ -65,10 +65,17 @@ def _position_rules(model: ModelConfig, data: DataConfig) -> Rules:
 def _folder_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
     """A Hugging Face folder, or a checkpoint's weights, are looked at where a run begins with them."""
     yield from folder.text_rules(model, data.train, data.tokenizer)
-    if checkpoint.weights is None and not checkpoint.resumes():
+    if model.huggingface is None and checkpoint.weights is None:
+        return
+    try:
+        if checkpoint.resumes():  # and reads neither
+            return
+    except (ValueError, OSError) as error:
+        yield False, f"checkpoint.directory={checkpoint.directory}: {error}"
+        return
+    if checkpoint.weights is None:
         yield from folder.weight_rules(model, data.sequence_length)
-    is_local = checkpoint.weights is not None and "://" not in checkpoint.weights
-    if is_local and model.build is None and not checkpoint.resumes():
+    elif "://" not in checkpoint.weights and model.build is None:
         # here, so that a run without them is read without the code that trains
         from core.training.model.weights import weights_rules
 

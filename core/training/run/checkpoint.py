@@ -21,7 +21,7 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.run.batch_plan import BatchPlan
-from core.training.run.other_optimizer import other_optimizer
+from core.training.run.other_optimizer import begin_states, other_optimizer
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -96,8 +96,8 @@ class Checkpoints(AbstractContextManager):
             return self._refuse_newer_steps(self.restore(self.config.load))
         if self.manager is None or self.config.resume == "never":
             return self._refuse_newer_steps(0)
-        steps = from_first(self.manager.steps, self.ps)
-        template = self._template(self.manager.url(steps[-1])) if steps else self.state(0)
+        newest = from_first(self._newest, self.ps)
+        template = self._template(newest) if newest is not None else self.state(0)
         try:
             step, state = self.manager.load_latest(template)
         except FileNotFoundError:
@@ -106,6 +106,15 @@ class Checkpoints(AbstractContextManager):
             return 0
         self._saved_step = step
         return self._take_over(self.manager.url(step), state)
+
+    def _newest(self) -> str | None:
+        """Where the newest step lies; None: there is none, or none that can be found."""
+        assert self.manager is not None
+        steps = self.manager.steps()
+        try:
+            return self.manager.url(steps[-1]) if steps else None
+        except (OSError, ValueError):  # told by the load that follows, which tries the one before
+            return None
 
     def restore(self, url: str) -> int:
         """Load one checkpoint, of any layout; the number of updates already made. Raises ValueError: as `resume`."""
@@ -150,7 +159,7 @@ class Checkpoints(AbstractContextManager):
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
-            self.optimizer.begin_states(step)
+            begin_states(self.optimizer, step)
         stored_run = StoredCheckpoint.open(url).run
         if self.manager is not None:
             self.manager.note({"began_as": stored_run.get("began_as", {})})

@@ -1,10 +1,12 @@
-"""Whether a checkpoint holds the states of another optimizer than this run's: kinds of states, and of which names."""
+"""Another optimizer than a checkpoint's: what differs in kinds and names of states, and how new ones begin."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.reading.loading import open_stored
+from core.dist_checkpointing.state.mapping import ShardedObject
+from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 
@@ -32,6 +34,20 @@ def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) ->
     parts = [f"only there are those of {', '.join(only_there[:4])}"] if only_there else []
     parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
     return " and ".join(parts)
+
+
+def begin_states(optimizer: ShardedOptimizer, step: int) -> None:
+    """New states in a run that has made `step` updates: rates go on from there, moments begin at zero.
+
+    Weights that were loaded are taken. Before the first step. Collective: `shard.publish()`.
+    """
+    optimizer.reload_parameters()
+    counts = {
+        key: part.data for key, part in optimizer.sharded_state_dict().items() if isinstance(part, ShardedObject)
+    }
+    # bias corrections count a parameter's own updates, of which there are none yet
+    behind = dict.fromkeys(optimizer.shard.named_parameters(), step)
+    optimizer.load_state_dict(counts | {"step_count": {"steps": step, "behind": behind}, "skipped_steps": 0})
 
 
 def _stored(url: str) -> set[str] | None:
