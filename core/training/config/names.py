@@ -1,5 +1,6 @@
 """What is said about a name that no field has: the nearest one, or ours for a name from elsewhere."""
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 
@@ -71,6 +72,26 @@ ELSEWHERE = {
     "resume_from_checkpoint": "checkpoint.load",
     "data_seed": "data.seed",
 }
+
+
+# words of `ParallelConfig` and of the layers' rules -> the field of a run that says the same
+_IN_A_RUN = (
+    (r"^(ParallelConfig|DataConfig|model): ", ""),
+    (r"\btensor_model_parallel_size\b", "parallel.tensor"),
+    (r"(?<![\w.])(tensor|pipeline|context|data|expert|replicate)(?=[=(]\d)", r"parallel.\1"),
+    (r"(?<![\w.])(num_attention_heads|num_query_groups|ffn_hidden_size|hidden_size|num_layers)(?==)", r"model.\1"),
+    (r"(?<![\w.])(global_batch_size|micro_batch_size|recompute)(?==)", r"training.\1"),
+    (r"(?<![\w.])(sequence_length)(?==)", r"data.\1"),
+    (r"(?<![\w.])(schedule)(?==)", r"pipeline.\1"),
+    (r"(?<![\w.])(zero_stage|offload|offload_fraction|grad_dtype|reduce_dtype)(?==)", r"data_parallel.\1"),
+)
+
+
+def in_the_runs_names(text: str) -> str:
+    """A rule's message with the names that the user writes: parallel.tensor=3 for tensor_model_parallel_size=3."""
+    for pattern, name in _IN_A_RUN:
+        text = re.sub(pattern, name, text)
+    return text
 
 
 def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:

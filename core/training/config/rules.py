@@ -140,12 +140,13 @@ def _sequence_rules(data: DataConfig, parallel: ParallelConfig) -> Rules:
 def _file_rules(data: DataConfig) -> Rules:
     """The user's own token files exist and are long enough; opening one costs the same at any size."""
     length = data.sequence_length
-    for name, blend in (("train", data.train), ("valid", data.valid)):
+    sets = [(f"valid_sets.{name}", (prefix,)) for name, prefix in data.valid_sets.items()]
+    for name, blend in (("train", data.train), ("valid", data.valid), *sets):
         try:
             for _, prefix in open_blend(blend) if blend else ():
                 tokens = TokenFile(prefix).num_tokens
                 yield (
-                    length < tokens or name == "valid",
+                    length < tokens or name != "train",
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
                     f"{tokens}; use at most {tokens - 1}, or more text",
                 )

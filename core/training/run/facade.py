@@ -81,7 +81,7 @@ def initialize(
         source, order = corpus.train, corpus.order
     # load before the loader is made: it begins with the batch after the checkpoint's
     say, origin = _say_on_first_rank(ps), began_as(run) if model is None else {}
-    facts = facts_of_run(stages, corpus)
+    facts = facts_of_run(stages, corpus, run)
     checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin, facts)
     start = checkpoints.resume()
     train_steps = run.training.train_steps

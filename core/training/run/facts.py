@@ -7,12 +7,16 @@ from torch import nn
 
 from core.models.gpt.description import description
 from core.models.gpt.gpt_model import GPTModel
+from core.training.config import RunConfig
 from core.training.run.data import Corpus
 
 
-def facts_of_run(stages: Mapping[int, nn.Module], corpus: Corpus | None) -> dict[str, Any]:
-    """The model, where it is a GPT, and the tokenizer of its text, as JSON values; the same on every rank."""
-    facts: dict[str, Any] = {}
+def facts_of_run(stages: Mapping[int, nn.Module], corpus: Corpus | None, run: RunConfig) -> dict[str, Any]:
+    """The run's settings by flat name, the model, where it is a GPT, and the tokenizer of its text, as JSON values.
+
+    The same on every rank. A checkpoint can then be evaluated by itself.
+    """
+    facts: dict[str, Any] = {"settings": run.flat()}
     gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
     if gpt is not None:
         facts["model"] = description(gpt)
