@@ -20,7 +20,7 @@ from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
-from core.training.run.batch_plan import PlannedBatches
+from core.training.resume.batch_plan import PlannedBatches
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons

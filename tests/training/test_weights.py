@@ -9,7 +9,7 @@ from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.parallel_state import layout_of
 from core.training import RunConfig, initialize
 from core.training.model.begin import begin
-from core.training.run.batch_plan import BatchPlan
+from core.training.resume.batch_plan import BatchPlan
 from tests.parity.whole import assembled
 from tests.states import state
 from tests.training.test_model_facts import fields_of

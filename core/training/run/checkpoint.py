@@ -20,8 +20,8 @@ from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
-from core.training.run.batch_plan import BatchPlan
-from core.training.run.other_optimizer import begin_states, other_optimizer
+from core.training.resume.batch_plan import BatchPlan
+from core.training.resume.other_optimizer import begin_states, other_optimizer
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -16,7 +16,7 @@ from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.model.begin import began_as, begin
-from core.training.run.batch_plan import PlannedBatches
+from core.training.resume.batch_plan import PlannedBatches
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import BatchSource, Corpus, open_corpus
