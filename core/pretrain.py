@@ -20,6 +20,7 @@ from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
+from core.training.resume.batch_plan import PlannedBatches
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
@@ -38,7 +39,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     here = moved_to(ps.device)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
-    stages = begin(run, corpus.tokenizer.vocab_size, ps)
+    stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
@@ -49,6 +50,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, origin, facts
     )
     start = console.start = checkpoints.resume()
+    batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     if start >= run.training.train_steps:
         console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
         return
@@ -58,7 +60,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         first = train(
             executor,
             optimizer,
-            lambda step: here(corpus.train.batch(step, rank, size)),
+            lambda step: here(batches.batch(step, rank, size)),
             run.training,
             flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=peak,
