@@ -151,6 +151,21 @@ def test_with_dropout_a_step_is_one_process_s(ranks, kind, pp, schedule, recompu
     ranks(dropped, kind, pp, schedule, recompute, zero, world=2)
 
 
+@pytest.mark.parametrize("groups, tied", [(1, True), (2, False), (8, True)])
+@pytest.mark.parametrize("kind", ["gemma3", "olmo2", "smollm3"])
+def test_heads_in_other_groups(kind, groups, tied):
+    config = TODAY[kind]()
+    config.num_key_value_heads, config.tie_word_embeddings, config.vocab_size = groups, tied, 89
+    theirs, _, want = theirs_of(config)
+    ps = ParallelState.single("cpu")
+    model = GPTModel(**from_huggingface(config, params_dtype=torch.float64).arguments(), parallel=ps)
+    load_huggingface(model, theirs.state_dict())
+    rows = batch(89)
+    model(rows["tokens"], labels=rows["labels"]).sum().backward()
+    found = {name: p.grad[tuple(map(slice, layout_of(p).shape))] for name, p in model.named_parameters()}
+    assert_same(found, {name: gradient for name, gradient in want.items() if name in found}, 1e-9)
+
+
 PROMPTS = [[5, 100, 3], [9, 9, 1, 2, 4, 77, 31, 8]]
 
 

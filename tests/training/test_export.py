@@ -19,6 +19,7 @@ from core.models.huggingface.families import FAMILIES, HuggingFaceModel, from_hu
 from core.models.huggingface.matching import matching_family
 from core.parallel_state import ParallelState
 from core.training import initialize
+from core.training.generate import main as generate_command
 from core.transformer import TransformerConfig
 from tests.models.huggingface import TODAY
 from tests.models.test_huggingface import CONFIGS
@@ -148,6 +149,18 @@ def test_a_run_goes_to_transformers_with_its_tokenizer(tmp_path, capsys, monkeyp
         model.train_step(batch)
     (step,) = sorted((tmp_path / "ckpt").glob("step*"))[-1:]
     capsys.readouterr()
+    words = ["--prompt", "the rooms have", "--new-tokens", "3"]
+    assert generate_command([str(step), *words]) == 0
+    assert capsys.readouterr().out.startswith("the rooms have")
+    train_tokenizer(["another text altogether " * 50], 280).save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"other.json is tokenizer .*, the run of .* had .*; give that one"):
+        generate_command([str(step), *words, "--tokenizer", str(tmp_path / "other.json")])
+    (tmp_path / "t.tokenizer.json").rename(tmp_path / "moved.json")
+    with pytest.raises(ValueError, match=r"t.tokenizer.json, is not there; give --tokenizer FILE"):
+        generate_command([str(step), *words])
+    with pytest.warns(UserWarning, match=r"t.tokenizer.json is not there; put tokenizer.json into"):
+        export_huggingface(step, tmp_path / "without")
+    (tmp_path / "moved.json").rename(tmp_path / "t.tokenizer.json")
     assert main(["export", str(step), str(tmp_path / "out"), "--check"]) == 0
     assert "max |logit difference| on 4 prompts: " in capsys.readouterr().out
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

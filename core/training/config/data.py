@@ -61,6 +61,11 @@ class DataConfig:
         raise_all("DataConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name in ("train", "valid"):
+            yield (
+                "" not in getattr(self, name),
+                f"{name} has an empty prefix; give that of a .bin and .idx, or leave {name} out",
+            )
         for name in ("valid", "tokenizer"):
             yield (
                 bool(self.train) or not getattr(self, name),

@@ -191,7 +191,8 @@ class TrainingConfig:
             yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
         # activation checkpointing
         known = ("none", "selective", "layer", "stage")
-        yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}"
+        megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
+        yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
         peak = self.peak_tflops
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
 

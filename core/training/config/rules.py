@@ -142,6 +142,8 @@ def _file_rules(data: DataConfig) -> Rules:
     length = data.sequence_length
     sets = [(f"valid_sets.{name}", (prefix,)) for name, prefix in data.valid_sets.items()]
     for name, blend in (("train", data.train), ("valid", data.valid), *sets):
+        if "" in blend:  # told by `DataConfig`
+            continue
         try:
             for _, prefix in open_blend(blend) if blend else ():
                 tokens = TokenFile(prefix).num_tokens

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from core import __version__
 from core.training.config.flags import read_flags
-from core.training.config.names import in_the_runs_names
+from core.training.config.messages.names import in_the_runs_names
+from core.training.config.messages.unused import unused
 from core.training.config.run import ConfigError, Draft, Problem, RunConfig, between, drafted, known_fields
 from core.training.config.toml_files import literal, read_toml, write_toml
 from core.training.log.leaving import let_the_first_rank_end, listed, say_mistake
@@ -32,6 +34,11 @@ class Loaded:
             if self.origin[name] != "default"
         ]
 
+    def unused(self) -> list[str]:
+        """What was set and has no effect beside the other settings."""
+        defaults = {name: field.default for name, field in known_fields().items()}
+        return unused(self.run.flat(), defaults)
+
     def to_toml(self, path: str | Path | None = None) -> str:
         """As `RunConfig.to_toml`, but a field that follows another one is left undecided ("None").
 
@@ -39,7 +46,7 @@ class Loaded:
         """
         fields_by_name = known_fields()
         values = {n: None if self.origin[n] in fields_by_name else value for n, value in self.run.flat().items()}
-        return write_toml(fields_by_name.values(), values, path)
+        return write_toml(fields_by_name.values(), values, path, comment=f"written by paracore {__version__}")
 
 
 @dataclass(frozen=True, kw_only=True)

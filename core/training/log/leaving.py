@@ -1,4 +1,4 @@
-"""How a program ends with a mistake of the user: its message once per job, and last on the terminal."""
+"""How a program ends: a mistake of the user's once per job, last on the terminal; and a reader that leaves early."""
 
 import json
 import os
@@ -22,6 +22,15 @@ def say_mistake(message: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": facts}}, opened)
     except OSError:  # a full disk, say
         print(message, file=sys.stderr, flush=True)
+
+
+def say_to_reader(text: str) -> None:
+    """To standard output, as long as somebody reads it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def let_the_first_rank_end() -> None:

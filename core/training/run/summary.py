@@ -40,6 +40,8 @@ def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None])
     say(f"{len(lines)} settings differ from their defaults (all are in {path}):")
     for line in lines:
         say(f"  {line}")
+    for line in loaded.unused():
+        say(f"note: {line}")
 
 
 def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
