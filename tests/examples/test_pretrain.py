@@ -33,9 +33,21 @@ def own(tmp_path_factory):
     return [f"--data.train={made.train}", f"--data.valid={made.valid}", f"--data.tokenizer={made.tokenizer}"]
 
 
+def once(flags):
+    """Each flag with its values once, the later one in the place of the earlier one: a run refuses both."""
+    groups = {}
+    for word in flags:
+        head = word.partition("=")[0]
+        if word.startswith("--"):
+            groups[head], last = [word], head
+        else:
+            groups[last].append(word)
+    return [word for words in groups.values() for word in words]
+
+
 def run(launcher, flags, directory):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, SCRIPT, *flags]
+    command = [sys.executable, *launcher, SCRIPT, *once(flags)]
     return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=120)
 
 
@@ -166,7 +178,7 @@ WRONG = {
 def mistaken(flags, monkeypatch):
     """The script in this process, which saves its start; any process group would be an error."""
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **k: pytest.fail("a process group"))
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *flags])
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *once(flags)])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(SCRIPT, run_name="__main__")
     return stopped.value.code
