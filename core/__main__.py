@@ -14,6 +14,7 @@ COMMANDS = {
     "inspect": ("core.datasets.inspect", "what a token file holds, and whether it is whole"),
     "config": ("core.training.config", "explain a run's settings, or write a commented file of them"),
     "generate": ("core.training.generate", "text from a Hugging Face folder, or from a checkpoint of it"),
+    "evaluate": ("core.training.evaluate", "loss, perplexity and bits per byte of a run or checkpoint"),
     "checkpoint": ("core.dist_checkpointing", "inspect, verify, diff, reshard, prune, export checkpoints"),
     "simulate": ("core.pipeline.simulate", "draw a pipeline schedule with its bubble and memory"),
     "doctor": ("core.training.doctor", "what this machine has, lacks, and how fast it is"),

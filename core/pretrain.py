@@ -8,21 +8,26 @@ Without data of your own it reads the interpreter's standard library.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from core import parallel_state
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
+from core.training.config.sources import checked
 from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
+from core.training.log.page import Sample
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
+from core.training.resume.batch_plan import PlannedBatches
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import moved_to, open_corpus
-from core.training.run.evaluate import evaluate_bits_per_byte
+from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
+from core.training.run.validation import evaluate_texts
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
 
@@ -34,47 +39,49 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     here = moved_to(ps.device)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
-    stages = begin(run, corpus.tokenizer.vocab_size, ps)
-    describe(stages, ps, corpus, console.say)
+    stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
+    parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     memory.watch(executor)
+    origin, facts = began_as(run), facts_of_run(stages, corpus, run)
     checkpoints = Checkpoints(
-        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, began_as(run)
+        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, origin, facts
     )
     start = console.start = checkpoints.resume()
+    batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     if start >= run.training.train_steps:
         console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
         return
     peak = total_peak_flops(ps, run.model.dtype, run.training.peak_tflops)
 
-    def validate() -> float:
-        return evaluate_bits_per_byte(executor, map(here, corpus.validation(rank, size)), len(corpus.valid_text))
-
     with console, checkpoints, open_log(run, start, ps) as log:
         first = train(
             executor,
             optimizer,
-            lambda step: here(corpus.train.batch(step, rank, size)),
+            lambda step: here(batches.batch(step, rank, size)),
             run.training,
             flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=peak,
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=validate if corpus.valid is not None else None,
+            validate=partial(evaluate_texts, executor, corpus, ps) if corpus.validation_texts else None,
             checkpoints=checkpoints,
             start=start,
+            tokens_per_step=console.tokens,
         )
     if skipped := optimizer.skipped_steps:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
-    steps, bits = last_step(executor), validate() if corpus.valid is not None else None
-    written = sample(stages, corpus.prompt(s // 2 or 1), executor)
+    steps = last_step(executor)
+    prompt = corpus.prompt(s // 2 or 1)
+    written = sample(stages, prompt, executor)
     if ps.rank == 0:
-        tell(loaded, log.records, corpus, bits, steps, corpus.tokenizer.decode(written), ps, console.say)
+        text = Sample.of(corpus.tokenizer, prompt, written)
+        tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
         for line in comparisons(first, start, log.records, run, corpus):
             console.say(line)
 
@@ -86,7 +93,7 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     """
     loaded = load_run(args, description=description)
     with errors_as_one_line():
-        run = loaded.run.check(started_processes())
+        run = checked(loaded, started_processes())
         with parallel_state.launch(run.device) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))

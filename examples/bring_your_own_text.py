@@ -64,7 +64,8 @@ def main(told: argparse.Namespace) -> list[float]:
     start = loader.batches.batch(0)["tokens"][0, :16].tolist()
     written = model.generate(start, 60, temperature=0.7)
     if model.parallel.rank == 0:
-        print(f"--- a sample ---\n{tokenizer.decode(written)}")
+        begins, goes_on = tokenizer.decode(start), tokenizer.decode(written[len(start) :])
+        print(f"--- a sample: the text begins ---\n{begins}\n--- and the model goes on ---\n{goes_on}\n---")
     return losses
 
 

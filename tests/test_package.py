@@ -68,7 +68,7 @@ def test_the_commands_are_listed_without_importing_one():
     assert {name for name in imported.split() if name.split(".")[0] in ("core", "torch")} == {"core", "core.__main__"}
     text = "\n".join(shown)
     listed = re.findall(r"^  (\w+) {2,}\S", text, re.M)
-    wanted = "pretrain prepare inspect config generate checkpoint simulate doctor deepspeed huggingface"
+    wanted = "pretrain prepare inspect config generate evaluate checkpoint simulate doctor deepspeed huggingface"
     assert listed == list(COMMANDS) == wanted.split()
     assert all(importlib.util.find_spec(module) for module, _ in COMMANDS.values())
     assert max(map(len, shown)) <= 80

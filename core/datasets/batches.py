@@ -84,7 +84,13 @@ class GPTBatches:
         The global batch does not depend on `size`; rank r has its rows r*b/size .. (r+1)*b/size.
         Raises `ValueError` if the batch does not divide, the rank is not below size, or step is negative.
         """
-        local_rows = rows_of_step(step, self.global_batch_size, rank, size)
+        if step < 0:
+            raise ValueError(f"step={step} must be at least 0")
+        return self.rows(step * self.global_batch_size, self.global_batch_size, rank, size)
+
+    def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+        """The same of the `count` rows from row `first` of the run on, for batches whose sizes change."""
+        local_rows = rows_from(first, count, rank, size)
         tokens, labels = empty_rows(len(local_rows), self.sequence_length)
         self.fill(local_rows, range(len(local_rows)), tokens, labels)
         return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
@@ -133,20 +139,17 @@ def empty_rows(rows: int, sequence_length: int) -> tuple[Rows, Rows]:
     return np.empty((rows, sequence_length), np.int64), np.empty((rows, sequence_length), np.int64)
 
 
-def rows_of_step(step: int, global_batch_size: int, rank: int, size: int) -> range:
-    """The rank's rows of global batch number `step`, counted from the first row of the run.
+def rows_from(first: int, count: int, rank: int, size: int) -> range:
+    """The rank's share of `count` rows, counted from the first row of the run.
 
-    Raises `ValueError` if the batch does not divide, the rank is not below size, or step is negative.
+    Raises `ValueError` if they do not divide, or the rank is not below size.
     """
-    local_rows = share(global_batch_size, rank, size)
-    if step < 0:
-        raise ValueError(f"step={step} must be at least 0")
-    first = step * global_batch_size
+    local_rows = share(count, rank, size)
     return range(first + local_rows.start, first + local_rows.stop)
 
 
 def share(batch_size: int, rank: int, size: int) -> range:
-    """The rank's rows of a batch; raises `ValueError` as `rows_of_step`."""
+    """The rank's rows of a batch; raises `ValueError` as `rows_from`."""
     if batch_size < 1 or size < 1 or batch_size % size:
         valid = [divisor for divisor in range(1, batch_size + 1) if batch_size % divisor == 0]
         raise ValueError(f"a batch of {batch_size} rows does not divide among {size} ranks; {valid} would do")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.datasets.batches import GPTBatches, empty_rows, rows_of_step
+from core.datasets.batches import GPTBatches, empty_rows, rows_from
 from core.datasets.order import Ids, permute
 
 BLEND_BLOCK = 4096  # samples in which the weights hold exactly
@@ -84,7 +84,13 @@ class BlendedBatches:
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
         """The rank's rows of the global batch number `step`: as `GPTBatches.batch`, errors included."""
-        local_rows = rows_of_step(step, self.global_batch_size, rank, size)
+        if step < 0:
+            raise ValueError(f"step={step} must be at least 0")
+        return self.rows(step * self.global_batch_size, self.global_batch_size, rank, size)
+
+    def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+        """The same of the `count` rows from row `first` of the run on, for batches whose sizes change."""
+        local_rows = rows_from(first, count, rank, size)
         tokens, labels = empty_rows(len(local_rows), self.sequence_length)
         # the rank's rows may reach over several blocks, each of which has an order of its own
         for block in range(local_rows.start // BLEND_BLOCK, (local_rows.stop - 1) // BLEND_BLOCK + 1):

@@ -5,6 +5,7 @@ Exit code 0: it opens (with --verify: every byte is right); 1: it does not, and 
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,10 +134,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.verify:
         values["verified"] = True
-    print(json.dumps(values, indent=2) if options.json else text(values))
+    told = json.dumps(values, indent=2) if options.json else text(values)
     if options.verify and not options.json:
         kind = "both tables" if file.card is None else "every byte"
-        print(f"  {'verified':<12} {kind} read and right")
+        told += f"\n  {'verified':<12} {kind} read and right"
+    try:
+        print(told, flush=True)
+    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

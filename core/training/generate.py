@@ -1,6 +1,7 @@
-"""Text from a Hugging Face folder, or from a checkpoint of it; `generate` and `generate_batch` for programs.
+"""Text from a Hugging Face folder, or from a checkpoint; `generate` and `generate_batch` for programs.
 
 python -m core.training.generate HF_DIR --prompt "Once upon a time"
+python -m core.training.generate CKPT --prompt "..."                       # of a run: it says its model and tokenizer
 torchrun --nproc-per-node 2 -m core.training.generate CKPT --source HF_DIR --prompt "..." --parallel.tensor 2
 """
 
@@ -19,6 +20,7 @@ from core.parallel_state.environment import started_processes
 from core.training.generation import generate as generate
 from core.training.generation import generate_batch as generate_batch
 from core.training.log.console import errors_as_one_line
+from core.training.run.facts import model_of_checkpoint, tokenizer_of_checkpoint
 from core.training.sampling import Sampling
 
 
@@ -26,8 +28,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m core.training.generate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("model", metavar="HF_DIR|CKPT", help="a Hugging Face folder, or a step's own directory with --source")
-    add("--source", metavar="HF_DIR", help="of a checkpoint: the folder with its configuration and tokenizer")
+    add("model", metavar="HF_DIR|CKPT", help="a Hugging Face folder, or a step's own directory")
+    add(
+        "--source",
+        metavar="HF_DIR",
+        help="configuration and tokenizer of a checkpoint; default: what its run said",
+    )
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json; default: the folder's, or the run's")
     add("--prompt", action="append", required=True, help="given several times: a batch")
     add("--new-tokens", type=int, default=100)
     add("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token each time")
@@ -43,24 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parser().parse_args(arguments)
     is_checkpoint = (Path(options.model) / MANIFEST).exists()
-    source = Path(options.source or options.model).expanduser()
-    if is_checkpoint and options.source is None:
-        raise ValueError(f"{options.model} is a checkpoint; give --source, the Hugging Face folder that it began as")
     if (started := started_processes()) != options.tensor:
         raise ValueError(
             f"{started} processes for --parallel.tensor {options.tensor}; start as many: torchrun --nproc-per-node"
         )
     how = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
-    model_form = from_huggingface(source)
-    tokenizer = load_tokenizer(source / "tokenizer.json", options.end_of_text)
-    if tokenizer.vocab_size > model_form.vocab_size:
+    source = Path(options.source or options.model).expanduser()
+    if is_checkpoint and options.source is None:
+        arguments_of_model = model_of_checkpoint(options.model)
+        tokenizer = tokenizer_of_checkpoint(options.model, options.tokenizer, options.end_of_text)
+    else:
+        arguments_of_model = from_huggingface(source).arguments()
+        tokenizer = load_tokenizer(options.tokenizer or source / "tokenizer.json", options.end_of_text)
+    if tokenizer.vocab_size > (vocab_size := arguments_of_model["vocab_size"]):
         raise ValueError(
-            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {model_form.vocab_size} "
-            "rows; they are not of one model"
+            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {vocab_size} rows; they are "
+            "not of one model"
         )
     with launch():
         ps = initialize_model_parallel(options.tensor)
-        model = GPTModel(**model_form.arguments(), parallel=ps)
+        model = GPTModel(**arguments_of_model, parallel=ps)
         if is_checkpoint:
             load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
         else:

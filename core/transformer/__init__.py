@@ -10,6 +10,7 @@ from core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from core.transformer.spec import Build as Build
     from core.transformer.spec import TransformerLayerSpec as TransformerLayerSpec
+    from core.transformer.transformer_config import RotaryConfig as RotaryConfig
     from core.transformer.transformer_config import TransformerConfig as TransformerConfig
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

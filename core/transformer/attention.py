@@ -21,13 +21,15 @@ STRIP = 1024  # most queries of one strip under a window: the mask of a strip is
 class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters, no collectives.
 
+    `softmax_scale` of the configuration takes the place of 1 / sqrt(d).
+
     In a layer with a window a token sees that many tokens, itself included (Mistral 7B, arXiv 2310.06825).
     """
 
     def __init__(self, build: Build) -> None:
         super().__init__()
         config = build.config
-        self.grouped = config.groups != config.num_attention_heads
+        self.grouped, self.softmax_scale = config.groups != config.num_attention_heads, config.softmax_scale
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
         self.window = config.windows[build.layer] if config.windows is not None else None
 
@@ -62,7 +64,9 @@ class CoreAttention(nn.Module):
         causal = visible is None and queries == keys
         if visible is None and 1 < queries < keys:
             visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-        return F.scaled_dot_product_attention(q, k, v, visible, p, causal, enable_gqa=self.grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, visible, p, causal, scale=self.softmax_scale, enable_gqa=self.grouped
+        )
 
     def _attend_in_strips(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float) -> Tensor:
         """Strip by strip of queries, each with the keys that its windows reach: nothing of size [n, t].
@@ -84,7 +88,10 @@ class CoreAttention(nn.Module):
             else:
                 visible = visible & ~attention_mask[..., start:stop, first:last]
             strip = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
-            outputs.append(F.scaled_dot_product_attention(*strip, visible, p, enable_gqa=self.grouped))
+            attended = F.scaled_dot_product_attention(
+                *strip, visible, p, scale=self.softmax_scale, enable_gqa=self.grouped
+            )
+            outputs.append(attended)
         return torch.cat(outputs, 2)
 
 
@@ -119,9 +126,8 @@ class SelfAttention(nn.Module):
         )
         self.core_attention = spec.core_attention(build)
         self.layer_number, self.cache_of_layer = build.layer, None
-        heads = config.qk_layernorm
-        self.q_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
-        self.k_layernorm = spec.norm(build, config.head_size, over_heads=True) if heads else None
+        self.q_layernorm = _qk_norm(build, spec, config.num_attention_heads)
+        self.k_layernorm = _qk_norm(build, spec, config.groups)
         for submodule in (self.core_attention, self.q_layernorm, self.k_layernorm):
             if submodule is not None:  # whatever it is, it sees this rank's heads only
                 sum_gradients_of_foreign(submodule, place.group)
@@ -143,3 +149,12 @@ class SelfAttention(nn.Module):
             attention_mask = attention_mask if padding is None else padding
         heads = self.core_attention(q, k, v, attention_mask)
         return self.linear_proj(rearrange(heads, "b a s d -> s b (a d)"))
+
+
+def _qk_norm(build: Build, spec: TransformerLayerSpec, heads: int) -> nn.Module | None:
+    """The norm of query or key heads, if the configuration wants one."""
+    if not build.config.qk_layernorm:
+        return None
+    if spec.qk_norm is not None:
+        return spec.qk_norm(build, heads)
+    return spec.norm(build, build.config.head_size, over_heads=True)

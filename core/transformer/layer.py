@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from core.parallel_state import mix32, seeded
 from core.transformer.dropout import residual_dropout
-from core.transformer.qkv import Tables
+from core.transformer.qkv import LayerTables, Tables
 from core.transformer.spec import Build, TransformerLayerSpec
 
 
@@ -35,6 +35,45 @@ class TransformerLayer(nn.Module):
         return x + (self.mlp_dropout(y) if self.drops else y)
 
 
+class PostNormLayer(nn.Module):
+    """x + drop(norm(attention(x))), then x + drop(norm(mlp(x))): norms of outputs only (OLMo 2, arXiv 2501.00656).
+
+    [s, b, h] -> [s, b, h], sharded alike.
+    """
+
+    def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
+        super().__init__()
+        size = build.config.hidden_size
+        self.self_attention = spec.attention(build, spec)
+        self.post_self_attn_layernorm = spec.norm(build, size)
+        self.mlp = spec.mlp(build)
+        self.post_mlp_layernorm = spec.norm(build, size)
+        self.attention_dropout = residual_dropout(build, "after attention")
+        self.mlp_dropout = residual_dropout(build, "after mlp")
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        y = self.post_self_attn_layernorm(self.self_attention(x, attention_mask, rotary))
+        x = x + self.attention_dropout(y)
+        return x + self.mlp_dropout(self.post_mlp_layernorm(self.mlp(x)))
+
+
+class SandwichNormLayer(TransformerLayer):
+    """x + drop(norm(attention(norm(x)))), then x + drop(norm(mlp(norm(x)))): norms on both sides (Gemma 3)."""
+
+    def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
+        super().__init__(build, spec)
+        self.post_self_attn_layernorm = spec.norm(build, build.config.hidden_size)
+        self.post_mlp_layernorm = spec.norm(build, build.config.hidden_size)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        y = self.self_attention(self.input_layernorm(x), attention_mask, rotary)
+        x = x + self.attention_dropout(self.post_self_attn_layernorm(y))
+        y = self.mlp(self.pre_mlp_layernorm(x))
+        return x + self.mlp_dropout(self.post_mlp_layernorm(y))
+
+
 class Layers(nn.ModuleDict):
     """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`; `values()` are the layers."""
 
@@ -60,8 +99,10 @@ class TransformerBlock(nn.Module):
         self.layers = Layers({str(n): layer(n) for n in numbers})
         self.final_layernorm = spec.norm(build, build.config.hidden_size) if final_norm else None
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | LayerTables | None = None
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        for layer in self.layers.values():
-            x = layer(x, attention_mask, rotary)
+        for number, layer in self.layers.items():
+            x = layer(x, attention_mask, rotary[int(number)] if isinstance(rotary, list) else rotary)
         return x if self.final_layernorm is None else self.final_layernorm(x)

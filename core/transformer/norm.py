@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from core.autograd.gradients import no_second_derivative
 from core.parallel_state import Init, Layout
+from core.parallel_state.collectives import Group, all_reduce
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
+from core.tensor_parallel.mappings import outside_graphs
 from core.transformer.spec import Build
 
 
@@ -54,7 +56,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Norm(SpreadModule):
-    """Weight [h], in full on every rank.
+    """Weight [h], in full on every rank; with `layernorm_zero_centered_gamma` it is what 1 is exceeded by.
 
     Under sequence parallelism (or over heads) each rank sees some of the rows only, so its gradient is a partial sum
     over tp, which the layout states.
@@ -66,8 +68,15 @@ class _Norm(SpreadModule):
         self.shape, self.eps = (size,), build.config.layernorm_epsilon
         partial = frozenset({"tp"}) if over_heads else place.sequence_partial
         self.group = place.group if partial else None
-        self.weight = place.parameter(Layout((size,), partial=partial), Init(mean=1.0))
+        self.zero_centered = build.config.layernorm_zero_centered_gamma
+        init = Init(mean=0.0 if self.zero_centered else 1.0)
+        self.weight = place.parameter(Layout((size,), partial=partial), init)
         self.partial, self.place = partial, place
+
+    def scale(self) -> Tensor:
+        """What normalised values are multiplied by: the weight, or 1 + weight in float32 at least."""
+        weight = self.weight if self.group is None else sum_gradient(self.weight, self.group)
+        return 1 + _to_float32(weight) if self.zero_centered else weight
 
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, eps={self.eps}"
@@ -78,14 +87,14 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        weight = self.weight if self.group is None else sum_gradient(self.weight, self.group)
+        scale = self.scale()
         # Accelerators have one fused kernel for it.
         if x.device.type == "cpu":
             if not torch.is_grad_enabled():
-                return _rms_norm(x, weight, self.eps)[0]
-            y: Tensor = _RMSNorm.apply(x, weight, self.eps)
+                return _rms_norm(x, scale, self.eps)[0]
+            y: Tensor = _RMSNorm.apply(x, scale, self.eps)
             return y
-        return F.rms_norm(x, self.shape, weight, self.eps)
+        return F.rms_norm(x.to(scale.dtype), self.shape, scale, self.eps).to(x.dtype)
 
 
 class LayerNorm(_Norm):
@@ -97,10 +106,67 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        if self.group is None:
-            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-        weight, bias = sum_gradient(self.weight, self.group), sum_gradient(self.bias, self.group)
-        return F.layer_norm(x, self.shape, weight, bias, self.eps)
+        scale = self.scale()
+        bias = self.bias if self.group is None else sum_gradient(self.bias, self.group)
+        return F.layer_norm(x.to(scale.dtype), self.shape, scale, bias.to(scale.dtype), self.eps).to(x.dtype)
+
+
+class _AllHeadsRMSNorm(torch.autograd.Function):
+    """`_RMSNorm` over dims 1 and 3 of x [b, a/tp, s, d]: mean squares are summed over the ranks, each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float) -> Tensor:
+        ctx.group, ctx.size = group, size
+        x32 = _to_float32(x)
+        mean_square = _sum_over_heads(x32.square(), group).div_(size)
+        inverse_rms = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, inverse_rms)
+        return (x32 * inverse_rms).mul_(_to_float32(scale)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("the fused RMSNorm")
+        x, scale, inverse_rms = ctx.saved_tensors
+        grad32 = _to_float32(grad)
+        normalized, weighted = _to_float32(x) * inverse_rms, grad32 * _to_float32(scale)
+        mean = _sum_over_heads(weighted * normalized, ctx.group).div_(ctx.size)
+        dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
+        return dx, None, normalized.mul_(grad32).sum((0, 2)).unsqueeze(1).to(scale.dtype), None, None
+
+
+def _sum_over_heads(x: Tensor, group: Group | None) -> Tensor:
+    """[b, a/tp, s, d] -> [b, 1, s, 1], summed over all heads of all ranks: the same on each."""
+    return all_reduce(x.sum((1, 3), keepdim=True), group)
+
+
+@outside_graphs
+def _all_heads_rms_norm(x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float) -> Tensor:
+    y: Tensor = _AllHeadsRMSNorm.apply(x, group, scale, size, eps)
+    return y
+
+
+class AllHeadsRMSNorm(SpreadModule):
+    """x / rms(x) * weight over all heads of a token together (OLMo 2, arXiv 2501.00656); shape unchanged.
+
+    weight [a d], split over tp as the heads are. Each way one all-reduce of [b, 1, s, 1] over tp.
+    """
+
+    def __init__(self, build: Build, heads: int) -> None:
+        super().__init__()
+        place, config = build.place, build.config
+        self.size, self.head_size, self.eps = heads * config.head_size, config.head_size, config.layernorm_epsilon
+        self.group, self.zero_centered = place.group, config.layernorm_zero_centered_gamma
+        init = Init(mean=0.0 if self.zero_centered else 1.0)
+        self.weight = place.parameter(Layout((self.size,), split={"tp": 0}), init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, a/tp, s, d] -> [b, a/tp, s, d]."""
+        scale = 1 + _to_float32(self.weight) if self.zero_centered else self.weight
+        return _all_heads_rms_norm(x, self.group, scale.view(-1, 1, self.head_size), self.size, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}"
 
 
 def build_norm(build: Build, size: int, *, over_heads: bool = False) -> nn.Module:

@@ -12,8 +12,9 @@ from core.parallel_state import Init, Layout
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
 from core.tensor_parallel.placement import sequence_shard
+from core.transformer.qkv import LayerTables, Tables
 from core.transformer.spec import Build
-from core.transformer.transformer_config import RotaryScaling
+from core.transformer.transformer_config import RotaryConfig, RotaryScaling
 
 
 class LearnedPositions(SpreadModule):
@@ -51,22 +52,26 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Te
 
 
 class Rotary(nn.Module):
-    """Tables of rotary position embedding (RoFormer, arXiv 2104.09864), halves convention (GPT-NeoX, Llama)."""
+    """Tables of rotary position embedding (RoFormer, arXiv 2104.09864), halves convention (GPT-NeoX, Llama).
+
+    rotary: default the configuration's own, of all layers.
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, build: Build, max_sequence_length: int) -> None:
+    def __init__(self, build: Build, max_sequence_length: int, rotary: RotaryConfig | None = None) -> None:
         super().__init__()
         config = build.config
-        width = int(config.head_size * config.rotary_percent)
+        rotary = rotary if rotary is not None else config.rotary
+        width = int(config.head_size * rotary.percent)
         if width % 2 or width == 0:
             raise ValueError(
                 f"rotary needs an even number of dims per head, got {width} of kv_channels={config.head_size}; "
                 "change kv_channels, num_attention_heads or rotary_percent"
             )
-        self.width, self.base, self.positions = width, config.rotary_base, max_sequence_length
-        self.scaling = config.rotary_scaling
+        self.width, self.base, self.positions = width, rotary.base, max_sequence_length
+        self.scaling = rotary.scaling
         self.device = build.parallel.device
         for name, table in self._tables(build.place.device, config.params_dtype).items():
             self.register_buffer(name, table, persistent=False)
@@ -100,8 +105,32 @@ class Rotary(nn.Module):
         for name, table in self._tables(device, self.cos.dtype).items():
             setattr(self, name, table)
 
-    def forward(self, s: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, s: int, position_ids: Tensor | None) -> Tables:
         """(cos, sin), each [b or 1, 1, s, d/2]: ready to multiply [b, heads, s, d/2]."""
         if position_ids is None:
             return self.cos[None, None, :s], self.sin[None, None, :s]
         return self.cos[position_ids][:, None], self.sin[position_ids][:, None]
+
+
+class RotaryPerLayer(nn.Module):
+    """The tables of each layer, where layers differ (`TransformerConfig.rotary_per_layer`); equal ones are one."""
+
+    def __init__(self, build: Build, max_sequence_length: int) -> None:
+        super().__init__()
+        per_layer = build.config.rotary_per_layer or ()
+        different = list(dict.fromkeys(rotary for rotary in per_layer if rotary is not None))
+        # no ModuleList: activation checkpointing takes the elements of one for layers
+        for number, rotary in enumerate(different):
+            self.add_module(f"tables_{number}", Rotary(build, max_sequence_length, rotary))
+        self._names = [None if rotary is None else f"tables_{different.index(rotary)}" for rotary in per_layer]
+
+    def forward(self, s: int, position_ids: Tensor | None) -> LayerTables:
+        """By the layers' global numbers: what `Rotary` gives, None where a layer does not rotate."""
+        tables = {name: child(s, position_ids) for name, child in self.named_children()}
+        return [None if name is None else tables[name] for name in self._names]
+
+
+def build_rotary(build: Build, max_sequence_length: int) -> nn.Module:
+    """The rotary positions that the configuration names, one for all layers or for each."""
+    rotary_class = Rotary if build.config.rotary_per_layer is None else RotaryPerLayer
+    return rotary_class(build, max_sequence_length)

@@ -13,6 +13,7 @@ from torch import Tensor
 from core.autograd.gradients import no_second_derivative
 
 Tables = tuple[Tensor, Tensor]
+LayerTables = list[Tables | None]  # by the layers' global numbers; None does not rotate
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:

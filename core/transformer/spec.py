@@ -58,6 +58,8 @@ class TransformerLayerSpec:
     """The parts of a layer. Swap one with `dataclasses.replace(spec, mlp=MyMLP)`; no registry, no strings.
 
     layer(build, spec) -> the layer; norm, attention, core_attention and mlp build its parts.
+    qk_norm(build, heads) builds the norm of query or key heads [b, a/tp, s, d] where the configuration asks for one;
+    default: `norm` of each head by itself.
     positions builds a module that gives position embeddings to add ([s/tp or s, b, h]), rotary one that gives
     tables for the attention; either may be None.
     """
@@ -67,5 +69,6 @@ class TransformerLayerSpec:
     attention: Callable[[Build, "TransformerLayerSpec"], nn.Module]
     core_attention: Part
     mlp: Part
+    qk_norm: Callable[[Build, int], nn.Module] | None = None
     positions: PositionPart | None = None
     rotary: PositionPart | None = None

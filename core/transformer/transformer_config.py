@@ -42,6 +42,25 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """The rotary positions of a layer: the pair of dims 2i turns by base^(-2i/d) radians per token, before `scaling`.
+
+    percent: the share of a head's dims that turn. Raises ValueError with every rule that does not hold.
+    """
+
+    base: float = 10000.0
+    percent: float = 1.0
+    scaling: RotaryScaling | None = None
+
+    def __post_init__(self) -> None:
+        rules = [
+            (0 < self.base < inf, f"base={self.base} must be positive and finite"),
+            (0 < self.percent <= 1, f"percent={self.percent} must lie in (0, 1]"),
+        ]
+        raise_all("RotaryConfig", rules)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Facts of a model, under Megatron's names. Sizes in elements; None means the default named in its comment.
 
@@ -56,6 +75,7 @@ class TransformerConfig:
     kv_channels: int | None = None  # hidden_size / num_attention_heads: the size of one head
     normalization: str = "LayerNorm"
     layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False  # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
     qk_layernorm: bool = False  # normalise each head of query and key
     activation_func: str | Activation = "gelu"
     gated_linear_unit: bool = False
@@ -66,6 +86,10 @@ class TransformerConfig:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_scaling: RotaryScaling | None = None  # the frequencies as `rotary_base` gives them
+    # per layer, instead of the three above; a layer with None does not rotate (NoPE, arXiv 2305.19466)
+    rotary_per_layer: tuple[RotaryConfig | None, ...] | None = None
+    softmax_scale: float | None = None  # head_size ** -0.5: of the scores, before their softmax
+    embedding_multiplier: float = 1.0  # of token embeddings; a tied output layer multiplies by the table itself
     windows: tuple[int | None, ...] | None = None  # per layer: tokens that a token sees, itself included
     init_method_std: float = 0.02
     params_dtype: torch.dtype = torch.float32
@@ -107,11 +131,16 @@ class TransformerConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
         yield 0 < self.rotary_percent <= 1, f"rotary_percent={self.rotary_percent} must lie in (0, 1]"
-        if self.windows is not None:
+        for name in ("windows", "rotary_per_layer"):
+            layers = getattr(self, name)
             yield (
-                len(self.windows) == self.num_layers,
-                f"windows names {len(self.windows)} layers, num_layers={self.num_layers}; give one for each",
+                layers is None or len(layers) == self.num_layers,
+                f"{name} names {len(layers or ())} layers, num_layers={self.num_layers}; give one for each",
             )
+        for name in ("softmax_scale", "embedding_multiplier"):
+            value = getattr(self, name)
+            yield value is None or 0 < value < inf, f"{name}={value} must be positive and finite"
+        if self.windows is not None:
             narrow = [window for window in self.windows if window is not None and window < 1]
             yield not narrow, f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed"
         yield self.layernorm_epsilon > 0, f"layernorm_epsilon={self.layernorm_epsilon} must be positive"
@@ -139,6 +168,11 @@ class TransformerConfig:
         """Width of the MLP."""
         assert self.ffn_hidden_size is not None
         return self.ffn_hidden_size
+
+    @property
+    def rotary(self) -> RotaryConfig:
+        """Of every layer, where `rotary_per_layer` does not say otherwise."""
+        return RotaryConfig(base=self.rotary_base, percent=self.rotary_percent, scaling=self.rotary_scaling)
 
     @property
     def activation(self) -> Activation:

@@ -33,38 +33,57 @@ def own(tmp_path_factory):
     return [f"--data.train={made.train}", f"--data.valid={made.valid}", f"--data.tokenizer={made.tokenizer}"]
 
 
+def once(flags):
+    """Each flag with its values once, the later one in the place of the earlier one: a run refuses both."""
+    groups = {}
+    for word in flags:
+        head = word.partition("=")[0]
+        if word.startswith("--"):
+            groups[head], last = [word], head
+        else:
+            groups[last].append(word)
+    return [word for words in groups.values() for word in words]
+
+
 def run(launcher, flags, directory):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, SCRIPT, *flags]
+    command = [sys.executable, *launcher, SCRIPT, *once(flags)]
     return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=120)
 
 
-def check_output(text, directory, *, ranks, table):
+def check_output(text, directory, *, ranks, head):
     """Everything that the issue promises to a reader, in its order."""
-    told, _, rest = text.partition(f"\n{ranks} ranks on ")
+    processes = "1 process" if ranks == 1 else f"{ranks} processes"
+    told, _, rest = text.partition(f"\n{processes} on ")
     assert re.match(
-        r"\d+ settings differ from their defaults \(.* is in .*out/run\.toml\):\n  \w+\.\w+ = ",
+        r"\d+ settings differ from their defaults \(all are in .*out/run\.toml\):\n  \w+\.\w+ = ",
         told,
     )
     assert f"  training.train_steps = {STEPS}  (--training.train-steps)" in told.splitlines()
-    lines = f"{ranks} ranks on {rest}".splitlines()
-    assert lines[0] == f"{ranks} ranks on cpu, sequence parallel: {ranks > 1}"
-    assert lines[1] == table
-    assert re.fullmatch(r"parameters: [\d,]+ in all, [\d,]+ on rank 0 \(with padding\)", lines[2])
-    assert re.fullmatch(r"text: [\d,]+ tokens to train on, [\d,]+ to validate", lines[3])
+    lines = f"{processes} on {rest}".splitlines()
+    assert lines[0] == head
+    assert re.fullmatch(r"parameters: [\d,]+ in all, [\d,]+ on rank 0 \(with padding\)", lines[1])
+    assert re.fullmatch(r"text: [\d,]+ tokens to train on, [\d,]+ to validate", lines[2])
     steps = [line for line in lines if re.match(rf"step +\d+/{STEPS} \| loss \d+\.\d+ \| grad norm \d", line)]
     assert [int(line.split("/")[0].split()[1]) for line in steps] == [1, 2, 4, 5]
-    validated = [
-        line for line in lines if re.fullmatch(rf"step +3/{STEPS} \| validation \d\.\d+ bits per byte", line)
+    told = [
+        re.fullmatch(rf"step +(\d)/{STEPS} \| validation (\d\.\d+) bits per byte \| perplexity .*", line)
+        for line in lines
     ]
-    assert len(validated) == 1
-    assert text.partition("--- a sample ---\n")[2].startswith("def f"), "as the validation text begins"
+    validated = {int(found[1]): float(found[2]) for found in told if found}
+    assert validated.keys() == {3, 5}, "at its interval, and at the end"
+    _, begins, rest = text.partition("--- a sample: the text begins ---\n")
+    prompt, goes_on, _ = rest.partition("\n--- and the model goes on ---\n")
+    assert begins and goes_on and prompt.startswith("def f"), "as the validation text begins"
     bits = re.search(r"^bits per byte: unigram (\d\.\d+), gzip -9 (\d\.\d+), validation (\d\.\d+)$", text, re.M)
     assert bits and float(bits[1]) > 3
     last = re.fullmatch(r"first step here and in one process: .*, max \|difference\| (\d\.\de[-+]\d+)", lines[-1])
     assert last and float(last[1]) < 1e-5
-    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == [1, 2, 4, 5]
+    rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 5] and all(r["time"] > 1.7e9 for r in rows)
+    assert all(r["tokens_seen"] == 8 * S * r["step"] for r in rows)
+    records = [r for r in rows if "validation" not in r]
+    assert {r["step"]: round(r["validation_bits_per_byte"], 4) for r in rows if "validation" in r} == validated
     assert f"loss {records[-1]['loss']:.4f}" in steps[-1]
     assert RunConfig.from_toml(directory / "out" / "run.toml").training.train_steps == STEPS
     assert "training.train_steps" in (directory / "out" / "report.html").read_text()
@@ -72,7 +91,8 @@ def check_output(text, directory, *, ranks, table):
     return [r["loss"] for r in records], float(bits[3])
 
 
-ONE = "pp 0  dp 0  cp 0  tp 0..0: ranks 0"
+ONE = "1 process on CPU"
+TENSOR = "2-way tensor parallel (the sequence too)"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +102,7 @@ def alone(own, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", [SCRIPT, *TINY, *own, f"--training.output={directory / 'out'}"])
         runpy.run_path(SCRIPT, run_name="__main__")
-    return check_output(said.getvalue(), directory, ranks=1, table=ONE)
+    return check_output(said.getvalue(), directory, ranks=1, head=ONE)
 
 
 def test_one_process_without_torchrun(alone):
@@ -94,7 +114,7 @@ def test_one_process_without_torchrun(alone):
 def test_a_process_of_its_own_says_nothing_else(own, alone, tmp_path):
     done = run([], [*TINY, *own, "--training.output=out"], tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert check_output(done.stdout, tmp_path, ranks=1, table=ONE) == alone
+    assert check_output(done.stdout, tmp_path, ranks=1, head=ONE) == alone
 
 
 def torchrun(ranks):
@@ -106,7 +126,7 @@ def test_two_tensor_ranks_under_torchrun(own, alone, tmp_path):
     layout = ["--parallel.tensor=2", "--parallel.sequence-parallel"]
     done = run(torchrun(2), [*TINY, *own, *layout, "--training.output=out"], tmp_path)
     assert done.returncode == 0, done.stderr
-    losses, bits = check_output(done.stdout, tmp_path, ranks=2, table="pp 0  dp 0  cp 0  tp 0..1: ranks 0, 1")
+    losses, bits = check_output(done.stdout, tmp_path, ranks=2, head=f"2 processes on CPU: {TENSOR}")
     assert losses == pytest.approx(alone[0], rel=1e-4) and bits == pytest.approx(alone[1], abs=2e-3)
 
 
@@ -115,10 +135,8 @@ def test_four_ranks_under_torchrun(own, alone, tmp_path):
     layout = ["--parallel.tensor=2", "--parallel.sequence-parallel", "--training.micro-batch-size=4"]
     done = run(torchrun(4), [*TINY, *own, *layout, "--training.output=out"], tmp_path)
     assert done.returncode == 0, done.stderr
-    table = "pp 0  dp 0  cp 0  tp 0..1: ranks 0, 1"
-    losses, _ = check_output(
-        done.stdout.replace("\npp 0  dp 1  cp 0  tp 0..1: ranks 2, 3", ""), tmp_path, ranks=4, table=table
-    )
+    head = f"4 processes on CPU: {TENSOR}, 2 replicas (ZeRO stage 1)"
+    losses, _ = check_output(done.stdout, tmp_path, ranks=4, head=head)
     assert losses == pytest.approx(alone[0], rel=1e-4)
 
 
@@ -134,19 +152,22 @@ def test_pipeline_and_tensor_ranks_under_torchrun(own, tmp_path, flags):
     for title in ("predicted for these times", "last step, measured"):
         drawn = re.search(rf"^{title}: \d+ ms, bubble \d+%\nrank 0 \|(.*)", done.stdout, re.M)
         assert drawn and drawn[1].lstrip(". ").startswith("F0"), done.stdout
-    table = "pp 0  dp 0  cp 0  tp 0..1: ranks 0, 1"
-    text = done.stdout.replace("\npp 1  dp 0  cp 0  tp 0..1: ranks 2, 3", "")
-    losses, _ = check_output(text, tmp_path, ranks=4, table=table)
+    schedule = "zb-v" if "zb-v" in flags[0] else "1f1b"
+    head = f"4 processes on CPU: {TENSOR}, 2-stage pipeline ({schedule})"
+    losses, _ = check_output(done.stdout, tmp_path, ranks=4, head=head)
     assert losses[-1] < losses[0]
 
 
 WRONG = {
-    "tensor": (["--parallel.tensor=3"], "world size 1 is not a multiple of tensor(3)"),
+    "tensor": (["--parallel.tensor=3"], "world size 1 is not a multiple of parallel.tensor(3)"),
     "heads": (
         ["--model.num-attention-heads=5"],
-        "hidden_size=32 does not divide by num_attention_heads=5; use 30 or 35",
+        "model.hidden_size=32 does not divide by model.num_attention_heads=5; use 30 or 35",
     ),
-    "batch": (["--training.micro-batch-size=3"], "global_batch_size=8 is not a multiple of micro_batch_size=3"),
+    "batch": (
+        ["--training.micro-batch-size=3"],
+        "training.global_batch_size=8 is not a multiple of training.micro_batch_size=3",
+    ),
     "file": (["--data.train=nowhere"], "nowhere.bin does not exist"),
     "sequence": (["--data.sequence-length=99999"], "sequence_length=99999 needs 100000 tokens"),
     "device": (["--device=warp"], "device 'warp' asked for, but this machine's accelerator is"),
@@ -157,7 +178,7 @@ WRONG = {
 def mistaken(flags, monkeypatch):
     """The script in this process, which saves its start; any process group would be an error."""
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **k: pytest.fail("a process group"))
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *flags])
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *once(flags)])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(SCRIPT, run_name="__main__")
     return stopped.value.code
@@ -169,7 +190,8 @@ def test_a_mistake_is_told_in_one_line(own, case, monkeypatch, tmp_path, capsys)
     monkeypatch.chdir(tmp_path)
     assert mistaken([*TINY, *own, *flags], monkeypatch) in (1, 2)
     said = capsys.readouterr()
-    assert said.err.startswith("error: ") and message in said.err and said.err.count("\n") == 1
+    assert said.err.startswith("error: ") and message in said.err
+    assert said.err.count("\n") == {"tensor": 4, "two at once": 3}.get(case, 1)
     assert said.out == "" and list(tmp_path.iterdir()) == [], "nothing has begun"
 
 
@@ -196,19 +218,25 @@ def test_a_value_that_no_run_could_have_is_told_by_the_command_line(flags, messa
 def test_a_mistake_ends_the_process_without_a_traceback(own, tmp_path):
     done = run([], [*TINY, *own, "--parallel.tensor=3", "--model.hidden-size=33"], tmp_path)
     assert done.returncode == 1 and done.stdout == ""
-    assert re.fullmatch(
-        r"error: this run: ParallelConfig: world size 1 is .*hidden_size=33 does not .*\n", done.stderr
-    )
+    first, second, third = done.stderr.splitlines()
+    assert first == "error: this run has 2 mistakes:"
+    assert second.startswith("  world size 1 is not a multiple of parallel.tensor(3) x parallel.pipeline(1) x ")
+    assert third.startswith("  model.hidden_size=33 does not divide by model.num_attention_heads=4; use ")
 
 
 @pytest.mark.full
 def test_a_mistake_under_torchrun_ends_every_rank(own, tmp_path):
-    done = run(torchrun(2), [*TINY, *own, "--parallel.tensor=2", "--model.num-query-groups=1"], tmp_path)
-    assert done.returncode != 0 and "step" not in done.stdout
-    assert (
-        "error: this run: num_query_groups=1 does not divide over tensor_model_parallel_size=2; valid: 1"
-        in done.stderr
+    done = run(
+        torchrun(2),
+        [*TINY, *own, "--parallel.tensor=2", "--model.num-query-groups=1", "--training.micro-batch-size=3"],
+        tmp_path,
     )
+    assert done.returncode != 0 and "step" not in done.stdout
+    *_, head, first, second, box = done.stderr.splitlines()
+    assert head == "  error: this run has 2 mistakes:" and set(box) == {"="}, "last on the terminal"
+    assert first == "    model.num_query_groups=1 does not divide over parallel.tensor=2; valid: 1"
+    assert second.startswith("    training.global_batch_size=8 is not a multiple of training.micro_batch_size=3 x ")
+    assert done.stderr.count("does not divide") == 1 and "rank      : 1" not in done.stderr, "once per job"
 
 
 def test_the_example_is_short():

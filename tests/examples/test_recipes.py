@@ -74,7 +74,7 @@ def test_bring_your_own_text(corpus, tmp_path, capsys):
     text = capsys.readouterr().out
     found = losses(text)
     assert len(found) == 3 and found[-1] < found[0] - 1
-    assert "skipped: 1" in text and "--- a sample ---" in text
+    assert "skipped: 1" in text and "--- and the model goes on ---" in text
 
 
 @pytest.mark.full
@@ -90,7 +90,7 @@ def test_bring_your_own_text_over_two_ranks(corpus, tmp_path):
         "32",
         cwd=tmp_path,
     )
-    assert len(losses(text)) == 2 and text.count("--- a sample ---") == 1
+    assert len(losses(text)) == 2 and text.count("--- and the model goes on ---") == 1
 
 
 def test_a_folder_without_text_is_told(tmp_path, capsys):

@@ -10,8 +10,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers.models.mistral import modeling_mistral
-from transformers.models.phi3 import modeling_phi3
 
 from core.models.gpt import GPTModel
 from core.models.huggingface import FAMILIES, canonical, from_huggingface, load_huggingface
@@ -19,73 +17,10 @@ from core.models.huggingface.rows import LLAMA_ROWS
 from core.models.huggingface.sources import Folder
 from core.parallel_state import ParallelState, layout_of
 from core.transformer import attention
-from tests.models.test_huggingface import COMMON, CONFIGS, in_float64
+from tests.models.huggingface import TODAY, exactly, random_model
+from tests.models.test_huggingface import COMMON, CONFIGS
 from tests.parity.whole import assert_same, whole_gradients
 from tests.states import state
-
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e2}
-LLAMA3 |= {"original_max_position_embeddings": 16}
-PHI3 = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-NO_PADDING = {"pad_token_id": None}  # whose row of the embedding gets no gradient there
-SLIDES = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-TODAY = {
-    "llama3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=dict(LLAMA3)),
-    "linear": lambda: transformers.LlamaConfig(
-        **COMMON, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
-    ),
-    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=5, head_dim=6),
-    "qwen2": lambda: transformers.Qwen2Config(**COMMON, **SLIDES),
-    "qwen3": lambda: transformers.Qwen3Config(**COMMON, **SLIDES, head_dim=12),
-    "phi3": lambda: transformers.Phi3Config(
-        **COMMON, pad_token_id=None, sliding_window=7, rope_parameters=dict(PHI3)
-    ),
-}
-
-
-def frequencies(config, d):
-    """Of Llama 3.1's and linear scaling, in float64; transcribed from their publications."""
-    rope, out = config.rope_parameters, []
-    for i in range(0, d, 2):
-        frequency = rope["rope_theta"] ** -(i / d)
-        wavelength = 2 * math.pi / frequency
-        if rope["rope_type"] == "linear":
-            frequency /= rope["factor"]
-        elif rope["rope_type"] == "llama3":
-            long = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
-            short = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
-            if wavelength > long:
-                frequency /= rope["factor"]
-            elif wavelength > short:
-                smooth = rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]
-                smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
-                frequency = (1 - smooth) * frequency / rope["factor"] + smooth * frequency
-        out.append(frequency)
-    return torch.tensor(out, dtype=torch.float64)
-
-
-def exactly(patch):
-    """Their parts that compute in float32, in float64."""
-    in_float64(patch)
-
-    def norm(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-    def rotary(self, x, position_ids):
-        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
-        return torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
-
-    for module, kind in ((modeling_mistral, "Mistral"), (modeling_phi3, "Phi3")):
-        patch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
-        patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
-    patch.setattr(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
-
-
-def random_model(config):
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
-    for p in model.parameters():  # biases start at zero and norms at one: make every number matter
-        torch.nn.init.normal_(p, std=0.2, mean=float(p.dim() == 1))
-    return model
 
 
 def compare(kind, tp):
@@ -202,7 +137,12 @@ def test_configurations_as_published_are_read_without_a_word(name):
     assert ours.vocab_size == PUBLISHED[name]["vocab_size"] and ours.config.hidden_size % 64 == 0
     assert (ours.config.rotary_scaling is not None) == (name == "llama-3.1-8b")
     windows = {"mistral-7b-v0.1": (4096,) * 32, "phi-3-mini-4k": (2047,) * 32}
+    windows |= {"gemma-3-270m": ((512,) * 5 + (None,)) * 3, "gemma-3-1b": (((512,) * 5 + (None,)) * 5)[:26]}
     assert ours.config.windows == windows.get(name)
+    if name == "smollm3-3b":
+        assert [one is not None for one in ours.config.rotary_per_layer] == [True, True, True, False] * 9
+    if name == "gemma-3-1b":
+        assert {one.base for one in ours.config.rotary_per_layer} == {1e4, 1e6}
 
 
 def test_every_family_is_compared():
@@ -210,7 +150,7 @@ def test_every_family_is_compared():
 
 
 def test_a_family_that_differs_in_a_name(monkeypatch):
-    """As docs/concepts/huggingface.md adds one: the rows of another family with another name, one entry."""
+    """The rows of another family with another name, one entry."""
 
     def renamed(name):
         return name.replace("down_proj", "out_proj")

@@ -16,11 +16,13 @@ from core.models.huggingface.__main__ import main
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.importing import import_huggingface
 from core.parallel_state import ParallelState
+from tests.models.huggingface import TODAY
 from tests.models.test_huggingface import COMMON, CONFIGS
-from tests.models.test_huggingface_families import TODAY, saved
+from tests.models.test_huggingface_families import saved
 from tests.states import state
 
 KINDS = ["llama3", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt2-untied"]
+KINDS += ["gemma3", "gemma3-scaled", "olmo2", "smollm3", "smollm3-window"]
 
 
 def tensors_of(folder):
@@ -44,6 +46,10 @@ def test_a_folder_comes_back_bit_for_bit(tmp_path, kind):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     told = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out")]
     assert told[0] == told[1]
+    # and it trains on
+    theirs, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.ones(1, 4).long()
+    theirs(tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in theirs.parameters())
 
 
 @pytest.mark.parametrize("kind", ["llama3", "gpt2"])
@@ -71,8 +77,9 @@ def opened(folder, checkpoint):
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_an_import_opens_under_another_layout(ranks, tmp_path):
-    _, folder = saved(tmp_path, "phi3")
+@pytest.mark.parametrize("kind", ["phi3", "olmo2"])
+def test_an_import_opens_under_another_layout(ranks, tmp_path, kind):
+    _, folder = saved(tmp_path, kind)
     import_huggingface(folder, str(tmp_path / "ckpt"))
     assert all(ranks(opened, folder, str(tmp_path / "ckpt"), world=2))
 
@@ -89,7 +96,7 @@ def test_the_commands(tmp_path, capsys):
     assert main(["export", ckpt, out, "--source", str(folder)]) == 2
     assert "is there already; give a directory that is to be made" in capsys.readouterr().err
     assert main(["families"]) == 0
-    assert "qwen3      Qwen3ForCausalLM" in capsys.readouterr().out
+    assert "qwen3        Qwen3ForCausalLM" in capsys.readouterr().out
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
@@ -111,7 +118,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
     def another_configuration(source, temporary, dtype):
         (temporary / "config.json").write_text(changed)
 
-    monkeypatch.setattr("core.models.huggingface.exporting._write_companions", another_configuration)
+    monkeypatch.setattr("core.models.huggingface.exporting.copy_companions", another_configuration)
     with pytest.raises(ValueError, match=r"logits differ from ours by .* nothing was written"):
         export_huggingface(tmp_path / "ckpt", tmp_path / "out", folder, check=True)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))

@@ -23,12 +23,60 @@ def weights(kind):
 
 
 def test_unknown_models_positions_and_windows():
-    with pytest.raises(ValueError, match="model_type='mamba' is not supported; known: gpt2, llama"):
+    with pytest.raises(ValueError, match="model_type='mamba' is not supported; known: gemma3_text, gpt2, llama"):
         from_huggingface(transformers.MambaConfig())
     for kind in ("yarn", "dynamic"):
         rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
         with pytest.raises(ValueError, match=f"rope_type='{kind}' is not supported; default, linear, llama3 are"):
             from_huggingface(transformers.LlamaConfig(**COMMON, rope_parameters=rope))
+
+
+GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 9, "num_hidden_layers": 2, "hidden_size": 8}
+GEMMA3 |= {"intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8}
+YARN = {"rope_type": "yarn", "factor": 2.0}
+LAYERED = [
+    ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0 is not supported: nothing here caps"),
+    ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not supported: nothing here caps"),
+    ({"use_bidirectional_attention": True}, r"use_bidirectional_attention=True .* attention is causal"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types names \['chunked_attention'\]"),
+    ({"sliding_window": None}, r"sliding_window=None with layers of sliding_attention"),
+    ({"rope_parameters": {"rope_theta": 5.0}}, r"is of one kind of layers; give those of full_attention and of"),
+    ({"rope_scaling": YARN}, r"rope_type='yarn' is not supported"),
+    ({"rope_parameters": {"sliding_attention": YARN}}, r"rope_type='yarn' is not supported"),
+    ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, r"partial_rotary_factor=0.5 is not"),
+    ({"attention_bias": True}, r"attention_bias=True is not supported"),
+    ({"tie_word_embeddings": None}, r"tie_word_embeddings=None is neither true nor false"),
+    ({"model_type": "gemma3"}, r"model_type='gemma3' is not supported: it holds a model of images and text; save"),
+    ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers names 1 layers, num_hidden_layers=2"),
+    ({"model_type": "olmo2", "rope_scaling": YARN}, r"rope_type='yarn' is not supported"),
+]
+
+
+@pytest.mark.parametrize("more, message", LAYERED)
+def test_what_families_of_other_layers_cannot_say(more, message):
+    from_huggingface(GEMMA3)
+    with pytest.raises(ValueError, match=message):
+        from_huggingface(GEMMA3 | more)
+
+
+def test_the_text_model_of_a_gemma_3_of_images_is_saved_as_the_message_says(tmp_path):
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 101}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 16}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    both = transformers.Gemma3ForConditionalGeneration(config).eval()
+    both.save_pretrained(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"save its text model by itself, as Gemma3ForCausalLM"):
+        from_huggingface(tmp_path / "both")
+    alone = transformers.Gemma3ForCausalLM(both.config.text_config)
+    alone.model = both.model.language_model
+    alone.tie_weights()
+    alone.save_pretrained(tmp_path / "text")
+    ours = GPTModel(**from_huggingface(tmp_path / "text").arguments(), parallel=ParallelState.single("cpu")).eval()
+    load_huggingface(ours, tmp_path / "text")
+    tokens = torch.randint(101, (1, 8))
+    torch.testing.assert_close(ours(tokens), both(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_scaled_positions_under_the_older_name():

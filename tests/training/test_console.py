@@ -75,4 +75,7 @@ def test_the_cause_is_said_once_under_torchrun(who, tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr.count("the cause") == 1, done.stderr
-    assert f"error: {'rank 1: ' if who == '1' else ''}the cause" in done.stderr.splitlines()
+    *_, last, box = done.stderr.splitlines()
+    assert last == f"  error: {'rank 1: ' if who == '1' else ''}the cause" and set(box) == {"="}, (
+        "last on the terminal"
+    )

@@ -12,8 +12,8 @@ from core.training.generate import generate, generate_batch
 from core.training.sampling import Sampling
 from core.transformer.kv_cache import KVCache, LayerCache
 from tests.models.gpt import POSITIONS, VOCAB, config, gpt
+from tests.models.huggingface import TODAY, exactly, random_model
 from tests.models.test_huggingface import CONFIGS
-from tests.models.test_huggingface_families import TODAY, exactly, random_model
 from tests.states import state
 
 PROMPTS = [[5, 100, 3], [7], [9, 9, 9, 1, 2, 4]]

@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"top_p=2.0 must lie in"):
         main([str(folder), "--prompt", "x", "--top-p", "2"])
     import_huggingface(folder, str(tmp_path / "ckpt"))
-    with pytest.raises(ValueError, match=r"is a checkpoint; give --source"):
+    with pytest.raises(ValueError, match=r"says nothing of its model; give --source"):
         main([str(tmp_path / "ckpt"), "--prompt", "x"])
     small = tmp_path / "small"
     config = transformers.LlamaConfig(vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)

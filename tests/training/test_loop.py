@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from core.training.log.metrics import MetricsLog, flops_per_token
 from core.training.model.begin import build_stages
 from core.training.run.compare import first_step_alone
 from core.training.run.data import open_corpus
+from core.training.run.evaluate import TextLoss
 from tests.states import state
 from tests.training.tiny import MODEL, S, data_config, prepared, training_config
 from tests.twins.adamw import AdamW
@@ -152,21 +154,53 @@ def test_a_step_that_is_not_logged_is_not_waited_for(bar):
 def test_validation_comes_at_its_own_interval(made, every_step):
     """Whoever logs or shows a bar: all ranks must come to the same validations."""
     job, calls = alone(made, train_steps=8, log_interval=4, eval_interval=3), []
-    job.run(every_step=every_step, validate=lambda: calls.append(job.executor.step_index) or 1.25)
-    assert calls == [3, 6]
+    text = TextLoss(loss_sum=10 * math.log(2), tokens=10, num_bytes=8)
+
+    def validate():
+        calls.append(job.executor.step_index)
+        return {"validation": text, "books": replace(text, loss_sum=text.loss_sum / len(calls))}
+
+    job.run(every_step=every_step, validate=validate, tokens_per_step=64)
+    assert calls == [3, 6, 8], "and at the end"
     lines = [line for line in job.said if "validation" in line]
-    assert lines == [f"step {n:5d}/8 | validation 1.2500 bits per byte" for n in (3, 6)]
+    assert lines == [
+        "step     3/8 | validation 1.2500 bits per byte | perplexity 2 | best",
+        "step     6/8 | validation 1.2500 bits per byte | perplexity 2",
+        "step     8/8 | validation 1.2500 bits per byte | perplexity 2",
+    ]
+    assert "step     8/8 | books 0.4167 bits per byte | perplexity 1.26 | best" in job.said
+    found = [(r.step, r.name, r.tokens_seen, r.best) for r in job.log.validations if r.name == "books"]
+    assert found == [(n, "books", 64 * n, True) for n in (3, 6, 8)]
+    assert [r.tokens_seen for r in job.log.records] == [64 * r.step for r in job.log.records]
 
 
 def test_records_tell_what_part_of_the_peak_was_used_and_the_memory(made):
     job = alone(made, train_steps=2, log_interval=1)
     job.run(peak_flops=1e12)
     for record, line in zip(job.log.records, job.said, strict=True):
-        assert record.mfu == pytest.approx(record.tflops_per_s) and line.endswith(f" | mfu {record.mfu:.1%}")
+        assert record.mfu == pytest.approx(record.tflops_per_s) and f" | mfu {record.mfu:.1%} | " in line
         assert record.memory_mib > 50 and record.skipped == 0
     without = alone(made, train_steps=1)
     without.run()
     assert without.log.records[0].mfu is None and "mfu" not in without.said[0]
+
+
+def test_a_peak_that_is_passed_is_none(made):
+    job = alone(made, train_steps=1)
+    job.run(peak_flops=1.0)
+    assert job.log.records[0].mfu is None and "mfu" not in job.said[0]
+
+
+def test_an_overflow_of_float16_is_one_short_line(made):
+    job = alone(made, train_steps=1)
+    step = job.optimizer.step
+    job.optimizer.step = lambda num_tokens: dataclasses.replace(
+        step(num_tokens=num_tokens), skipped=torch.tensor(True)
+    )
+    job.optimizer.loss_scale = torch.tensor(32768.0)
+    job.optimizer.non_finite = lambda: pytest.fail("nobody asked")
+    job.run()
+    assert job.said[-1] == "step     1/1 | skipped: float16 overflow | loss scale 32768"
 
 
 def test_skipped_steps_are_counted_between_two_records(made):
@@ -193,12 +227,17 @@ def test_validation_time_is_not_counted_as_training(made, monkeypatch):
         return value
 
     job = alone(made, train_steps=4, log_interval=2, eval_interval=1)
-    job.run(batch_of=lambda step: tick(1, job.batch(step)), validate=lambda: tick(100, 2.0))
+    job.run(
+        batch_of=lambda step: tick(1, job.batch(step)),
+        validate=lambda: tick(100, {"validation": TextLoss(1.0, 1, 1)}),
+    )
     assert [r.step_ms for r in job.log.records] == pytest.approx([1000] * 3)
 
 
-def test_without_an_interval_the_loop_never_validates(made):
-    alone(made, train_steps=2).run(validate=lambda: pytest.fail("nobody asked"))
+def test_without_an_interval_the_loop_validates_at_the_end(made):
+    job, calls = alone(made, train_steps=2), []
+    job.run(validate=lambda: calls.append(job.executor.step_index) or {})
+    assert calls == [2] and job.log.validations == []
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(made):
@@ -232,7 +271,7 @@ def test_the_loss_counts_only_labels(made):
 def run_here(made, tp, sp):
     torch.set_default_dtype(torch.float32)  # the configuration says float32 or bfloat16, whatever the default
     job = Job(state(tp=tp, sp=sp), made, train_steps=3, log_interval=1)
-    first = job.run(validate=job.bits)
+    first = job.run()
     vocab, single = job.corpus.tokenizer.vocab_size, ParallelState.single("cpu")
     full = build_stages(MODEL, PipelineConfig(), vocab, job.data.sequence_length, single)
     other = first_step_alone(full[0], job.training, job.batches)

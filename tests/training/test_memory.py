@@ -12,6 +12,7 @@ from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule.schedules import placement
 from core.training import ModelConfig, next_token_loss
+from core.training.log.console import fitted
 from core.training.log.memory import MemoryReport
 from tests.states import state
 from tests.twins.per_parameter import PerParameterGradSync
@@ -84,8 +85,7 @@ def test_what_is_counted_is_what_the_formulas_say(ranks, stage, bf16, offload):
     assert len({line.index("|") for line in said}) == 1 and len({len(line) for line in said}) == 1, "aligned"
     titles = [line.split("|")[0].strip() for line in said]
     assert titles == [
-        "memory, MiB per rank", "after model init", "after optimizer init", "predicted", "after first forward",
-        "after first step", "after second step",
+        "MiB per rank", "model init", "optimizer init", "predicted", "first forward", "first step", "second step",
     ]  # fmt: skip
 
 
@@ -141,4 +141,9 @@ def test_an_accelerator_is_asked_for_its_own_figures(monkeypatch, single):
     ps = ParallelState(single.config, device=torch.device("xpu"))
     (usage,) = MemoryReport(stages, ps, say=said.append).at("model init")
     assert (usage.allocated, usage.reserved) == (3 * 2**20, 5 * 2**20)
-    assert said[0].split()[-3:] == ["allocated", "|", "reserved"] and said[1].split()[-3:] == ["3.0", "|", "5.0"]
+    cells = dict(zip(*([cell.strip() for cell in line.split("|")] for line in said), strict=True))
+    assert (cells["allocated"], cells["reserved"]) == ("3.0", "5.0")
+    assert list(cells)[-2:] == ["host", "buffers"], "what a narrow terminal leaves out first"
+    on_cpu = []
+    MemoryReport(stages, single, say=on_cpu.append).at("model init")
+    assert len(fitted(on_cpu[0], 80)) <= 80 and " host" in fitted(on_cpu[0], 80)

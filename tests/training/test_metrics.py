@@ -9,8 +9,9 @@ import torch
 
 from core.pipeline import Action, Timeline
 from core.pipeline.schedule.timeline import Event
-from core.training.log.console import Console
+from core.training.log.console import Console, fitted
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib, read_metrics
+from core.training.log.validation import ValidationRecord, read_validations
 from core.training.run.summary import write_report
 
 OLD = {  # a record of a run from before `mfu`
@@ -29,11 +30,17 @@ def record(step, loss=2.5, **more):
 
 def test_the_line_of_a_step_can_be_grepped():
     line = (
-        "step    20/300 | loss 2.5000 | grad norm 0.7500 | lr 1.00e-03 | 12,346 tokens/s | 0.0123 TFLOP/s | "
-        "98.8 ms/step"
+        "step    20/300 | loss 2.5000 | grad norm 0.7500 | lr 1.00e-03 | 12,346 tokens/s | 98.8 ms/step | "
+        "0.0123 TFLOP/s"
     )
     assert record(20).line(300) == line
-    assert record(20, mfu=0.4123, memory_mib=5.0).line(300) == line + " | mfu 41.2%"
+    with_mfu = line.replace("tokens/s |", "tokens/s | mfu 41.2% |")
+    assert record(20, mfu=0.4123, memory_mib=5.0).line(300) == with_mfu
+    assert fitted(with_mfu, 80) == with_mfu[: with_mfu.index(" | mfu")] and fitted(line, 200) == line
+    sentence = "a sentence of words " * 6
+    assert fitted(sentence, 80).replace("\n ", "") == sentence.strip() and len(fitted(sentence, 80).split("\n")) == 2
+    drawing = "rank 0 | F0 F1" + " F2" * 40
+    assert fitted(drawing, 80) == drawing
 
 
 def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path):
@@ -77,6 +84,42 @@ def test_a_resumed_log_keeps_what_is_not_made_again_and_tells_sinks_only_of_new_
     assert read_metrics(tmp_path / "metrics.jsonl") == [record(1), record(2), record(3, 1.0)]
 
 
+def validation(step, loss, name="validation", **more):
+    return ValidationRecord(step=step, name=name, loss=loss, bits_per_byte=loss / 2, tokens=10, **more)
+
+
+def test_validations_are_rows_of_their_own_and_the_best_is_marked(tmp_path):
+    told = []
+
+    class Told:
+        add, close = staticmethod(lambda record: told.append(record.scalars())), staticmethod(lambda: None)
+
+    with MetricsLog(tmp_path, sinks=[Told()]) as log:
+        log.add(record(1))
+        for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5), (4, math.nan)):
+            log.add_validation(validation(step, loss, time=5.0, tokens_seen=64 * step))
+        log.add_validation(validation(4, 9.0, "books"))
+    assert [r.best for r in log.validations] == [True, True, False, False, True]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[2] == {
+        "step": 2, "time": 5.0, "tokens_seen": 128, "validation": "validation", "validation_loss": 1.0,
+        "validation_perplexity": math.e, "validation_bits_per_byte": 0.5, "validation_tokens": 10,
+        "validation_best": True,
+    }  # fmt: skip
+    assert read_metrics(tmp_path / "metrics.jsonl") == [record(1)]
+    again = read_validations(tmp_path / "metrics.jsonl")
+    assert again[:3] == log.validations[:3] and math.isnan(again[3].loss) and again[4].name == "books"
+    assert set(told[1]) == {"validation/loss", "validation/perplexity", "validation/bits_per_byte"}
+    assert told[-1]["validation/books/loss"] == 9.0
+    resumed = MetricsLog(tmp_path, start=2)
+    assert [r.step for r in resumed.validations] == [1, 2]
+    assert not resumed.add_validation(validation(3, 1.2)).best, "step 2 was lower"
+    assert validation(200, 5.0771, best=True).line(200) == (
+        "step   200/200 | validation 2.5385 bits per byte | perplexity 160.3 | best"
+    )
+    assert validation(1, 1e4).perplexity == math.inf
+
+
 def test_memory_is_what_the_process_held_at_most():
     before = memory_mib(torch.device("cpu"))
     block = torch.ones(1 << 24)  # 64 MiB, touched
@@ -96,7 +139,7 @@ def test_records_are_on_disk_at_once_and_an_old_file_is_replaced(tmp_path):
     assert rows == [vars(r) for r in log.records] and rows[1]["step"] == 2
     assert rows[0].keys() == {
         "step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "tflops_per_s", "step_ms", "tokens",
-        "mfu", "memory_mib", "skipped",
+        "mfu", "memory_mib", "skipped", "time", "tokens_seen",
     }  # fmt: skip
 
 

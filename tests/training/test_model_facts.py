@@ -97,6 +97,7 @@ def test_a_preset_is_the_published_model(name):
 def test_every_fact_of_a_transformer_can_be_given():
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     elsewhere = {"params_dtype", "pipeline_dtype"}  # bf16 and fp16; what crosses a stage has the same
+    elsewhere |= {"rotary_per_layer"}  # of a Hugging Face folder, or of a model of one's own
     assert {field.name for field in dataclasses.fields(TransformerConfig)} - elsewhere <= fields
 
 
@@ -109,6 +110,9 @@ GIVEN = {
     "add_bias_linear": True,
     "rotary_base": 5e5,
     "rotary_percent": 0.5,
+    "layernorm_zero_centered_gamma": True,
+    "softmax_scale": 0.3,
+    "embedding_multiplier": 12.0,
     "init_method_std": 0.01,
     "normalization": "LayerNorm",
     "hidden_dropout": 0.1,
@@ -134,7 +138,7 @@ def test_what_is_given_reaches_the_model():
 
 
 def test_what_is_given_beside_a_preset_goes_first():
-    model = ModelConfig(preset="llama-8b", num_layers=2, rotary_scaling={}, tie_embeddings=True)
+    model = ModelConfig(preset="llama-8b", num_layers=2, rotary_scaling={"kind": "none"}, tie_embeddings=True)
     config = model.transformer()
     assert (config.num_layers, config.hidden_size, config.ffn) == (2, 4096, 14336)
     assert config.rotary_scaling is None and config.rotary_base == 500000.0 and model.tied

@@ -5,19 +5,23 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
 import torch
 
+import core
 from core.pipeline import Action, Timeline
 from core.pipeline.schedule.timeline import Event
 from core.training.doctor.environment import environment
 from core.training.log import charts
-from core.training.log.charts import Axis, Curve, draw, short, step_axis, value_axis
+from core.training.log.charts import Axis, Curve, draw, legend, short, step_axis, value_axis
+from core.training.log.facts import run_facts
 from core.training.log.metrics import StepRecord
-from core.training.log.page import embedded, write_page
+from core.training.log.page import Sample, embedded, write_page
+from core.training.log.validation import ValidationRecord
 
 EVIL = "</script><script>document.title='pwned'</script><!-- <b>bold</b> ]]> \u2028 & &lt; \x00 \ud800 é"
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -78,6 +82,10 @@ def record(step, **more):
     return StepRecord(**{"step": step, "step_ms": 10.0, "tokens": 64, "memory_mib": 70.5, "mfu": 0.4} | facts | more)
 
 
+def validation(step, loss, name="validation"):
+    return ValidationRecord(step=step, name=name, loss=loss, bits_per_byte=loss / 2, tokens=10)
+
+
 def page(tmp_path, records, **more):
     path = tmp_path / "out" / "report.html"
     write_page(path, records, **{"run": {}} | more)
@@ -104,9 +112,9 @@ def test_the_embedded_data_are_the_records_and_every_curve_is_drawn(records, tmp
     made = page(tmp_path, records, bytes_per_token=3.0, baselines={"gzip -9": 2.3})
     assert same(made.records, records)
     drawn = [facts["data-key"] for facts in made.named("svg") if facts.get("class") == "chart"]
-    known = {name for name in ("memory_mib", "mfu") if any(getattr(r, name) is not None for r in records)}
-    want = ["loss", "grad_norm", "learning_rate", "tokens_per_s", "memory_mib", "mfu"] if records else []
-    assert drawn == [name for name in want if name not in ("memory_mib", "mfu") or name in known]
+    known = {name for name in ("memory_mib",) if any(getattr(r, name) is not None for r in records)}
+    want = ["loss", "grad_norm", "learning_rate", "tokens_per_s", "memory_mib"] if records else []
+    assert drawn == [name for name in want if name != "memory_mib" or name in known]
     for name in ("x", "y", "x1", "y1", "cx", "cy", "points", "d"):
         assert not [v for _, facts in made.tags if re.search("nan|inf", v := facts.get(name) or "")]
 
@@ -119,9 +127,9 @@ def test_a_hundred_thousand_records_are_kept_and_drawn_small(tmp_path):
     assert columns["loss"] == [r.loss for r in records] and columns["step"] == list(range(1, 100_001))
     assert columns["grad_norm"][77_776] == "NaN"
     lines = [facts["points"] for facts in made.named("polyline")]
-    assert len(lines) == 6 and all(len(points.split()) == charts.BUCKETS for points in lines)
+    assert len(lines) == 5 and all(len(points.split()) == charts.BUCKETS for points in lines)
     bands = [facts for facts in made.named("polygon") if facts["class"] == "band"]
-    assert len(bands) == 6 and [f["d"] for f in made.named("path") if f["class"] == "odd"]
+    assert len(bands) == 5 and [f["d"] for f in made.named("path") if f["class"] == "odd"]
 
 
 def test_texts_cannot_leave_their_place(tmp_path):
@@ -133,15 +141,18 @@ def test_texts_cannot_leave_their_place(tmp_path):
         environment={EVIL: EVIL},
         baselines={EVIL: 2.0},
         timelines={EVIL: TIMELINE},
-        sample=EVIL,
+        sample=Sample(EVIL, EVIL),
         bytes_per_token=3.0,
         title=EVIL,
+        facts={EVIL: EVIL},
+        validations=[validation(1, 2.0, EVIL)],
     )
     assert [facts.get("id") for facts, _ in made.scripts if facts["tag"] == "script"] == ["data", None], "ours alone"
     assert not made.named("b")
-    assert made.data["sample"] == EVIL and made.data["run"] == {f"data.{EVIL}": EVIL}
-    (sample,) = (text for facts, text in made.scripts if facts["tag"] == "pre")
-    assert sample == EVIL.replace("\ud800", "\\ud800"), "shown as it is; half of a pair is no text"
+    assert made.data["sample"] == {"prompt": EVIL, "written": EVIL} and made.data["facts"] == {EVIL: EVIL}
+    assert made.data["run"] == {f"data.{EVIL}": EVIL}
+    samples = [text for facts, text in made.scripts if facts["tag"] == "pre"]
+    assert samples == [EVIL.replace("\ud800", "\\ud800")] * 2, "shown as it is; half of a pair is no text"
 
 
 def test_data_cannot_end_their_script():
@@ -150,7 +161,9 @@ def test_data_cannot_end_their_script():
 
 
 def test_nothing_is_fetched(tmp_path):
-    made = page(tmp_path, ODD, timelines={"last": TIMELINE}, sample="http://example.org", bytes_per_token=1.0)
+    made = page(
+        tmp_path, ODD, timelines={"last": TIMELINE}, sample=Sample("", "http://example.org"), bytes_per_token=1.0
+    )
     assert not [facts for _, facts in made.tags if {"src", "href", "srcset", "action"} & facts.keys()]
     (policy,) = (f["content"] for f in made.named("meta") if f.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none';")
@@ -177,6 +190,54 @@ def test_the_environment_of_a_run(tmp_path):
     facts = environment(torch.device("cpu"))
     assert {"Python", "torch", "CPU", "device", "attention"} <= facts.keys()
     assert page(tmp_path, [record(1)], environment=facts).data["environment"] == facts
+
+
+def test_validations_are_points_and_tiles_and_the_best_is_marked(tmp_path):
+    found = [validation(2, 3.0), validation(4, 1.0), validation(8, 2.0), validation(8, 5.0, "books")]
+    made = page(tmp_path, ODD, bytes_per_token=3.0, validations=found, baselines={"unigram": 50.0})
+    points = [facts for facts in made.named("circle") if facts["class"].startswith("point") and "r" in facts]
+    assert [facts["class"] for facts in points if "best" in facts["class"]] == ["point best p0", "point best p1"]
+    words = "|".join(text.strip() for text in made.texts if text.strip())
+    assert "validation, step 4: 0.5000, the best" in words and "validation, step 2: 1.5000" in words
+    assert "validation|1.000|bits per byte, best 0.500 at step 4" in words
+    assert "books|2.500|bits per byte, the best" in words and "unigram 50.000 (above)" in words
+    assert [row["validation_loss"] for row in made.data["validations"]] == [3.0, 1.0, 2.0, 5.0]
+
+
+def test_two_runs_can_be_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/lib/python3/core/pretrain.py", "--data.train", "my corpus"])
+    records = [record(1, time=1000.0), record(9, time=1000.0 + 3725, tokens_seen=4608)]
+    facts = run_facts(records, "2 processes on CPU: 2-way tensor parallel", 2_557_632)
+    assert facts.pop("date")[:2] == "20" and facts.pop("code").startswith(f"paracore {core.__version__}")
+    assert facts == {
+        "layout": "2 processes on CPU: 2-way tensor parallel", "parameters": "2,557,632", "tokens seen": "4,608",
+        "duration": "1 h 2 min", "command": "python -m core.pretrain --data.train 'my corpus'",
+    }  # fmt: skip
+    words = "|".join(page(tmp_path, records, facts=facts).texts)
+    assert all(f"{name}|{value}" in words for name, value in facts.items())
+    assert run_facts([], "1 process on CPU", 1).keys() == {"date", "layout", "parameters", "command", "code"}
+
+
+class Letters:
+    """A tokenizer of one token per byte."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_a_sample_is_set_off_from_its_prompt():
+    assert Sample.of(Letters(), list(b"abc"), list(b"abcdef")) == Sample("abc", "def")
+    cut = "aé".encode()
+    assert Sample.of(Letters(), list(cut[:2]), list(cut)) == Sample("a\ufffd", "\ufffd"), "in the middle of a letter"
+
+
+def test_changed_settings_come_first_and_the_rest_is_folded(tmp_path):
+    run = {"optimizer.lr": 3e-4, "model.seed": 1}
+    origin = {"optimizer.lr": "run.toml:7", "model.seed": "default"}
+    made = page(tmp_path, [record(1)], run=run, origin=origin, environment={"torch": "2"})
+    words = "|".join(text.strip() for text in made.texts if text.strip())
+    assert "Settings that were changed|optimizer.lr|0.0003|run.toml:7|All settings|" in words
+    assert len(made.named("details")) == 2 and "Environment|torch|2" in words
 
 
 def test_a_loss_without_its_bytes_stays_in_nats(tmp_path):
@@ -224,8 +285,11 @@ def curve(values, **more):
 
 
 def test_an_axis_holds_all_that_is_drawn():
-    axis = value_axis(curve([1.0, None, math.nan, 3.0], levels={"a": 5.0}))
-    assert axis.low < 1 and axis.high > 5 and axis.at(1.0) > axis.at(5.0), "larger is higher"
+    far = curve([1.0, None, math.nan, 3.0], levels={"a": 3.5, "far": 9.0, "low": -9.0}, points={"p": [(1, 4.0)]})
+    axis = value_axis(far)
+    assert axis.low < 1 and 4 < axis.high < 9 and axis.at(1.0) > axis.at(3.5), "larger is higher"
+    assert legend(far) == [("a", "3.500"), ("far", "9.000 (above)"), ("low", "-9.000 (below)")]
+    assert draw(far, [1, 2, 3, 4]).count('class="level') == 1, "the curve is not pressed flat"
     assert value_axis(curve([1.0, 3.0], zero=True)).low == 0
     assert value_axis(curve([2.0, 2.0])).low < 2 < value_axis(curve([2.0, 2.0])).high
     for nothing in ([], [None], [math.nan], [0.0], [1e300]):
@@ -274,7 +338,7 @@ def colours(path):
 def test_a_browser_shows_it(scheme, bright, tmp_path):
     path, picture = tmp_path / "report.html", tmp_path / "picture.png"
     records = [record(n, loss=3 + math.sin(n / 9), skipped=n % 50 == 0) for n in range(1, 300)]
-    facts = {"run": {"optimizer.lr": 1e-3}, "timelines": {"last step": TIMELINE}, "sample": EVIL}
+    facts = {"run": {"optimizer.lr": 1e-3}, "timelines": {"last step": TIMELINE}, "sample": Sample(EVIL, EVIL)}
     write_page(path, records, bytes_per_token=3.0, baselines={"gzip -9": 2.0}, title="A run", **facts)
     moved = "document.querySelector('svg.chart').dispatchEvent(new PointerEvent('pointermove', {clientX: 1}))"
     path.write_text(path.read_text().replace("</body>", f"<script>{moved}</script></body>"))

@@ -17,7 +17,7 @@ from core.optimizer import OptimizerConfig
 from core.parallel_state.config import divisors
 from core.training import DataConfig, RunConfig, TrainingConfig
 from core.training.config import ConfigError
-from core.training.config.names import ELSEWHERE
+from core.training.config.messages.names import ELSEWHERE
 from core.training.config.run import known_fields
 from core.training.config.sources import merge
 

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from core.training.log.metrics import MetricsLog, StepRecord
-from core.training.log.sinks import SCALAR_NAMES, TensorBoardSink, WandbSink, open_sinks, scalars
+from core.training.log.sinks import SCALAR_NAMES, TensorBoardSink, WandbSink, open_sinks
 
 
 def record(step, **more):
@@ -18,11 +18,11 @@ def record(step, **more):
 
 
 def test_every_number_of_a_record_has_a_name_and_what_is_not_known_is_left_out():
-    full = scalars(record(1, mfu=0.4, memory_mib=7.0, skipped=2))
+    full = record(1, mfu=0.4, memory_mib=7.0, skipped=2, tokens_seen=64).scalars()
     assert set(full) == set(SCALAR_NAMES.values())
-    assert set(SCALAR_NAMES) | {"step", "tokens"} == set(StepRecord.__annotations__)
+    assert set(SCALAR_NAMES) | {"step", "tokens", "time"} == set(StepRecord.__annotations__)
     assert full["train/loss"] == 2.5 and full["memory/peak_mib"] == 7 and full["train/skipped"] == 2
-    assert set(full) - set(scalars(record(1))) == {"speed/mfu", "memory/peak_mib"}
+    assert set(full) - set(record(1).scalars()) == {"speed/mfu", "memory/peak_mib", "train/tokens_seen"}
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def blocked(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_extra_is_told_before_training_on_every_rank(blocked, tmp_path, rank):
     blocked("tensorboard", "torch.utils.tensorboard", "wandb")
-    with pytest.raises(ImportError, match=r"tensorboard and wandb are not installed: pip install 'paracore\[log\]'"):
+    with pytest.raises(ImportError, match=r"tensorboard and wandb are not installed: pip install tensorboard wandb"):
         open_sinks(tmp_path, tensorboard=True, wandb_project="p", rank=rank)
-    with pytest.raises(ImportError, match=r"^wandb is not installed: pip install 'paracore\[log\]'"):
+    with pytest.raises(ImportError, match=r"^wandb is not installed: pip install wandb"):
         WandbSink("p", tmp_path, {})
     with pytest.raises(ImportError, match=r"^tensorboard is not installed: pip install"):
         TensorBoardSink(tmp_path)
@@ -78,7 +78,7 @@ def test_wandb_is_offline_unless_the_environment_says_otherwise(monkeypatch, tmp
         log.add(record(2))
     assert fake.asked["mode"] == "offline" and fake.asked["project"] == "gpt" and fake.asked["dir"] == str(tmp_path)
     assert fake.asked["config"] == {"optimizer.lr": 0.1} and fake.asked["group"] == tmp_path.name
-    assert fake.told == [(1, scalars(record(1))), (2, scalars(record(2))), "finished"]
+    assert fake.told == [(1, record(1).scalars()), (2, record(2).scalars()), "finished"]
     monkeypatch.setenv("WANDB_MODE", "online")
     WandbSink("gpt", tmp_path, {})
     assert fake.asked["mode"] == "online"

@@ -12,7 +12,7 @@ from core.interop.deepspeed import from_deepspeed
 from core.training import RunConfig, load_run
 from core.training.config import ConfigError
 from core.training.config.explain import explained
-from core.training.config.flags import flag_of
+from core.training.config.flags import COMMON, flag_of
 from core.training.config.run import known_fields
 from core.training.config.sources import merge
 
@@ -71,9 +71,9 @@ def test_flags_repair_what_the_file_breaks(file):
 
 def test_a_later_file_wins_and_what_follows_a_field_is_said(file, tmp_path):
     (tmp_path / "more.toml").write_text('optimizer = {lr_schedule = "cosine", lr_schedule_options = {}}\n')
-    flags = ["--config", file, "--config", str(tmp_path / "more.toml"), "--training.train_steps", "9"]
-    loaded = load_run([*flags, "--training.train-steps", "12"])
-    assert loaded.run.optimizer.lr_decay_steps == 12, "the last flag wins"
+    flags = ["--config", file, "--config", str(tmp_path / "more.toml"), "--training.train_steps", "12"]
+    loaded = load_run(flags)
+    assert loaded.run.optimizer.lr_decay_steps == 12, "flags win over files"
     assert loaded.origin["optimizer.lr_decay_steps"] == "training.train_steps"
     assert loaded.origin["optimizer.lr_schedule"] == f"{tmp_path}/more.toml:1", "the line of the table that holds it"
 
@@ -212,7 +212,7 @@ def test_what_follows_a_field_still_follows_it_in_a_saved_file(tmp_path):
 
 def test_help_tells_every_field_with_its_docstring_and_the_scripts_default(capsys):
     with pytest.raises(SystemExit) as end:
-        load_run(["--help"], defaults={"optimizer.lr": 0.125}, description="What this script does.")
+        load_run(["--help-all"], defaults={"optimizer.lr": 0.125}, description="What this script does.")
     said = capsys.readouterr()
     text = " ".join(said.out.replace("│", " ").split())
     assert end.value.code == 0 and "What this script does." in text and not said.err
@@ -220,6 +220,18 @@ def test_help_tells_every_field_with_its_docstring_and_the_scripts_default(capsy
         assert field.help.endswith((".", "?")) and field.help in text, field.name
         assert flag_of(field.name) in text
     assert "(default: 0.125)" in text and "--parallel.sequence-parallel, --parallel.no-sequence-parallel" in text
+
+
+def test_help_is_short_and_names_the_long_one(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        load_run(["--help"], defaults={"optimizer.lr": 0.125}, description="What this script does.")
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and lines[0] == "What this script does." and "--help-all" in lines[2]
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert shown == ["--config", *map(flag_of, COMMON)] and len(shown) <= 30 and max(map(len, lines)) <= 80
+    assert "  --optimizer.lr NUMBER  (default: 0.125)" in lines
+    assert any(line.startswith("      0: nothing is divided; 1: optimizer states; 2: ") for line in lines)
 
 
 def test_without_tyro_files_still_work(file, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from core.transformer.spec import Build, TransformerLayerSpec
 
 
 class GPTEmbedding(nn.Module):
-    """tokens [b, s] -> [s, b, h] ([s/tp, b, h] under sequence parallelism), positions added, dropped out.
+    """tokens [b, s] -> [s, b, h] ([s/tp, b, h] under sequence parallelism), scaled, positions added, dropped out.
 
     With `spec` None only the table exists: the copy that a tied last stage multiplies by.
     """
@@ -39,10 +39,15 @@ class GPTEmbedding(nn.Module):
             partial=frozenset({"embedding"}) if tied_across_stages else frozenset(),
         )
         self.position_embeddings = spec.positions(build, max_sequence_length) if spec and spec.positions else None
+        config = build.config
+        # rounded to the dtype of the weights, as those who trained the models did
+        self.multiplier = float(torch.tensor(config.embedding_multiplier, dtype=config.params_dtype, device="cpu"))
         self.dropout = residual_dropout(build, "embedding") if spec else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.word_embeddings(tokens.t().contiguous())
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
         return x if self.dropout is None else self.dropout(x)

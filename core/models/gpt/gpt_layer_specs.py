@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from core.transformer.attention import CoreAttention, SelfAttention
-from core.transformer.layer import TransformerLayer
+from core.transformer.layer import PostNormLayer, SandwichNormLayer, TransformerLayer
 from core.transformer.mlp import MLP
-from core.transformer.norm import build_norm
-from core.transformer.positions import LearnedPositions, Rotary
+from core.transformer.norm import AllHeadsRMSNorm, build_norm
+from core.transformer.positions import LearnedPositions, build_rotary
 from core.transformer.spec import TransformerLayerSpec
 
 
@@ -28,9 +28,23 @@ def llama_spec() -> TransformerLayerSpec:
     Their other facts are the configuration's: normalization="RMSNorm", activation_func="silu",
     gated_linear_unit=True, add_bias_linear=False, qk_layernorm=True (Qwen3), add_qkv_bias=True (Qwen2).
     """
-    return replace(gpt2_spec(), positions=None, rotary=Rotary)
+    return replace(gpt2_spec(), positions=None, rotary=build_rotary)
+
+
+def gemma3_spec() -> TransformerLayerSpec:
+    """Gemma 3 style: as Llama's, with norms before and after attention and MLP."""
+    return replace(llama_spec(), layer=SandwichNormLayer)
+
+
+def olmo2_spec() -> TransformerLayerSpec:
+    """OLMo 2 style: norms after attention and MLP only; with qk_layernorm=True, of all heads of a token together."""
+    return replace(llama_spec(), layer=PostNormLayer, qk_norm=AllHeadsRMSNorm)
 
 
 def get_gpt_layer_local_spec() -> TransformerLayerSpec:
     """Megatron's name for the default: learned positions, no part that needs more than torch."""
     return gpt2_spec()
+
+
+# by the name that a checkpoint says
+SPECS = {"gpt2": gpt2_spec, "llama": llama_spec, "gemma3": gemma3_spec, "olmo2": olmo2_spec}

@@ -1,14 +1,16 @@
-"""Hugging Face folders in and out: `import HF_DIR CKPT`, `export CKPT HF_DIR --source HF_DIR`, `families`."""
+"""Hugging Face folders in and out: `import HF_DIR CKPT`, `export CKPT HF_DIR`, `families`."""
 
 import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from math import prod
 
+from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.dist_checkpointing.tools.console import progress, say, size_text
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
-from core.models.huggingface.importing import import_huggingface
+from core.models.huggingface.importing import MODEL, import_huggingface
 from core.models.huggingface.sources import Folder
 
 
@@ -24,7 +26,9 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    with progress("exporting", Folder(options.source).nbytes) as done:
+    stored = lazy_tensors(options.checkpoint)
+    nbytes = sum(prod(t.shape) * t.dtype.itemsize for key, t in stored.items() if key.startswith(MODEL))
+    with progress("exporting", nbytes) as done:
         difference = export_huggingface(
             options.checkpoint, options.folder, options.source, check=options.check, progress=done
         )
@@ -35,7 +39,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _families(options: argparse.Namespace) -> int:
-    say(f"{kind:10} {family.architecture}" for kind, family in sorted(FAMILIES.items()))
+    say(f"{kind:12} {family.architecture}" for kind, family in sorted(FAMILIES.items()))
     return 0
 
 
@@ -50,7 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", metavar="CKPT", help="a step's own directory")
     command.add_argument("folder", metavar="HF_DIR", help="a directory that is to be made")
     command.add_argument(
-        "--source", required=True, metavar="HF_DIR", help="configuration and tokenizer are taken from it"
+        "--source",
+        metavar="HF_DIR",
+        help="the folder that the model began as: configuration and tokenizer are taken from it. Default: what the "
+        "run said of its model",
     )
     command.add_argument("--check", action="store_true", help="logits within 1e-4 of transformers'")
     command.set_defaults(run=_export)

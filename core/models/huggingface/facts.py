@@ -15,6 +15,7 @@ IRRELEVANT = frozenset(
         "attn_implementation",
         "auto_map",
         "bos_token_id",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "dtype",
         "eos_token_id",

@@ -104,10 +104,10 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
 
 
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
-    """Our name -> row, of the family that knows most of these names."""
+    """Our name -> row, of the family whose names these are."""
     if any(table in source for table in _TABLES):
-        candidates = [rows_of(family.rows, config.num_layers) for family in FAMILIES.values()]
-        return max(candidates, key=lambda rows: sum(name in source for row in rows.values() for name in row.hf_names))
+        tables = {id(family.rows): family.rows for family in FAMILIES.values()}.values()
+        return rows_of(max(tables, key=lambda table: _fit(source, table)), config.num_layers)
     for table in _TABLES:
         prefix, _, bare = table.partition(".")
         if bare in source:
@@ -119,6 +119,13 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
         f"the Hugging Face weights hold none of {', '.join(_TABLES)}; their names begin with: "
         f"{', '.join(source.first_names(3)) or 'nothing, they are empty'}"
     )
+
+
+def _fit(source: Recorded, table: Iterable[Row]) -> tuple[int, int]:
+    """How many names of one layer, and of the ends, the source has; then how few it has not."""
+    names = [name for row in rows_of(table, 1).values() for name in row.hf_names]
+    known = sum(name in source for name in names)
+    return known, known - len(names)
 
 
 def _full_box(shape: Iterable[int]) -> Slices:

@@ -67,29 +67,40 @@ _OURS = "decoder.layers.{n}."
 _LLAMA = "model.layers.{n}."
 _GPT2 = "transformer.h.{n}."
 
-# what Llama's and Phi-3's names have in common; they differ in the fused linears
-_LLAMA_SHARED = {
+# what Llama and its relatives have in common; they differ in their norms and in the fused linears
+_SHARED = {
     ("embedding.word_embeddings", same): ("model.embed_tokens",),
     ("decoder.final_layernorm", same): ("model.norm",),
     ("output_layer", same): ("lm_head",),
-    (f"{_OURS}input_layernorm", same): (f"{_LLAMA}input_layernorm",),
-    (f"{_OURS}pre_mlp_layernorm", same): (f"{_LLAMA}post_attention_layernorm",),
     (f"{_OURS}self_attention.linear_proj", same): (f"{_LLAMA}self_attn.o_proj",),
     (f"{_OURS}mlp.linear_fc2", same): (f"{_LLAMA}mlp.down_proj",),
 }
+_APART = {
+    (f"{_OURS}self_attention.linear_qkv", qkv): tuple(f"{_LLAMA}self_attn.{letter}_proj" for letter in "qkv"),
+    (f"{_OURS}self_attention.q_layernorm", same): (f"{_LLAMA}self_attn.q_norm",),
+    (f"{_OURS}self_attention.k_layernorm", same): (f"{_LLAMA}self_attn.k_norm",),
+    (f"{_OURS}mlp.linear_fc1", gate_up): (f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),
+}
+_NORMS_BEFORE = {
+    (f"{_OURS}input_layernorm", same): (f"{_LLAMA}input_layernorm",),
+    (f"{_OURS}pre_mlp_layernorm", same): (f"{_LLAMA}post_attention_layernorm",),
+}
+_NORMS_AFTER = {
+    (f"{_OURS}post_self_attn_layernorm", same): (f"{_LLAMA}post_attention_layernorm",),
+    (f"{_OURS}post_mlp_layernorm", same): (f"{_LLAMA}post_feedforward_layernorm",),
+}
+_NORMS_AROUND = _NORMS_AFTER | {
+    (f"{_OURS}input_layernorm", same): (f"{_LLAMA}input_layernorm",),
+    (f"{_OURS}pre_mlp_layernorm", same): (f"{_LLAMA}pre_feedforward_layernorm",),
+}
 
-LLAMA_ROWS = _with_biases(
-    _LLAMA_SHARED
-    | {
-        (f"{_OURS}self_attention.linear_qkv", qkv): tuple(f"{_LLAMA}self_attn.{letter}_proj" for letter in "qkv"),
-        (f"{_OURS}self_attention.q_layernorm", same): (f"{_LLAMA}self_attn.q_norm",),
-        (f"{_OURS}self_attention.k_layernorm", same): (f"{_LLAMA}self_attn.k_norm",),
-        (f"{_OURS}mlp.linear_fc1", gate_up): (f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),
-    }
-)
+LLAMA_ROWS = _with_biases(_SHARED | _APART | _NORMS_BEFORE)
+OLMO2_ROWS = _with_biases(_SHARED | _APART | _NORMS_AFTER)
+GEMMA3_ROWS = _with_biases(_SHARED | _APART | _NORMS_AROUND)
 
 PHI3_ROWS = _with_biases(
-    _LLAMA_SHARED
+    _SHARED
+    | _NORMS_BEFORE
     | {
         (f"{_OURS}self_attention.linear_qkv", qkv_fused): (f"{_LLAMA}self_attn.qkv_proj",),
         (f"{_OURS}mlp.linear_fc1", gate_up_fused): (f"{_LLAMA}mlp.gate_up_proj",),

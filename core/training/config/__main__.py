@@ -1,7 +1,6 @@
 """The command: explain a run, or write a file to start from."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from core.parallel_state.environment import started_processes
 from core.training.config.explain import explained, template
 from core.training.config.sources import merge
+from core.training.log.leaving import say_to_reader
 
 _DESCRIPTION = "What a run is told: every field with its value, its origin and its meaning; or a file to start from."
 _EPILOG = """\
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--world-size {world} must be at least 1")
         files = [word for path in options.explain for word in ("--config", path)]
         text, mistakes = explained(merge([*files, *flags]), world)
-        _tell(f"{text}\n")
+        say_to_reader(f"{text}\n")
     except (ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,19 +69,10 @@ def _world(parser: argparse.ArgumentParser) -> int:
         parser.error(f"{error}, or give --world-size N")
 
 
-def _tell(text: str) -> None:
-    """To stdout, as long as somebody reads it."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _write_template(path: str) -> int:
     """To stdout, or to a file that is not there yet."""
     if path == "-":
-        _tell(template())
+        say_to_reader(template())
         return 0
     try:
         with Path(path).open("x", encoding="utf-8") as file:

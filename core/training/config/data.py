@@ -1,8 +1,9 @@
 """Which token files a run reads, and in rows of which length."""
 
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.parallel_state.config import raise_all
 
@@ -24,6 +25,9 @@ class DataConfig:
 
     valid: tuple[str, ...] = ()
     """Prefix, or a blend, of validation files; empty: the second part of `train`, as `split` says."""
+
+    valid_sets: dict[str, str] = field(default_factory=dict)
+    """More texts to validate on, each by a name of yours: {books = "data/books", code = "data/code"}; all of it."""
 
     split: str = "969,30,1"
     """Shares of `train` to train on, to validate, to test, cut between documents; unused where `valid` is given."""
@@ -57,11 +61,22 @@ class DataConfig:
         raise_all("DataConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
+        for name in ("train", "valid"):
+            yield (
+                "" not in getattr(self, name),
+                f"{name} has an empty prefix; give that of a .bin and .idx, or leave {name} out",
+            )
         for name in ("valid", "tokenizer"):
             yield (
                 bool(self.train) or not getattr(self, name),
                 f"{name} is given and train has 0 prefixes: the default corpus has its own {name}; give train, or "
                 f"leave {name} out",
+            )
+        for name, prefix in self.valid_sets.items():
+            yield (
+                re.fullmatch(r"[\w.-]+", name) is not None and name != "validation" and isinstance(prefix, str),
+                f"valid_sets: {name!r} = {prefix!r} must be a name of letters, digits and ._- other than validation, "
+                "and the prefix of a .bin and .idx",
             )
         yield from _split_rules(self.split)
         yield self.sequence_length >= 1, f"sequence_length={self.sequence_length} must be at least 1"

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator
 
 from core.training.config.fields import NONE, Field, brief
+from core.training.config.messages.unused import unused
 from core.training.config.rules import batch_solved, in_world
 from core.training.config.run import PARTS, Problem, between, known_fields
 from core.training.config.sources import Merged
@@ -21,11 +22,42 @@ def explained(merged: Merged, world_size: int) -> tuple[str, int]:
         sections["parallel"], broken_rules = in_world(sections["parallel"], world_size)
         world_problems = [Problem("", message) for _, message in broken_rules]
     problems = [*merged.problems, *world_problems, *between(sections)]
-    lines = [*_table(merged), "", _explain_batch(sections, world_size)]
+    lines = [*_changed(merged), *_table(merged), ""]
+    if not problems:
+        lines += _memory(sections)
+    lines.append(_explain_batch(sections, world_size))
     if problems:
         heading = f"{len(problems)} mistakes:" if len(problems) > 1 else "1 mistake:"
         lines += ["", heading, *(f"  {merged.with_origin(problem)}" for problem in problems)]
     return "\n".join(lines), len(problems)
+
+
+def _changed(merged: Merged) -> Iterator[str]:
+    """What was changed, and what of it has no effect: the first thing that is asked."""
+    values, fields_by_name = merged.draft.values, known_fields()
+    changed = [name for name in fields_by_name if merged.origin[name] != "default"]
+    yield f"{len(changed)} settings are not from their defaults{':' if changed else ''}"
+    for name in changed:
+        yield f"  {name} = {_value_text(values[name])}  ({merged.origin[name]})"
+    if not merged.problems:
+        defaults = {name: field.default for name, field in fields_by_name.items()}
+        yield from (f"note: {line}" for line in unused(values, defaults))
+    yield ""
+
+
+def _memory(sections: dict) -> Iterator[str]:
+    """Bytes of weights, gradients and states on the fullest rank, where the model and its tokenizer are here."""
+    try:
+        from core.training.config.memory import fullest_rank
+
+        state = fullest_rank(sections)
+    except (ImportError, ValueError, OSError) as error:
+        yield f"memory per rank: not known here ({str(error).splitlines()[0]})"
+        return
+    parts = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer, "host": state.host}
+    told = " + ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
+    total = sum(parts.values()) / 2**20
+    yield f"memory per rank: {told} = {total:,.1f} MiB on the fullest one, before activations"
 
 
 def _table(merged: Merged) -> Iterator[str]:

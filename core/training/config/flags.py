@@ -4,19 +4,32 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Annotated, Any
 
 from core.extras import install
 from core.training.config.fields import NONE, Field, number_of, pairs_of
-from core.training.config.names import unknown
+from core.training.config.messages.names import unknown
 from core.training.config.run import PARTS, Problem
 from core.training.config.toml_files import literal
+from core.training.log.leaving import say_to_reader
 
 _CONFIG = "config"
 _MANY = ("texts", "table")
+# what `--help` tells
+COMMON = (
+    *("model.preset", "model.huggingface", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *("model.ffn_hidden_size", "model.bf16"),
+    *("parallel.tensor", "parallel.pipeline", "parallel.sequence_parallel", "pipeline.schedule"),
+    *("data_parallel.zero_stage", "data.train", "data.valid", "data.tokenizer", "data.sequence_length"),
+    *("training.train_steps", "training.global_batch_size", "training.micro_batch_size", "training.recompute"),
+    *("training.eval_interval", "training.output", "optimizer.lr", "optimizer.lr_schedule"),
+    *("checkpoint.directory", "checkpoint.every", "device"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +54,16 @@ def flag_of(name: str) -> str:
 def read_flags(
     args: Sequence[str], fields_by_name: Mapping[str, Field], *, defaults: Mapping[str, Any], description: str = ""
 ) -> Flags:
-    """The flags among `args`. --help prints every field with its docstring and `defaults`, and leaves (SystemExit).
+    """The flags among `args`. --help prints those that most runs need with `defaults`, --help-all every field with
+    its docstring, and leaves (SystemExit).
 
     Raises ImportError: tyro is missing.
     """
+    if "--help" in args or "-h" in args:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say_to_reader(short_help(fields_by_name, defaults, description))
+        raise SystemExit(0)
+    args = ["--help" if word == "--help-all" else word for word in args]
     accepted, typed, problems = _scan(args, fields_by_name)
     parsed, rest = _parsed(accepted, fields_by_name, defaults, description)
     values: dict[str, Any] = {}
@@ -61,6 +80,22 @@ def read_flags(
     return Flags(values=values, typed=typed, files=parsed.config, problems=tuple(problems))
 
 
+def short_help(fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any], description: str) -> str:
+    """`description`, then flag, default and docstring of each of `COMMON`; of long docstrings the first sentence."""
+    width, indent = min(110, shutil.get_terminal_size((110, 24)).columns), " " * 6
+    head = "The flags that most runs need; --help-all tells every one:"
+    lines = [description.strip(), "", head, "  --config FILE.toml"]
+    lines.append(f"{indent}Read the run from this file; a later one wins, flags win over all.")
+    for name in COMMON:
+        spec, default = fields_by_name[name], defaults[name]
+        value = "" if _is_switch(spec) else f" {_placeholder(spec)}"
+        told = "" if default in (None, (), False) else f"  (default: {literal(default)})"
+        help_ = spec.help if len(spec.help) <= 150 else f"{spec.help.split('. ')[0].rstrip('.')}."
+        lines.append(f"  {flag_of(name)}{value}{told}")
+        lines += textwrap.wrap(help_, width, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
 def _scan(
     args: Sequence[str], fields_by_name: Mapping[str, Field]
 ) -> tuple[list[str], dict[str, str], list[Problem]]:
@@ -69,15 +104,28 @@ def _scan(
     typed: dict[str, str] = {}
     problems = [Problem("", "'--' is a stray word among the flags; leave it out")] if "--" in args else []
     args = [word for word in args if word != "--"]
+    owner = _Owner("", "text", 0)  # of the words that follow
     for word, after in zip(args, [*args, "--"][1:], strict=True):
+        if not word.startswith("--"):
+            owner = replace(owner, count=owner.count + 1)
+            if owner.kind == "twice":  # told with the flag
+                continue
+            if wrong := owner.refuses(word):
+                problems.append(Problem("", wrong))
+            else:
+                accepted.append(word)
+            continue
         head, equals, _ = word.partition("=")
-        section, _, key = head.removeprefix("--").replace("-", "_").rpartition(".")
-        name = f"{section}.{key}" if section else key
-        switch = name if name in fields_by_name else f"{section}.{key.removeprefix('no_')}"
+        name, switch = _names(head, fields_by_name)
         kind = fields_by_name[switch].kind if switch in fields_by_name else "text" if name == _CONFIG else None
-        if not word.startswith("--") or kind is None:
+        owner = _Owner(head, "unknown" if kind is None else "config" if name == _CONFIG else kind, int(bool(equals)))
+        if kind is not None and (switch in typed or name in typed):
+            problems.append(Problem("", _twice(head, typed.get(switch) or typed[name], kind)))
+            owner = replace(owner, kind="twice")
+        elif kind is None:
             accepted.append(word)
         elif _is_switch(fields_by_name.get(switch)):
+            owner = _Owner(head, "switch", 0, _switch(switch))
             if equals:
                 problems.append(Problem("", f"{word}: a value is one word too many; use {_switch(switch)}"))
             else:
@@ -85,6 +133,7 @@ def _scan(
                 typed[switch] = head
         elif kind == "flag" and (switch != name or (not equals and _is_flag(after))):
             # a switch that may also be left to a default: alone it is true, with no- it is false
+            owner = _Owner(head, "switch", 0, _switch(switch))
             accepted.append(f"{flag_of(switch)}={'true' if switch == name else 'false'}")
             typed[switch] = head
         elif switch != name and name != _CONFIG:
@@ -96,6 +145,42 @@ def _scan(
             accepted.append(word)
             typed |= {name: head} if name in fields_by_name else {}
     return accepted, typed, problems
+
+
+def _names(head: str, fields_by_name: Mapping[str, Field]) -> tuple[str, str]:
+    """(the flat name of a flag, the one without `no-`)."""
+    section, _, key = head.removeprefix("--").replace("-", "_").rpartition(".")
+    name = f"{section}.{key}" if section else key
+    return name, name if name in fields_by_name else f"{section}.{key.removeprefix('no_')}"
+
+
+def _twice(head: str, earlier: str, kind: str) -> str:
+    """The message for a flag that is there again: nobody knows which one is meant."""
+    both = head if head == earlier else f"{earlier} and {head}"
+    if kind in _MANY:
+        return f"{both} is given twice; give all its values after one {head}"
+    return f"{both} is given twice; leave one out" if head == earlier else f"{both} are both given; leave one out"
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The flag whose values come next. kind: its field's, or switch, config, twice, unknown. count: of values."""
+
+    head: str
+    kind: str
+    count: int
+    switch: str = ""
+
+    def refuses(self, word: str) -> str:
+        """Why `word` is no value of this flag; empty: it is one, or tyro will tell."""
+        if self.kind == "switch":
+            return f"{self.head} takes no value, {word!r} is one word too many; use {self.switch}"
+        if not self.head or (self.kind == "config" and self.count > 1):
+            is_file = word.endswith(".toml") or self.kind == "config"
+            return f"{word!r} belongs to no flag; give {'--config' if is_file else '--NAME'} {word}"
+        if self.kind not in (*_MANY, "unknown", "config") and self.count > 1:
+            return f"{self.head} takes one value, {word!r} is one too many; leave it out"
+        return ""
 
 
 def _is_flag(word: str) -> bool:
@@ -186,10 +271,15 @@ def _entry(tyro: Any, spec: Field, default: Any) -> tuple[str, Any, Any]:
     help_ = {"help": spec.help, "help_behavior_hint": f"(default: {NONE if default is None else literal(default)})"}
     if _is_switch(spec):
         return spec.key, Annotated[bool, tyro.conf.arg(**help_)], field(default=bool(default))
-    placeholders = {"texts": "TEXT ...", "table": "NAME VALUE ..."}
-    help_["metavar"] = placeholders.get(spec.kind, spec.type.replace(" or ", "|").replace(" | ", "|").upper())
-    if spec.choices:
-        help_["metavar"] = "{" + ",".join(map(str, spec.choices)) + "}"
+    help_["metavar"] = _placeholder(spec)
     if spec.kind in _MANY:
         return spec.key, Annotated[tuple[str, ...], tyro.conf.arg(**help_)], field(default=())
     return spec.key, Annotated[str, tyro.conf.arg(**help_)], field(default="")
+
+
+def _placeholder(spec: Field) -> str:
+    """What stands for a value in a help text."""
+    if spec.choices:
+        return "{" + ",".join(map(str, spec.choices)) + "}"
+    placeholders = {"texts": "TEXT ...", "table": "NAME VALUE ..."}
+    return placeholders.get(spec.kind, spec.type.replace(" or ", "|").replace(" | ", "|").upper())

@@ -191,11 +191,13 @@ class TrainingConfig:
             yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
         # activation checkpointing
         known = ("none", "selective", "layer", "stage")
-        yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}"
+        megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
+        yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
         peak = self.peak_tflops
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
 
 
+CHANGES = ("data", "batch", "optimizer")  # of a run that continues
 METRICS = ("validation.bits_per_byte", "loss")  # stored with the checkpoints of a run
 
 
@@ -244,6 +246,14 @@ class CheckpointConfig:
     load: str | None = None
     """One checkpoint to start from, of any layout, wherever it lies; goes before `resume`."""
 
+    weights: str | None = None
+    """One checkpoint whose weights, and nothing else, a run begins with at step 0, whatever its data, batch, sequence
+    length or optimizer were; a run that goes on from its own `directory` reads them no more."""
+
+    change: tuple[str, ...] = ()
+    """What a checkpoint that continues may have had otherwise: data (its text, order, sequence length), batch (its
+    size), optimizer (its kind; the states begin anew)."""
+
     share_reads: bool | None = None
     """What several ranks load is read from storage by one of them and sent to the others; false: each reads for
     itself; None: shared where ranks are on several hosts, or the store is an object store."""
@@ -268,6 +278,12 @@ class CheckpointConfig:
             f"keep_best={self.keep_best!r} is no metric of a run; known: {', '.join(METRICS)}",
         )
         yield failure in ("retry", "raise", "warn"), f"unknown on_failure {failure!r}; known: retry, raise, warn"
+        yield (
+            self.load is None or self.weights is None,
+            f"load={self.load} goes on with a run and weights={self.weights} begins one; give one of them",
+        )
+        for name in self.change:
+            yield name in CHANGES, f"change names {name!r}; known: {', '.join(CHANGES)}"
         yield self.resume in ("must", "auto", "never"), f"unknown resume {self.resume!r}; known: must, auto, never"
         yield (
             self.directory is not None or (self.every == 0 and self.resume != "must"),

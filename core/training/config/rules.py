@@ -63,12 +63,32 @@ def _position_rules(model: ModelConfig, data: DataConfig) -> Rules:
 
 
 def _folder_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
-    """A Hugging Face folder is looked at where a run begins with it."""
-    if model.huggingface is None:
-        return
+    """A Hugging Face folder, or a checkpoint's weights, are looked at where a run begins with them."""
     yield from folder.text_rules(model, data.train, data.tokenizer)
-    if not checkpoint.resumes():
+    if model.huggingface is None and checkpoint.weights is None:
+        return
+    try:
+        if checkpoint.resumes():  # and reads neither
+            return
+    except (ValueError, OSError) as error:
+        yield False, f"checkpoint.directory={checkpoint.directory}: {error}"
+        return
+    if checkpoint.weights is None:
         yield from folder.weight_rules(model, data.sequence_length)
+    elif "://" not in checkpoint.weights and model.build is None:
+        # here, so that a run without them is read without the code that trains
+        from core.training.model.weights import weights_rules
+
+        yield from weights_rules(model, str(checkpoint.weights), _tokens_of(data), data.sequence_length)
+
+
+def _tokens_of(data: DataConfig) -> int | None:
+    """How many tokens the text's tokenizer has, if a card beside the text says so."""
+    try:
+        first = TokenFile(open_blend(data.train)[0][1]) if data.train else None
+    except (ValueError, OSError):  # reported by `_file_rules`
+        return None
+    return first.card.vocab_size if first is not None and first.card is not None else None
 
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
@@ -120,12 +140,15 @@ def _sequence_rules(data: DataConfig, parallel: ParallelConfig) -> Rules:
 def _file_rules(data: DataConfig) -> Rules:
     """The user's own token files exist and are long enough; opening one costs the same at any size."""
     length = data.sequence_length
-    for name, blend in (("train", data.train), ("valid", data.valid)):
+    sets = [(f"valid_sets.{name}", (prefix,)) for name, prefix in data.valid_sets.items()]
+    for name, blend in (("train", data.train), ("valid", data.valid), *sets):
+        if "" in blend:  # told by `DataConfig`
+            continue
         try:
             for _, prefix in open_blend(blend) if blend else ():
                 tokens = TokenFile(prefix).num_tokens
                 yield (
-                    length < tokens or name == "valid",
+                    length < tokens or name != "train",
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
                     f"{tokens}; use at most {tokens - 1}, or more text",
                 )
@@ -169,12 +192,13 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
     """On local disks; object stores are asked when they are read."""
     # one checkpoint to start from
     load = checkpoint.load
-    if load is not None and "://" not in load:
-        yield (
-            (Path(load) / "manifest.json").is_file(),
-            f"checkpoint.load={load} is no checkpoint: it has no manifest.json; give a step's own directory, as "
-            "runs/checkpoints/step-00001000",
-        )
+    for name, url in (("load", load), ("weights", checkpoint.weights)):
+        if url is not None and "://" not in url:
+            yield (
+                (Path(url) / "manifest.json").is_file(),
+                f"checkpoint.{name}={url} is no checkpoint: it has no manifest.json; give a step's own directory, as "
+                "runs/checkpoints/step-00001000",
+            )
     # the run's own directory
     directory = checkpoint.directory
     if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:

@@ -14,9 +14,9 @@ from core.optimizer.schedules.schedule import ENDLESS, LR_SCHEDULES
 from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten
-from core.training.config.names import unknown
+from core.training.config.messages.names import unknown
 from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
-from core.training.config.rules import check_run, run_rules
+from core.training.config.rules import in_world, run_rules
 from core.training.config.toml_files import read_toml, write_toml
 from core.training.model.config import ModelConfig
 from core.training.model.folder import tokenizer_in
@@ -123,9 +123,14 @@ class RunConfig:
     def check(self, world_size: int) -> "RunConfig":
         """This run with `parallel.data` filled in, for a world of that many ranks.
 
-        Raises ValueError with everything that does not fit together.
+        Raises ConfigError, a ValueError, with everything that does not fit together.
         """
-        return replace(self, parallel=check_run(**self.sections(), world_size=world_size))
+        parallel, broken_rules = in_world(self.parallel, world_size)
+        problems = [Problem("", message) for _, message in broken_rules]
+        problems += between(self.sections() | {"parallel": parallel})
+        if problems:
+            raise ConfigError(tuple(problems))
+        return replace(self, parallel=parallel)
 
     def sections(self) -> dict[str, Any]:
         """{"model": its ModelConfig, ...}, as `check_run` takes them."""
@@ -139,6 +144,10 @@ class RunConfig:
 def _device_rules(device: object) -> Iterator[tuple[bool, str]]:
     """Whether it names a device at all; whether this machine has it is checked where it is used."""
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    yield (
+        device != "gpu",
+        "device='gpu': torch calls it cuda (NVIDIA, AMD), xpu (Intel) or npu; or leave it out",
+    )
     yield (
         device is None or (match is not None and int(match[1] or 0) <= 127),  # torch stores the index in 8 bits
         f"device={device!r} must be a kind, as cpu or cuda, or kind:index with an index from 0 to 127, as cuda:1",

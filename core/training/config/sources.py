@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from core import __version__
 from core.training.config.flags import read_flags
+from core.training.config.messages.names import in_the_runs_names
+from core.training.config.messages.unused import unused
 from core.training.config.run import ConfigError, Draft, Problem, RunConfig, between, drafted, known_fields
 from core.training.config.toml_files import literal, read_toml, write_toml
+from core.training.log.leaving import let_the_first_rank_end, listed, say_mistake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,11 @@ class Loaded:
             if self.origin[name] != "default"
         ]
 
+    def unused(self) -> list[str]:
+        """What was set and has no effect beside the other settings."""
+        defaults = {name: field.default for name, field in known_fields().items()}
+        return unused(self.run.flat(), defaults)
+
     def to_toml(self, path: str | Path | None = None) -> str:
         """As `RunConfig.to_toml`, but a field that follows another one is left undecided ("None").
 
@@ -37,7 +46,7 @@ class Loaded:
         """
         fields_by_name = known_fields()
         values = {n: None if self.origin[n] in fields_by_name else value for n, value in self.run.flat().items()}
-        return write_toml(fields_by_name.values(), values, path)
+        return write_toml(fields_by_name.values(), values, path, comment=f"written by paracore {__version__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +123,18 @@ def load_run(
         _leave([merged.with_origin(problem) for problem in error.problems])
 
 
-def _leave(lines: list[str]) -> NoReturn:
+def checked(loaded: Loaded, world_size: int) -> RunConfig:
+    """The run for so many ranks. Mistakes are told as by `load_run`, each in the names of the run's fields."""
+    try:
+        return loaded.run.check(world_size)
+    except ConfigError as error:
+        _leave([in_the_runs_names(problem.text) for problem in error.problems], status=1)
+
+
+def _leave(lines: list[str], status: int = 2) -> NoReturn:
+    """Tell them, by one process per machine; every process finds the same ones."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        many = f"this run has {len(lines)} mistakes:\n  " if len(lines) > 1 else ""
-        print(f"error: {many}" + "\n  ".join(lines), file=sys.stderr, flush=True)
-    raise SystemExit(2)
+        say_mistake(listed(lines))
+    else:
+        let_the_first_rank_end()
+    raise SystemExit(status)

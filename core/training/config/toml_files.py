@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.training.config.fields import NONE, Field, flatten
+from core.training.config.messages.toml_mistakes import explained
 
 _CLOSES = re.compile(r"[]}]|\"\"\"|'''")
 _TRIES = 200  # lines that might end a setting of several lines, and do not
@@ -23,6 +24,7 @@ class Read(NamedTuple):
 
 def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
     """What a file says. Raises ValueError: it cannot be read, or is no TOML."""
+    text = ""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         values, duplicates = flatten(tomllib.loads(text), fields_by_name)
@@ -33,7 +35,9 @@ def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
         ) from None
     except RecursionError:
         raise ValueError(f"{path} cannot be read as TOML: it is nested too deeply") from None
-    except (OSError, ValueError) as error:  # UnicodeDecodeError and TOMLDecodeError among them
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} cannot be read as TOML: {explained(text, error)}") from None
+    except (OSError, ValueError) as error:  # UnicodeDecodeError among them
         raise ValueError(f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}") from None
     return Read(values, lines, tuple(f"{path}: {message}" for message in duplicates))
 
@@ -88,9 +92,11 @@ def literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
-def write_toml(fields: Iterable[Field], values: Mapping[str, Any], path: str | Path | None = None) -> str:
+def write_toml(
+    fields: Iterable[Field], values: Mapping[str, Any], path: str | Path | None = None, comment: str = ""
+) -> str:
     """A file with every field and its value, part by part; written to `path` where one is given."""
-    lines, section = [], ""
+    lines, section = [f"# {comment}"] if comment else [], ""
     # fields of no section come first: in TOML they could not follow a section
     for field in sorted(fields, key=lambda field: field.section != ""):
         if field.section != section:

@@ -5,8 +5,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640.0, 230.0
-LEFT, RIGHT, TOP, BOTTOM = 54.0, 628.0, 10.0, 204.0
+WIDTH, HEIGHT = 440.0, 206.0
+LEFT, RIGHT, TOP, BOTTOM = 50.0, 430.0, 10.0, 168.0
+# the page's and the picture's colours on paper; the dark ones stand in the page
+LIGHT = {
+    "paper": "#f6f7f9",
+    "card": "#ffffff",
+    "ink": "#1b2129",
+    "soft": "#5c6775",
+    "grid": "#e7eaef",
+    "edge": "#d9dee5",
+    "line": "#2866c8",
+    "l0": "#c2410c",
+    "l1": "#0a7d5a",
+    "l2": "#8a3fb0",
+    "l3": "#7a6a00",
+    "odd": "#cf222e",
+    "given": "#0a7d5a",
+}
+LEVEL_REACH = 0.35  # a level this far outside of the curve, as a part of its range, stretches the axis; not farther
 POINTS = 800  # more are drawn as their mean and range
 BUCKETS = 400
 MARKERS = 200
@@ -15,6 +32,7 @@ LOG_FROM = 50.0  # a range of more than this factor gets a logarithmic axis, whe
 
 
 Row = tuple[float, float, float, float]  # step, mean, least, most
+Point = tuple[int, float]  # step, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +41,7 @@ class Curve:
 
     key: of the record, for the cursor. factor: what the record's value was multiplied by. zero: the axis starts at 0.
     logarithmic: the axis may be. levels: name -> height of a dashed line. marked: steps to point out.
+    points: name -> values at some steps, drawn as circles; the lowest one is the best.
     """
 
     key: str
@@ -34,6 +53,7 @@ class Curve:
     logarithmic: bool = False
     levels: Mapping[str, float] | None = None
     marked: Sequence[int] = ()
+    points: Mapping[str, Sequence[Point]] | None = None
 
 
 def finite(value: float | None) -> bool:
@@ -87,8 +107,13 @@ class Axis:
 
 def value_axis(curve: Curve) -> Axis:
     """Of all that is drawn, with some air; a logarithmic one for wide ranges."""
-    seen = [float(v) for v in (*curve.values, *(curve.levels or {}).values()) if v is not None and finite(v)] or [0.0]
+    points = [value for row in (curve.points or {}).values() for _, value in row]
+    seen = [float(v) for v in (*curve.values, *points) if v is not None and finite(v)] or [0.0]
     low, high = min(seen), max(seen)
+    # levels must not press the curve flat: those far away are told in the legend
+    reach = LEVEL_REACH * (high - low)
+    near = [v for v in (curve.levels or {}).values() if finite(v) and low - reach <= v <= high + reach]
+    low, high = min([low, *near]), max([high, *near])
     if curve.logarithmic and low > 0 and high / low > LOG_FROM:
         return Axis(low / 1.3, high * 1.3, BOTTOM, TOP, True)
     if curve.zero:
@@ -115,6 +140,7 @@ def draw(curve: Curve, steps: Sequence[int]) -> str:
         *_grid(x, y),
         *_levels(curve, y),
         *_line(curve, steps, x, y),
+        *_points(curve, x, y),
         *_markers(curve, steps, x),
         f'<line class="cursor" x1="0" x2="0" y1="{TOP:g}" y2="{BOTTOM:g}"/>',
         "</svg>",
@@ -127,7 +153,8 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
         at = y.at(tick)
         yield f'<line class="grid" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text x="{LEFT - 8:g}" y="{at + 3.5:.1f}" text-anchor="end">{short(tick)}</text>'
-    whole = [tick for tick in x.ticks(6) if tick == int(tick)]
+    yield f'<text class="axis" x="{(LEFT + RIGHT) / 2:g}" y="{BOTTOM + 33:g}" text-anchor="middle">step</text>'
+    whole = [tick for tick in x.ticks(4) if tick == int(tick)]
     for tick in whole:
         place = x.at(tick)
         anchor = "end" if place > RIGHT - 24 else "middle"  # a long number would leave the picture
@@ -137,12 +164,26 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
 
 def _levels(curve: Curve, y: Axis) -> Iterator[str]:
     for number, (name, value) in enumerate((curve.levels or {}).items()):
-        if finite(value):
+        if is_on(y, value):
             at = y.at(value)
             yield (
                 f'<line class="level l{number % 4}" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}">'
                 f"<title>{escape(name)} {value:.3f}</title></line>"
             )
+
+
+def is_on(axis: Axis, value: float) -> bool:
+    """Whether it can be drawn where it belongs."""
+    return finite(value) and axis.low <= value <= axis.high
+
+
+def legend(curve: Curve) -> list[tuple[str, str]]:
+    """(name, value) of each level; of those that the axis leaves out, on which side they are."""
+    axis, rows = value_axis(curve), []
+    for name, value in (curve.levels or {}).items():
+        side = "" if is_on(axis, value) else " (above)" if value > axis.high else " (below)"
+        rows.append((name, f"{value:.3f}{side}"))
+    return rows
 
 
 def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]:
@@ -182,6 +223,25 @@ def _runs(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
         elif run:
             yield run
             run = []
+
+
+def _points(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
+    """Circles joined by a thin line; a ring around the lowest one of each name."""
+    for number, (name, row) in enumerate((curve.points or {}).items()):
+        known = [(step, value) for step, value in row if finite(value)]
+        places = [f"{x.at(step):.1f},{y.at(value):.1f}" for step, value in known]
+        if len(places) > 1:
+            yield f'<polyline class="joined p{number % 4}" points="{" ".join(places)}"/>'
+        best = min(known, key=lambda point: point[1], default=None)
+        for point, place in zip(known, places, strict=True):
+            across, down = place.split(",")
+            words = f"{escape(name)}, step {point[0]:,}: {point[1]:.4f}{', the best' if point == best else ''}"
+            kind = "point best" if point == best else "point"
+            radius = 4.5 if point == best else 3
+            yield (
+                f'<circle class="{kind} p{number % 4}" cx="{across}" cy="{down}" r="{radius}">'
+                f"<title>{words}</title></circle>"
+            )
 
 
 def _markers(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[str]:

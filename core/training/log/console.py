@@ -1,14 +1,17 @@
 """The console: plain lines, and under them a progress bar when the output is a terminal."""
 
 import os
+import shutil
 import sys
-import time
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-_HEAD_START_S = 2.0  # rank 0 speaks first
+from core.training.log.leaving import let_the_first_rank_end, say_mistake
+
+_CELL = " | "
 
 
 @contextmanager
@@ -24,21 +27,47 @@ def errors_as_one_line() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if rank == 0:
-            print("interrupted", file=sys.stderr, flush=True)
+            say_mistake("interrupted")
         raise SystemExit(130) from None
     except RuntimeError as error:
         lost_connection = rank and "onnection" in str(error)  # another rank has left, and prints why
         if not lost_connection:
             raise
-        print(f"error: rank {rank} lost the others: {str(error).splitlines()[0][:100]}", file=sys.stderr, flush=True)
+        say_mistake(f"error: rank {rank} lost the others: {str(error).splitlines()[0][:100]}")
         raise SystemExit(1) from None
     except (ValueError, OSError, ImportError) as error:
         # rank 0 prints without a rank: most mistakes are everybody's
         if rank:
-            time.sleep(_HEAD_START_S)
+            let_the_first_rank_end()
         speaker = f"rank {rank}: " if rank else ""
-        print(f"error: {speaker}{error}", file=sys.stderr, flush=True)
+        say_mistake(f"error: {speaker}{error}")
         raise SystemExit(1) from None
+
+
+def terminal_width(most: int) -> int:
+    """Columns of the terminal, at most so many; where the output is no terminal, so many."""
+    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
+
+
+def fitted(line: str, width: int) -> str:
+    """A line for a terminal of so many columns.
+
+    Of a line of several cells ("step 1 | loss 2 | ...") the last ones are left out; a sentence goes on below; a
+    drawing, which has spaces of its own, stays as it is.
+    """
+    if len(line) <= width:
+        return line
+    cells = line.split(_CELL)
+    if len(cells) > 2:
+        while len(cells) > 2 and len(_CELL.join(cells)) > width:
+            cells.pop()
+        return _CELL.join(cells)
+    is_drawing = len(cells) == 2 or "  " in line.strip()
+    if is_drawing:
+        return line
+    return "\n".join(
+        textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    )
 
 
 class Console:
@@ -54,9 +83,11 @@ class Console:
         self._task: Any = None
 
     def say(self, text: str) -> None:
-        """One line, at once; above the bar where there is one."""
+        """One line, at once; above the bar where there is one. On a terminal it has at most its columns."""
         if self.quiet:
             return
+        width = terminal_width(sys.maxsize)
+        text = "\n".join(fitted(line, width) for line in text.split("\n"))
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
@@ -73,12 +104,11 @@ class Console:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("{task.percentage:3.0f}%"),
-            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.percentage:3.0f}% | loss {task.fields[loss]:.3f} |"),
         ]
         if self.tokens:
             columns.append(TextColumn("{task.fields[speed]}"))
-        columns += [TextColumn("left"), TimeRemainingColumn()]
+        columns += [TimeRemainingColumn(), TextColumn("left")]
         # transient: lines printed by `say` stay, the bar is gone at the end
         progress = Progress(*columns, transient=True)
         if progress.console.is_terminal:
@@ -101,7 +131,7 @@ class Console:
         self._progress.update(self._task, completed=step, loss=loss)
         steps_per_s = self._progress.tasks[self._task].speed  # of the last half minute; None at first
         if steps_per_s:
-            self._progress.update(self._task, speed=f"{steps_per_s * self.tokens:,.0f} tokens/s")
+            self._progress.update(self._task, speed=f"{steps_per_s * self.tokens:,.0f} tokens/s |")
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._progress is not None:

@@ -1,7 +1,7 @@
 """Bytes that each rank holds at fixed points of a run, next to what the formulas predict: one line per point."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.testing import LiveBytes
 
-COLUMN_WIDTH = 12
+COLUMN_WIDTH, TITLE_WIDTH = 9, 14
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "allocated", "reserved", "host", "buffers")
 PLACEHOLDER_BYTES = 8  # ZeRO-3 leaves a storage of at most so many bytes for a freed parameter
 
 
@@ -88,21 +89,20 @@ class MemoryReport:
         # the table's head comes with the first line
         usages = all_gather_objects(usage, self.ps.world)
         if not self.usages:
-            self._say(self._line("memory, MiB per rank", {name: name for name in self._columns}))
+            self._say(self._line("MiB per rank", {name: name for name in self._columns}))
         self.usages[point] = usages
-        self._say(self._line(f"after {point}", {name: _range(usages, name) for name in self._columns}))
+        self._say(self._line(point, {name: _range(usages, name) for name in self._columns}))
         return usages
 
     @property
     def _columns(self) -> list[str]:
-        names = [field.name for field in fields(Usage)]
         if self.ps.device.type == "cpu":
-            return names[:-2]  # without the accelerator's counts
-        return names
+            return [name for name in COLUMNS if name not in ("allocated", "reserved")]
+        return list(COLUMNS)
 
     def _line(self, title: str, cells: Mapping[str, str]) -> str:
-        columns = [f"{cells.get(name, ''):>{COLUMN_WIDTH}}" for name in self._columns]
-        return f"{title:<20} | " + " | ".join(columns)
+        columns = [f"{cells.get(name, ''):>{max(COLUMN_WIDTH, len(name))}}" for name in self._columns]
+        return f"{title:<{TITLE_WIDTH}} | " + " | ".join(columns)
 
     # --- predicting ---
 
@@ -212,12 +212,16 @@ def _accelerator(device: torch.device) -> dict[str, int]:
     }
 
 
+def _short(mib: float) -> str:
+    return f"{mib:.1f}" if mib < 100 else f"{mib:.0f}"
+
+
 def _range(usages: list[Usage], name: str) -> str:
     """`smallest-largest` in MiB, one number if both look alike."""
     values = [asdict(usage)[name] for usage in usages]
     if not any(values):
         return "0"
-    low, high = f"{min(values) / 2**20:.1f}", f"{max(values) / 2**20:.1f}"
+    low, high = _short(min(values) / 2**20), _short(max(values) / 2**20)
     if low == high:
         return low
     return f"{low}-{high}"

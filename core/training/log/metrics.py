@@ -1,13 +1,12 @@
 """One greppable line per logged step, the same numbers as JSONL and in other sinks; throughput, FLOPs and MFU."""
 
-import json
 import math
 import re
 import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +15,9 @@ import torch
 
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
-from core.training.log.sinks import Sink
+from core.training.log.json_rows import json_line, json_number, json_rows
+from core.training.log.sinks import SCALAR_NAMES, Sink
+from core.training.log.validation import ValidationRecord, best_of, read_validations
 from core.transformer import TransformerConfig
 from core.transformer.flops import multiplications_per_token
 
@@ -124,7 +125,8 @@ class StepRecord:
 
     mfu: the part of all devices' FLOP/s that the model's own products used, None where no peak is known.
     memory_mib: the most that rank 0 held so far (`memory_mib`). skipped: steps since the last record that changed
-    nothing, because a gradient was not finite.
+    nothing, because a gradient was not finite. time: seconds since 1970. tokens_seen: tokens that the run has read,
+    those before a resume included.
 
     A new field is filled in `run/loop.py`, printed by `line`, drawn by `log/page.py` and sent on by `log/sinks.py`.
     """
@@ -140,15 +142,22 @@ class StepRecord:
     mfu: float | None = None
     memory_mib: float | None = None
     skipped: int = 0
+    time: float | None = None
+    tokens_seen: int | None = None
 
     def line(self, total: int) -> str:
-        """One line of the console for a step, made to be grepped."""
+        """One line of the console for a step, made to be grepped; a narrow terminal leaves out the last cells."""
         mfu = "" if self.mfu is None else f" | mfu {self.mfu:.1%}"
         return (
             f"step {self.step:5d}/{total} | loss {self.loss:.4f} | grad norm {self.grad_norm:.4f} | "
-            f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s | {self.tflops_per_s:.4f} TFLOP/s | "
-            f"{self.step_ms:.1f} ms/step{mfu}"
+            f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s{mfu} | {self.step_ms:.1f} ms/step | "
+            f"{self.tflops_per_s:.3g} TFLOP/s"
         )
+
+    def scalars(self) -> dict[str, float]:
+        """Name in TensorBoard and W&B -> value, without what is not known."""
+        values = {name: getattr(self, field) for field, name in SCALAR_NAMES.items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """For JSON: a value that is not finite, which JSON cannot write, becomes "NaN", "Infinity" or "-Infinity"."""
@@ -165,24 +174,17 @@ class StepRecord:
         return cls(**values)
 
 
-def json_number(value: Any) -> Any:
-    """A float that JSON cannot write as a word that float() and JavaScript's Number() read; others as they are."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
 class MetricsLog:
     """Appends records to `metrics.jsonl` in a directory; None writes nothing (ranks other than 0).
 
     start: steps that a resumed run does not make again; their records stay, later ones are dropped.
     sinks: receive each new record too; `close()`, or leaving `with`, closes them.
+    records: of steps; validations: of the texts that are validated on.
     """
 
     def __init__(self, directory: str | Path | None, start: int = 0, sinks: Sequence[Sink] = ()) -> None:
         self.records: list[StepRecord] = []
+        self.validations: list[ValidationRecord] = []
         self._sinks = tuple(sinks)
         self._path = Path(directory) / "metrics.jsonl" if directory is not None else None
         # a resumed run writes the file anew without the steps that it makes again
@@ -190,14 +192,28 @@ class MetricsLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if start and self._path.exists():
                 self.records += [record for record in read_metrics(self._path) if record.step <= start]
-            self._path.write_text("".join(map(_json_line, self.records)))
+                self.validations += [record for record in read_validations(self._path) if record.step <= start]
+            rows: list[StepRecord | ValidationRecord] = [*self.records, *self.validations]
+            rows.sort(key=lambda record: record.step)
+            self._path.write_text("".join(json_line(record.to_json()) for record in rows))
 
     def add(self, record: StepRecord) -> None:
-        """Remember a record, and append its line at once, so that a killed run still has it."""
+        """Remember a step, and append its line at once, so that a killed run still has it."""
         self.records.append(record)
+        self._write(record)
+
+    def add_validation(self, record: ValidationRecord) -> ValidationRecord:
+        """The same of a validation; the record, with `best` as all of its text so far say."""
+        best = best_of(self.validations, record.name)
+        record = replace(record, best=best is None or record.loss < best.loss)
+        self.validations.append(record)
+        self._write(record)
+        return record
+
+    def _write(self, record: StepRecord | ValidationRecord) -> None:
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(_json_line(record))
+                file.write(json_line(record.to_json()))
         for sink in self._sinks:
             sink.add(record)
 
@@ -214,16 +230,12 @@ class MetricsLog:
         self.close()
 
 
-def _json_line(record: StepRecord) -> str:
-    return json.dumps(record.to_json(), allow_nan=False) + "\n"
-
-
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """The records of a `metrics.jsonl`, also of a run that was killed while it wrote a line."""
+    """The steps of a `metrics.jsonl`, also of a run that was killed while it wrote a line."""
     records = []
-    for line in Path(path).read_text(errors="replace").splitlines():
+    for row in json_rows(path):
         try:
-            records.append(StepRecord.from_json(json.loads(line)))
-        except (ValueError, TypeError, AttributeError):  # a line that was never finished
+            records.append(StepRecord.from_json(row))
+        except (ValueError, TypeError):  # a validation, or a row of another version
             continue
     return records

@@ -8,15 +8,35 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from core.datasets import AnyTokenizer
 from core.pipeline.draw.draw import draw_svg
 from core.pipeline.schedule.timeline import Event, Timeline
 from core.training.log import charts
-from core.training.log.charts import Curve, draw, finite, short
-from core.training.log.metrics import StepRecord, json_number
+from core.training.log.charts import Curve, draw, finite, legend, short
+from core.training.log.json_rows import json_number
+from core.training.log.metrics import StepRecord
+from core.training.log.validation import ValidationRecord, best_of
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that a model wrote: `prompt` was given to it, `written` is its own."""
+
+    prompt: str
+    written: str
+
+    @classmethod
+    def of(cls, tokenizer: AnyTokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> "Sample":
+        """tokens: the prompt, and what was generated."""
+        begins, whole = tokenizer.decode(list(prompt)), tokenizer.decode(list(tokens))
+        if whole.startswith(begins):
+            return cls(begins, whole[len(begins) :])
+        return cls(begins, tokenizer.decode(list(tokens[len(prompt) :])))  # a character of two tokens between them
+
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
@@ -30,45 +50,56 @@ def write_page(
     environment: Mapping[str, Any] | None = None,
     baselines: Mapping[str, float] | None = None,
     timelines: Mapping[str, Timeline] | None = None,
-    sample: str = "",
+    sample: Sample | None = None,
     bytes_per_token: float = 0.0,
+    validations: Sequence[ValidationRecord] = (),
     title: str = "Training run",
+    facts: Mapping[str, str] | None = None,
 ) -> None:
     """Write the page at `path`, whole or not at all.
 
     run: flat name -> value of the resolved configuration; origin: where each came from ("default" is not told).
     environment: name -> value (`report.environment.environment`). baselines: name -> bits per byte, levels beside the
     loss. timelines: title -> what each rank did in a step, in seconds. bytes_per_token: turns the loss (nats per
-    token) into bits per byte; 0 leaves it as it is. All of it is in `<script type="application/json" id="data">`,
-    the records by column; what is not finite is "NaN", "Infinity" or "-Infinity" there.
+    token) into bits per byte; 0 leaves it as it is. validations: points beside the loss.
+    facts: name -> what tells this run from others, below the title. All of it is in `<script id="data">` as JSON, the
+    records by column; what is not finite is "NaN", "Infinity" or "-Infinity" there.
     """
     data = {
         "version": 1,
         "title": title,
         "records": columns(records),
+        "validations": [record.to_json() for record in validations],
         "run": _plain(run),
         "origin": _plain(origin),
         "environment": _plain(environment or {}),
         "baselines": _plain(baselines or {}),
         "bytes_per_token": json_number(float(bytes_per_token)),
         "timelines": {name: _timeline_rows(timeline) for name, timeline in (timelines or {}).items()},
-        "sample": sample,
+        "sample": None if sample is None else {"prompt": sample.prompt, "written": sample.written},
+        "facts": dict(facts or {}),
     }
+    drawn = list(curves(records, baselines or {}, bytes_per_token, validations))
     steps = [record.step for record in records]
     text = _render(
         title=title,
         data=embedded(data),
         charts=charts,
         about=_about(records),
-        tiles=list(_tiles(records, bytes_per_token)),
-        drawings=[(curve, draw(curve, steps)) for curve in curves(records, baselines or {}, bytes_per_token)],
+        tiles=list(_tiles(records, validations, bytes_per_token)),
+        facts=facts or {},
+        drawings=[(curve, legend(curve), draw(curve, steps)) for curve in drawn],
         timelines=[_drawn(name, timeline) for name, timeline in (timelines or {}).items()],
         sample=sample,
         parts=_settings_by_part(run, origin or {}),
+        changed=_changed(run, origin or {}),
         origins_known=bool(origin),
         environment={name: _in_words(value) for name, value in (environment or {}).items()},
     )
-    target = Path(path)
+    _replace(Path(path), text)
+
+
+def _replace(target: Path, text: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -125,7 +156,9 @@ def _about(records: Sequence[StepRecord]) -> str:
     return f"{len(records):,} records, steps {first:,} to {last:,}."
 
 
-def _tiles(records: Sequence[StepRecord], bytes_per_token: float) -> Iterator[dict[str, str]]:
+def _tiles(
+    records: Sequence[StepRecord], validations: Sequence[ValidationRecord], bytes_per_token: float
+) -> Iterator[dict[str, str]]:
     """The figures above the curves: name, value, unit."""
 
     def tile(name: str, value: str, unit: str) -> dict[str, str]:
@@ -137,9 +170,14 @@ def _tiles(records: Sequence[StepRecord], bytes_per_token: float) -> Iterator[di
     if not records:
         return
     last, bits = records[-1], _bits(bytes_per_token)
-    yield tile("last loss", f"{last.loss:.4f}", "nats per token")
-    if bits is not None:
-        yield tile("last loss", f"{last.loss * bits:.3f}", "bits per byte")
+    for name in dict.fromkeys(record.name for record in validations):
+        best = best_of(validations, name)
+        assert best is not None
+        newest = [record for record in validations if record.name == name][-1]
+        told = "the best" if newest.step == best.step else f"best {best.bits_per_byte:.3f} at step {best.step:,}"
+        yield tile(name, f"{newest.bits_per_byte:.3f}", f"bits per byte, {told}")
+    more = "" if bits is None else f", {last.loss * bits:.3f} bits per byte"
+    yield tile("training loss", f"{last.loss:.4f}", f"nats per token{more}")
     yield tile("last gradient norm", f"{last.grad_norm:.3g}", "before clipping")
     if rates := known("tokens_per_s"):
         yield tile("throughput", short(rates[len(rates) // 2]), "tokens/s, median")
@@ -159,7 +197,12 @@ def _bits(bytes_per_token: float) -> float | None:
 # curves
 
 
-def curves(records: Sequence[StepRecord], baselines: Mapping[str, float], bytes_per_token: float) -> Iterator[Curve]:
+def curves(
+    records: Sequence[StepRecord],
+    baselines: Mapping[str, float],
+    bytes_per_token: float,
+    validations: Sequence[ValidationRecord] = (),
+) -> Iterator[Curve]:
     """What is drawn, without what no record knows."""
     if not records:
         return
@@ -168,7 +211,20 @@ def curves(records: Sequence[StepRecord], baselines: Mapping[str, float], bytes_
     factor, unit = (1.0, "nats per token") if scale is None else (scale, "bits per byte")
     loss = [record.loss * factor for record in records]
     levels = dict(baselines) if scale is not None else {}
-    yield Curve(key="loss", title="Loss", unit=unit, values=loss, factor=factor, levels=levels, marked=skipped)
+    points: dict[str, list[tuple[int, float]]] = {}
+    for record in validations:
+        value = record.loss if scale is None else record.bits_per_byte
+        points.setdefault(record.name, []).append((record.step, value))
+    yield Curve(
+        key="loss",
+        title="Loss",
+        unit=unit,
+        values=loss,
+        factor=factor,
+        levels=levels,
+        marked=skipped,
+        points=points,
+    )
     yield Curve(
         key="grad_norm",
         title="Gradient norm",
@@ -182,7 +238,6 @@ def curves(records: Sequence[StepRecord], baselines: Mapping[str, float], bytes_
         ("learning_rate", "Learning rate", "", 1.0),
         ("tokens_per_s", "Throughput", "tokens/s, all ranks", 1.0),
         ("memory_mib", "Peak memory", "MiB, rank 0", 1.0),
-        ("mfu", "MFU", "% of the devices' FLOP/s", 100.0),
     )
     for key, name, unit, by in rest:
         values = [None if (v := getattr(record, key)) is None else v * by for record in records]
@@ -207,6 +262,12 @@ def _settings_by_part(run: Mapping[str, Any], origin: Mapping[str, str]) -> dict
         setting = {"field": field, "value": _in_words(value), "origin": origin.get(name, "default")}
         parts.setdefault(part, []).append(setting)
     return parts
+
+
+def _changed(run: Mapping[str, Any], origin: Mapping[str, str]) -> list[dict[str, str]]:
+    """The settings that are not from a default."""
+    names = [name for name in run if origin.get(name, "default") != "default"]
+    return [{"field": name, "value": _in_words(run[name]), "origin": origin[name]} for name in names]
 
 
 def _in_words(value: Any) -> str:

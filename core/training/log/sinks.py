@@ -16,15 +16,20 @@ SCALAR_NAMES = {
     "step_ms": "speed/step_ms",
     "mfu": "speed/mfu",
     "memory_mib": "memory/peak_mib",
+    "tokens_seen": "train/tokens_seen",
 }
 
 
 class LogRecord(Protocol):
-    """What a sink reads of a `StepRecord`: `step`, and each of `SCALAR_NAMES` that it has."""
+    """What a sink reads of a record of a step or a validation."""
 
     @property
     def step(self) -> int:
         """Number of the step, from 1."""
+        ...
+
+    def scalars(self) -> dict[str, float]:
+        """Name in a sink -> value, without what is not known."""
         ...
 
 
@@ -38,12 +43,6 @@ class Sink(Protocol):
     def close(self) -> None:
         """Write what is buffered; nothing is added afterwards."""
         ...
-
-
-def scalars(record: LogRecord) -> dict[str, float]:
-    """Name in a sink -> value, without what the record does not know."""
-    values = {name: getattr(record, field, None) for field, name in SCALAR_NAMES.items()}
-    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def open_sinks(
@@ -107,7 +106,7 @@ class TensorBoardSink:
 
     def add(self, record: LogRecord) -> None:
         """A point of each curve."""
-        for name, value in scalars(record).items():
+        for name, value in record.scalars().items():
             self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
@@ -144,7 +143,7 @@ class WandbSink:
 
     def add(self, record: LogRecord) -> None:
         """A point of each curve."""
-        self._run.log(scalars(record), step=record.step)
+        self._run.log(record.scalars(), step=record.step)
 
     def close(self) -> None:
         """End the run; its files are complete."""

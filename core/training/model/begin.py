@@ -1,6 +1,6 @@
 """The stages of a run with its first weights: drawn from the seed, of a Hugging Face folder, or of one's own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from core.training.config import ModelConfig, PipelineConfig, RunConfig
 from core.training.generation import generate
 from core.training.log.metrics import flops_per_token
 from core.training.model.own import own_stages
+from core.training.model.weights import load_weights
 from core.training.run.build import count_parameters
 
 
@@ -34,23 +35,41 @@ def build_stages(
     )
 
 
-def begin(run: RunConfig, tokens: int, ps: ParallelState) -> Mapping[int, nn.Module]:
+def begin(
+    run: RunConfig, tokens: int, ps: ParallelState, say: Callable[[str], None] = print
+) -> Mapping[int, nn.Module]:
     """stage -> module of this rank, with the weights that the run begins with. Collective.
 
     A run that goes on from a checkpoint reads no other weights: `Checkpoints.resume` fills them.
     """
-    return first_stages(run, tokens, ps, resumes=from_first(run.checkpoint.resumes, ps))
+    return first_stages(run, tokens, ps, resumes=from_first(run.checkpoint.resumes, ps), say=say)
 
 
-def first_stages(run: RunConfig, tokens: int, ps: ParallelState, *, resumes: bool) -> Mapping[int, nn.Module]:
+def first_stages(
+    run: RunConfig,
+    tokens: int,
+    ps: ParallelState,
+    *,
+    resumes: bool,
+    say: Callable[[str], None] = lambda line: None,
+) -> Mapping[int, nn.Module]:
     """As `begin`, also for one process by itself. Raises ValueError: weights of another model."""
-    if run.model.build is not None:
-        return own_stages(run, tokens, ps)
-    folder, length = run.model.huggingface, run.data.sequence_length
-    if folder is None or resumes:
-        return build_stages(run.model, run.pipeline, tokens, length, ps)
+    weights, folder, length = run.checkpoint.weights, run.model.huggingface, run.data.sequence_length
+    if run.model.build is not None or folder is None or weights is not None or resumes:
+        stages: Mapping[int, nn.Module]
+        if run.model.build is not None:
+            stages = own_stages(run, tokens, ps)
+        else:
+            stages = build_stages(run.model, run.pipeline, tokens, length, ps)
+        if weights is not None and not resumes:
+            load_weights(stages, weights, ps, say)
+        return stages
+    return _stages_of_folder(run, folder, tokens, ps)
+
+
+def _stages_of_folder(run: RunConfig, folder: str, tokens: int, ps: ParallelState) -> dict[int, GPTModel]:
     with torch.device("meta"):  # no rank ever holds more than its own part
-        stages = build_stages(run.model, run.pipeline, tokens, length, ps)
+        stages = build_stages(run.model, run.pipeline, tokens, run.data.sequence_length, ps)
     materialize(stages, ps.device)
     for stage in stages.values():
         load_huggingface(stage, folder)
@@ -70,6 +89,8 @@ def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:
 
 def began_as(run: RunConfig) -> dict[str, str]:
     """Where the first weights are from, for the manifest of every checkpoint; empty: drawn from the seed."""
+    if run.checkpoint.weights is not None:
+        return {"weights": run.checkpoint.weights}
     if run.model.huggingface is not None:
         return {"huggingface": run.model.huggingface}
     return {}

@@ -1,9 +1,11 @@
 """Saving and resuming a training run: what its state is, when it is saved, and what SIGTERM does."""
 
+import json
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, SupportsFloat
 
@@ -18,6 +20,8 @@ from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
+from core.training.resume.batch_plan import BatchPlan
+from core.training.resume.other_optimizer import begin_states, other_optimizer
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -29,6 +33,7 @@ class Checkpoints(AbstractContextManager):
     after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
     began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
+    run: what else every manifest says of the run (`facts_of_run`).
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Checkpoints(AbstractContextManager):
         say: Callable[[str], None] = print,
         order: Mapping[str, Any] | None = None,
         began_as: Mapping[str, str] | None = None,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
         # everything that decides which sample comes next
@@ -50,6 +56,7 @@ class Checkpoints(AbstractContextManager):
             "data_seed": data.seed,
             "seed": training.seed,
         } | dict(order or {})
+        self.plan = BatchPlan(global_batch_size=training.global_batch_size)
         self._terminated, self.stopped = False, False
         self._saved_step: int | None = None
         self._previous_save_failed = False
@@ -66,16 +73,17 @@ class Checkpoints(AbstractContextManager):
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
                 share_reads=config.share_reads,
-                run={"began_as": dict(began_as)} if began_as else None,
+                run=({"began_as": dict(began_as)} if began_as else {}) | dict(run or {}),
                 ps=ps,
             )
 
     def state(self, step: int) -> dict[str, Any]:
         """Everything that the steps after `step` updates depend on."""
+        step = max(step, self.plan.start_step)  # a template of another step has the same arrays
         return {
             "model": sharded_state_dict(self.optimizer.shard),
             "optimizer": self.optimizer.sharded_state_dict(),
-            "training": {"step": step, "samples": step * self._order["global_batch_size"], "order": self._order},
+            "training": {"step": step, "samples": self.plan.first_row(step), "order": self._order},
         }
 
     def resume(self) -> int:
@@ -88,8 +96,10 @@ class Checkpoints(AbstractContextManager):
             return self._refuse_newer_steps(self.restore(self.config.load))
         if self.manager is None or self.config.resume == "never":
             return self._refuse_newer_steps(0)
+        newest = from_first(self._newest, self.ps)
+        template = self._template(newest) if newest is not None else self.state(0)
         try:
-            step, state = self.manager.load_latest(self.state(0))
+            step, state = self.manager.load_latest(template)
         except FileNotFoundError:
             if self.config.resume == "must":
                 raise
@@ -97,10 +107,36 @@ class Checkpoints(AbstractContextManager):
         self._saved_step = step
         return self._take_over(self.manager.url(step), state)
 
+    def _newest(self) -> str | None:
+        """Where the newest step lies; None: there is none, or none that can be found."""
+        assert self.manager is not None
+        steps = self.manager.steps()
+        try:
+            return self.manager.url(steps[-1]) if steps else None
+        except (OSError, ValueError):  # told by the load that follows, which tries the one before
+            return None
+
     def restore(self, url: str) -> int:
         """Load one checkpoint, of any layout; the number of updates already made. Raises ValueError: as `resume`."""
-        state = load(self.state(0), url, ps=self.ps, share_reads=self.config.share_reads)
+        state = load(self._template(url), url, ps=self.ps, share_reads=self.config.share_reads)
         return self._take_over(url, state)
+
+    def _template(self, url: str) -> dict[str, Any]:
+        """What is loaded of a checkpoint: all of `state`, or without the states of an optimizer that may change.
+
+        Collective. Raises ValueError: it was another optimizer, and nobody said that it changes.
+        """
+        template = self.state(0)
+        differences = other_optimizer(template["optimizer"], url, self.ps)
+        if differences is None:
+            return template
+        if "optimizer" not in self.config.change:
+            raise ValueError(
+                f"{url} has the states of another optimizer: {differences}; use the same, or begin with new states: "
+                f'checkpoint.change = ["optimizer"]; a run from step 0 with these weights is checkpoint.weights={url}'
+            )
+        self.say(f"new optimizer states: {differences}")
+        return {name: part for name, part in template.items() if name != "optimizer"}
 
     def _refuse_newer_steps(self, start: int) -> int:
         """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""
@@ -117,28 +153,44 @@ class Checkpoints(AbstractContextManager):
     def _take_over(self, url: str, state: Mapping[str, Any]) -> int:
         """Check a loaded state, give it to the optimizer, and say from where the run goes on; its step."""
         saved = state["training"]
-        # another order of the data would repeat some samples and skip others, silently
-        differences = []
-        for name, value in saved["order"].items():
-            if self._order.get(name) != value:
-                differences.append(f"{name}={value} (here {self._order.get(name)})")
-        if differences:
-            raise ValueError(
-                f"{url} was trained with {', '.join(differences)}: its next batch would not be the one that comes "
-                "next; use the same, or start afresh with checkpoint.resume=never"
-            )
-        self.optimizer.load_state_dict(state["optimizer"])
+        start_row = self._start_row(url, saved)
+        step = int(saved["step"])
+        self.plan = replace(self.plan, start_step=step, start_row=start_row)
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            begin_states(self.optimizer, step)
         stored_run = StoredCheckpoint.open(url).run
         if self.manager is not None:
             self.manager.note({"began_as": stored_run.get("began_as", {})})
         saved_layout = _describe_layout(stored_run.get("layout", {}))
         layout = _describe_layout(layout_of_ranks(self.ps))
         self.say(
-            f"resumed from {url}: step {saved['step']}, next sample {saved['samples']}, optimizer "
+            f"resumed from {url}: step {step}, next sample {start_row}, optimizer "
             f"{self.optimizer.step_count} updates ({self.optimizer.skipped_steps} skipped)\n"
             f"layout before: {saved_layout}\nlayout now:    {layout}"
         )
-        return int(saved["step"])
+        return step
+
+    def _start_row(self, url: str, saved: Mapping[str, Any]) -> int:
+        """The row that the next batch begins with. Raises ValueError: another order of the data, unsaid."""
+        # another order of the data would repeat some samples and skip others, silently
+        changed: dict[str, list[str]] = {}
+        for name, value in saved["order"].items():
+            if self._order.get(name) != value:
+                change = "batch" if name == "global_batch_size" else "data"
+                changed.setdefault(change, []).append(f"{name}={value} (here {self._order.get(name)})")
+        unsaid = [text for change, texts in changed.items() if change not in self.config.change for text in texts]
+        if unsaid:
+            needed = sorted({*self.config.change, *changed})
+            raise ValueError(
+                f"{url} was trained with {', '.join(unsaid)}: its next batch would not be the one that comes next; "
+                f"use the same, or say that it changes: checkpoint.change = {json.dumps(needed)}; a run from step 0 "
+                f"with these weights is checkpoint.weights={url}"
+            )
+        for change, texts in changed.items():
+            self.say(f"changed, as checkpoint.change says: {change}, which was {', '.join(texts)}")
+        return 0 if "data" in changed else int(saved["samples"])
 
     def __enter__(self) -> "Checkpoints":
         if self.manager is not None:

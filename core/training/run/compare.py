@@ -12,6 +12,7 @@ from core.pipeline import SingleStage
 from core.training.config import RunConfig, TrainingConfig
 from core.training.log.metrics import StepRecord, read_metrics
 from core.training.model.begin import first_stages
+from core.training.run.build import freeze
 from core.training.run.data import BatchSource, Corpus
 from core.training.run.evaluate import next_token_loss
 from core.training.run.loop import FirstStep
@@ -43,7 +44,9 @@ def comparisons(
     """
     if start == 0:
         single = ParallelState.single("cpu")
-        (full_model,) = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False).values()
+        stages = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False)
+        freeze(stages, run.optimizer, single)
+        (full_model,) = stages.values()
         yield first.against(first_step_alone(full_model, run.training, corpus.train))
     if run.training.compare_with is not None:
         own_records = [record for record in records if record.step > start]

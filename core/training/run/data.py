@@ -1,9 +1,10 @@
 """The tokens that a run reads: which files, how they are split, which tokenizer; every rank opens the same ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,11 +26,13 @@ from core.datasets import (
     tokenizer_of,
     unigram_bits_per_byte,
 )
-from core.datasets.card import sampled_hash
+from core.datasets.card import sampled_hash, tokenizer_path
 from core.datasets.token_file import Array
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.config import DataConfig, TrainingConfig
+from core.training.log.validation import MAIN
 
 _SAMPLED_TOKENS = 1 << 18  # of each text, to estimate its bytes per token
 _ALL_BATCHES = 1 << 62
@@ -49,16 +52,19 @@ class BatchSource(Protocol):
 class Corpus:
     """The open token files of a run and their tokenizer.
 
-    closes: the token that ends each document, None where none does. valid_parts: empty where the split leaves nothing
-    to validate.
+    tokenizer_file: the `tokenizer.json` that the tokenizer was read from, None for bytes. closes: the token that ends
+    each document, None where none does. valid_parts: empty where the split leaves nothing to validate. valid_sets:
+    more texts to validate on, by name.
     """
 
     tokenizer: AnyTokenizer
+    tokenizer_file: Path | None = None
     closes: int | None
     train_parts: tuple[Part, ...]
     valid_parts: tuple[Part, ...]
     data: DataConfig
     training: TrainingConfig
+    valid_sets: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
 
     @cached_property
     def train(self) -> GPTBatches | BlendedBatches:
@@ -69,6 +75,16 @@ class Corpus:
     def valid(self) -> GPTBatches | BlendedBatches | None:
         """Validation batches, to be read in order; every label counts: bits per byte are of the whole text."""
         return self._batches(self.valid_parts, False, short=True) if self.valid_parts else None
+
+    @property
+    def validation_texts(self) -> "dict[str, Corpus]":
+        """Name -> a corpus that validates on this text: "validation" where there is one, and `valid_sets`."""
+        main = {MAIN: self} if self.valid_parts else {}
+        return main | self._named_texts
+
+    @cached_property
+    def _named_texts(self) -> "dict[str, Corpus]":
+        return {name: replace(self, valid_parts=parts, valid_sets={}) for name, parts in self.valid_sets.items()}
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -193,6 +209,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     if data.train:
         train_files, valid_files = _open_files(data.train), _open_files(data.valid)
         first_file = train_files[0][1]
+        tokenizer_file = Path(data.tokenizer) if data.tokenizer is not None else tokenizer_path(first_file.prefix)
         if data.tokenizer is None:
             tokenizer = tokenizer_of(first_file)
         else:
@@ -206,19 +223,24 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         files = all_gather_objects(local_files, parallel.world)[0]
         assert files is not None
         train_files, valid_files = _open_files([str(files.train)]), _open_files([str(files.valid)])
-        tokenizer = load_tokenizer(files.tokenizer)
+        tokenizer_file = files.tokenizer
+        tokenizer = load_tokenizer(tokenizer_file)
 
     train_parts: Sequence[Part] = train_files
     valid_parts: Sequence[Part] = valid_files
     if not valid_files:
         train_parts, valid_parts = _split(train_files, data.split)
+    valid_sets = {name: _open_files([prefix]) for name, prefix in data.valid_sets.items()}
+    named_files = [part for files in valid_sets.values() for part in files]
     corpus = Corpus(
         tokenizer=tokenizer,
-        closes=_document_end([file for _, file in (*train_files, *valid_files)], tokenizer),
+        tokenizer_file=None if isinstance(tokenizer, ByteTokenizer) else tokenizer_file.absolute(),
+        closes=_document_end([file for _, file in (*train_files, *valid_files, *named_files)], tokenizer),
         train_parts=tuple(train_parts),
         valid_parts=tuple(valid_parts),
         data=data,
         training=training,
+        valid_sets={name: tuple(files) for name, files in valid_sets.items()},
     )
     _refuse_different_texts(corpus, parallel)
     return corpus
@@ -248,6 +270,8 @@ def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | 
 def _refuse_different_texts(corpus: Corpus, parallel: ParallelState) -> None:
     """Raise ValueError, on every rank, where a name is another text on another machine. All-gather over the world."""
     local_order = corpus.order | {"valid_hash": [_file_hash(source) for _, source in corpus.valid_parts]}
+    for name, parts in corpus.valid_sets.items():
+        local_order[f"valid_sets.{name}"] = [_file_hash(source) for _, source in parts]
     first, *others = all_gather_objects(local_order, parallel.world)
     for rank, order in enumerate(others, 1):
         differences = [f"{name} {order[name]} != {first[name]}" for name in first if first[name] != order[name]]

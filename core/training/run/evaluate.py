@@ -1,6 +1,7 @@
-"""The loss of a batch, and validation in bits per byte."""
+"""The loss of a batch, and of a text: per token, and in bits per byte."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -36,9 +37,34 @@ def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[T
     return output.sum(), (microbatch["labels"] != IGNORED_LABEL).sum()
 
 
+@dataclass(frozen=True)
+class TextLoss:
+    """What a model paid for a text: `loss_sum` in nats, over `tokens` labels that stand for `num_bytes` bytes."""
+
+    loss_sum: float
+    tokens: int
+    num_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.loss_sum / max(1, self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers. Raises ValueError: a text of 0 bytes."""
+        return bits_per_byte(self.loss_sum, self.num_bytes)
+
+
+def evaluate_text(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> TextLoss:
+    """Forward over all batches of a text of so many bytes. Collective: every rank calls it."""
+    loss_sum, tokens = 0.0, 0
+    for batch in batches:
+        result = executor.evaluate(batch, next_token_loss)
+        loss_sum, tokens = loss_sum + float(result.loss_sum), tokens + int(result.num_tokens)
+    return TextLoss(loss_sum, tokens, num_bytes)
+
+
 def evaluate_bits_per_byte(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> float:
     """Summed loss over all batches, per byte of the text they came from. Collective: every rank calls it."""
-    total_loss = 0.0  # in nats
-    for batch in batches:
-        total_loss += float(executor.evaluate(batch, next_token_loss).loss_sum)
-    return bits_per_byte(total_loss, num_bytes)
+    return evaluate_text(executor, batches, num_bytes).bits_per_byte

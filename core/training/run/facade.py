@@ -16,11 +16,13 @@ from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.model.begin import began_as, begin
+from core.training.resume.batch_plan import PlannedBatches
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import BatchSource, Corpus, open_corpus
 from core.training.run.engine import TrainingModel
 from core.training.run.evaluate import next_token_loss
+from core.training.run.facts import facts_of_run
 from core.training.run.loader import Loader, Scheduler
 
 
@@ -79,7 +81,8 @@ def initialize(
         source, order = corpus.train, corpus.order
     # load before the loader is made: it begins with the batch after the checkpoint's
     say, origin = _say_on_first_rank(ps), began_as(run) if model is None else {}
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin)
+    facts = facts_of_run(stages, corpus, run)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin, facts)
     start = checkpoints.resume()
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
@@ -87,6 +90,7 @@ def initialize(
         training_model.accumulation = 1  # as in DeepSpeed: without a microbatch size every `step` updates
     if source is not None:
         accumulation = training_model.gradient_accumulation_steps()
+        source = PlannedBatches(source, lambda: checkpoints.plan)
         training_model.loader = Loader(source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation)
     atexit.register(checkpoints.close)  # runs before the world is left: the last registered is the first
     return Initialized(training_model, optimizer, training_model.lr_scheduler, training_model.loader)
@@ -144,7 +148,7 @@ def _stages(
 ) -> Mapping[int, nn.Module]:
     if model is None:
         tokens = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
-        return begin(run, tokens, ps)
+        return begin(run, tokens, ps, _say_on_first_rank(ps))
     dtype = None  # as it is
     if run.model.bf16:
         dtype = torch.bfloat16

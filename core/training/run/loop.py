@@ -11,7 +11,8 @@ from core.optimizer import StepStats
 from core.pipeline import StepResult
 from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
-from core.training.run.evaluate import StepExecutor, next_token_loss
+from core.training.log.validation import MAIN, ValidationRecord
+from core.training.run.evaluate import StepExecutor, TextLoss, next_token_loss
 
 
 class Optimizer(Protocol):
@@ -70,10 +71,14 @@ class FirstStep:
         )
 
 
-class _ThroughputMeter:
-    """Time, tokens and skipped steps since the last record; sums stay on the device until they are read."""
+class _Meter:
+    """Makes the records: time, tokens and skipped steps since the last one; sums stay on the device until read.
 
-    def __init__(self, start: int) -> None:
+    flops_per_token: of the model. peak_flops: of all devices together. tokens_per_step: of all ranks, 0: not known.
+    """
+
+    def __init__(self, start: int, flops_per_token: int, peak_flops: float | None, tokens_per_step: int) -> None:
+        self._flops, self._peak, self._tokens_per_step = flops_per_token, peak_flops, tokens_per_step
         self._last_read, self._first_step = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
@@ -83,7 +88,34 @@ class _ThroughputMeter:
         # tensors: reading them in every step would make the host wait for the device
         self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
 
-    def read(self, step: int) -> tuple[float, float, int]:
+    def record(self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor) -> StepRecord:
+        """What is logged of step number `step` (from 0), with the rates since the last record."""
+        tokens_per_s, seconds, skipped = self._read(step)
+        flops_per_s = tokens_per_s * self._flops  # of the model; activation checkpointing's forward does not count
+        mfu = flops_per_s / self._peak if self._peak is not None else None
+        if mfu is not None and mfu > 1:  # then the figure of the device is no peak
+            mfu = None
+        return StepRecord(
+            step=step + 1,
+            loss=loss,
+            grad_norm=float(stats.grad_norm),
+            learning_rate=learning_rate,
+            tokens_per_s=tokens_per_s,
+            tflops_per_s=flops_per_s / 1e12,
+            step_ms=1e3 * seconds,
+            tokens=int(tokens),
+            mfu=mfu,
+            memory_mib=memory_mib(tokens.device),
+            skipped=skipped,
+            time=time.time(),
+            tokens_seen=self.tokens_seen(step),
+        )
+
+    def tokens_seen(self, step: int) -> int | None:
+        """Tokens that were read when step number `step` (from 0) was made."""
+        return self._tokens_per_step * (step + 1) or None
+
+    def _read(self, step: int) -> tuple[float, float, int]:
         """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
         tokens, skipped = float(self._tokens), int(self._skipped)  # waits for the device: take the time afterwards
         now = time.perf_counter()
@@ -112,21 +144,23 @@ def train(
     log: MetricsLog,
     say: Callable[[str], None] = print,
     every_step: Callable[[int, float], None] | None = None,
-    validate: Callable[[], float] | None = None,
+    validate: Callable[[], Mapping[str, TextLoss]] | None = None,
     checkpoints: CheckpointHook | None = None,
     start: int = 0,
+    tokens_per_step: int = 0,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
     Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
-    `validate()` gives bits per byte every `eval_interval` steps; `checkpoints` saves, and may end the run early.
+    `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
+    may end the run early. tokens_per_step: of all ranks, for the records; 0: not told.
     Returns what the first step computed. Raises RuntimeError: a loss that is NaN. ValueError: no step left to run.
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
     executor.step_index = start  # dropout seeds are a function of the step
-    first_step, meter = None, _ThroughputMeter(start)
+    first_step, meter = None, _Meter(start, flops_per_token, peak_flops, tokens_per_step)
     for step in range(start, config.train_steps):
         # forward, backward, gradient reduction; gradient clipping and the update are the optimizer's
         optimizer.zero_grad()
@@ -140,20 +174,19 @@ def train(
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
         is_logged = last or step == start or _is_due(step, config.log_interval)
-        is_validated = validate is not None and _is_due(step, config.eval_interval)
+        is_validated = validate is not None and (last or _is_due(step, config.eval_interval))
         if is_logged or is_validated or every_step is not None:  # otherwise nothing waits for the device
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
-                tokens = result.num_tokens
-                record = _record(step, loss, learning_rate, stats, tokens, meter, flops_per_token, peak_flops)
+                record = meter.record(step, loss, learning_rate, stats, result.num_tokens)
                 _log_step(record, stats, optimizer, config, log, say)
             if every_step is not None:
                 every_step(step + 1, loss)
 
         # validate and save, outside of the throughput
         begin = time.perf_counter()
-        bits = _validate(step, validate, config, say) if is_validated and validate is not None else None
+        bits = _validate(step, validate if is_validated else None, meter, config, log, say)
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
@@ -176,15 +209,40 @@ def _log_step(
     log.add(record)
     say(record.line(config.train_steps))
     if bool(stats.skipped):
-        names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
-        say(f"step {record.step} was skipped; not finite: {names}")
+        say(_skipped_line(record, optimizer, config))
 
 
-def _validate(step: int, validate: Callable[[], float], config: TrainingConfig, say: Callable[[str], None]) -> float:
-    """Bits per byte; collective."""
-    bits_per_byte = validate()
-    say(f"step {step + 1:5d}/{config.train_steps} | validation {bits_per_byte:.4f} bits per byte")
-    return bits_per_byte
+def _skipped_line(record: StepRecord, optimizer: Optimizer, config: TrainingConfig) -> str:
+    """Why a step changed nothing. Collective where the names of gradients are asked for."""
+    scale = optimizer.loss_scale
+    if isinstance(scale, Tensor):  # float16: it is normal that the scale is tried, and halved
+        return f"step {record.step:5d}/{config.train_steps} | skipped: float16 overflow | loss scale {float(scale):g}"
+    names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
+    return f"step {record.step} was skipped; not finite: {names}"
+
+
+def _validate(
+    step: int,
+    validate: Callable[[], Mapping[str, TextLoss]] | None,
+    meter: _Meter,
+    config: TrainingConfig,
+    log: MetricsLog,
+    say: Callable[[str], None],
+) -> float | None:
+    """Record what each text costs; the bits per byte of the main one. Collective where there is something to do."""
+    found = validate() if validate is not None else {}
+    for name, text in found.items():
+        record = ValidationRecord(
+            step=step + 1,
+            name=name,
+            loss=text.loss,
+            bits_per_byte=text.bits_per_byte,
+            tokens=text.tokens,
+            time=time.time(),
+            tokens_seen=meter.tokens_seen(step),
+        )
+        say(log.add_validation(record).line(config.train_steps))
+    return found[MAIN].bits_per_byte if MAIN in found else None
 
 
 def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, SupportsFloat]:
@@ -193,33 +251,3 @@ def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, Suppo
     if bits_per_byte is not None:
         metrics["validation.bits_per_byte"] = bits_per_byte
     return metrics
-
-
-def _record(
-    step: int,
-    loss: float,
-    learning_rate: float,
-    stats: StepStats,
-    tokens: Tensor,
-    meter: _ThroughputMeter,
-    flops_per_token: int,
-    peak_flops: float | None,
-) -> StepRecord:
-    tokens_per_s, seconds, skipped = meter.read(step)
-    flops_per_s = tokens_per_s * flops_per_token  # of the model; activation checkpointing's forward does not count
-    mfu = None
-    if peak_flops is not None:
-        mfu = flops_per_s / peak_flops
-    return StepRecord(
-        step=step + 1,
-        loss=loss,
-        grad_norm=float(stats.grad_norm),
-        learning_rate=learning_rate,
-        tokens_per_s=tokens_per_s,
-        tflops_per_s=flops_per_s / 1e12,
-        step_ms=1e3 * seconds,
-        tokens=int(tokens),
-        mfu=mfu,
-        memory_mib=memory_mib(tokens.device),
-        skipped=skipped,
-    )

@@ -1,22 +1,25 @@
 """What a run reports before and after: who holds what, the loss against simple baselines, the last step drawn."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
-from core.pipeline.draw.draw import MEANING, draw_text, shade
+from core.pipeline.draw.draw import draw_text
 from core.training.config import Loaded, RunConfig
 from core.training.doctor.environment import environment
-from core.training.log.metrics import MetricsLog, StepRecord
-from core.training.log.page import write_page
+from core.training.log.console import terminal_width
+from core.training.log.facts import run_facts
+from core.training.log.metrics import MetricsLog, device_name
+from core.training.log.page import Sample, write_page
+from core.training.log.picture import headline, write_report
 from core.training.log.sinks import open_sinks
 from core.training.run.build import count_parameters
 from core.training.run.data import Corpus
+
+_WIDEST = 118  # columns of a drawing
 
 
 def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
@@ -28,20 +31,17 @@ def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
     return {"predicted for these times": executor.predicted(measured).timeline, "last step, measured": measured}
 
 
-def headline(title: str, timeline: Timeline) -> str:
-    """`title: 120 ms, bubble 6%`."""
-    return f"{title}: {1e3 * timeline.makespan:.0f} ms, bubble {timeline.bubble:.0%}"
-
-
 def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None]) -> None:
     """Say every setting that differs from its default, and write all of them to `run.toml` of the output."""
     path = Path(loaded.run.training.output) / "run.toml"
     if ps.rank == 0:
         loaded.to_toml(path)
     lines = loaded.lines()
-    say(f"{len(lines)} settings differ from their defaults (the complete configuration is in {path}):")
+    say(f"{len(lines)} settings differ from their defaults (all are in {path}):")
     for line in lines:
         say(f"  {line}")
+    for line in loaded.unused():
+        say(f"note: {line}")
 
 
 def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
@@ -62,114 +62,81 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
     return MetricsLog(directory, start, sinks)
 
 
-def describe(stages: Mapping[int, nn.Module], ps: ParallelState, corpus: Corpus, say: Callable[[str], None]) -> None:
-    """Who holds what, before a run. All-gather over pp."""
-    say(f"{ps.config.world_size} ranks on {ps.device.type}, sequence parallel: {ps.config.sequence_parallel}")
-    say(ps.grid.table())
+def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
+    """`4 processes on CPU: 2-way tensor parallel, 2-stage pipeline (1f1b)`."""
+    world, sizes, parts = ps.config.world_size, ps.sizes, []
+    device = "CPU" if ps.device.type == "cpu" else device_name(ps.device)
+    if sizes["tp"] > 1:
+        parts.append(f"{sizes['tp']}-way tensor parallel{' (the sequence too)' * ps.config.sequence_parallel}")
+    if sizes["cp"] > 1:
+        parts.append(f"{sizes['cp']}-way context parallel")
+    if (stages := ps.size("pp")) > 1:
+        parts.append(f"{stages}-stage pipeline ({run.pipeline.schedule})")
+    if (replicas := ps.size("dp")) > 1:
+        parts.append(f"{replicas} replicas (ZeRO stage {run.data_parallel.zero_stage})")
+    processes = "1 process" if world == 1 else f"{world} processes"
+    return f"{processes} on {device}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def describe(
+    stages: Mapping[int, nn.Module],
+    ps: ParallelState,
+    corpus: Corpus,
+    run: RunConfig,
+    say: Callable[[str], None],
+) -> int:
+    """Who holds what, before a run; the parameters of the model. All-gather over pp."""
+    say(layout_in_words(ps, run))
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     train_tokens, valid_tokens = corpus.num_tokens
     say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
+    return total
 
 
 def tell(
     loaded: Loaded,
-    records: Sequence[StepRecord],
+    log: MetricsLog,
     corpus: Corpus,
-    validation: float | None,
     timelines: Mapping[str, Timeline],
-    sample: str,
+    sample: Sample,
     ps: ParallelState,
+    parameters: int,
     say: Callable[[str], None],
 ) -> None:
-    """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the `validation`
-    text (None: there is none) beside the baselines."""
+    """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the validation
+    texts beside the baselines."""
     # what needs no model: how far the run got is seen against these
     output = Path(loaded.run.training.output)
-    baselines = dict(corpus.baselines)
-    if validation is not None:
-        baselines["validation"] = validation
-    write_report(output / "report.png", records, corpus.bytes_per_token, baselines=baselines, timelines=timelines)
+    records, baselines = log.records, dict(corpus.baselines)
+    facts = run_facts(records, layout_in_words(ps, loaded.run), parameters)
+    write_report(
+        output / "report.png",
+        records,
+        corpus.bytes_per_token,
+        baselines=baselines,
+        timelines=timelines,
+        validations=log.validations,
+    )
     write_page(
         output / "report.html",
         records,
         run=loaded.run.resolved(),
         origin=loaded.origin,
         environment=environment(ps.device),
+        validations=log.validations,
         baselines=baselines,
         timelines=timelines,
         sample=sample,
         bytes_per_token=corpus.bytes_per_token,
         title=str(output),
+        facts=facts,
     )
     for title, timeline in timelines.items():
-        say(f"{headline(title, timeline)}\n{draw_text(timeline)}\n")
-    say(f"--- a sample ---\n{sample}\n----------------")
-    if baselines:
-        say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
+        say(f"{headline(title, timeline)}\n{draw_text(timeline, terminal_width(_WIDEST))}\n")
+    say(f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---")
+    last = {record.name: record.bits_per_byte for record in log.validations}  # later ones replace earlier ones
+    if baselines or last:
+        say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in (baselines | last).items()))
     names = ("run.toml", "metrics.jsonl", "report.html", "report.png")
     say("written: " + ", ".join(str(output / name) for name in names))
-
-
-def write_report(
-    path: str | Path,
-    records: Sequence[StepRecord],
-    bytes_per_token: float,
-    *,
-    baselines: Mapping[str, float],
-    timelines: Mapping[str, Timeline] | None = None,
-) -> None:
-    """Training loss in bits per byte over steps, a line per baseline, the gradient norm below; then timelines.
-
-    timelines: title -> what each pipeline rank did in a step, in seconds.
-    Raises ImportError with the remedy when matplotlib is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("report.png needs matplotlib: pip install matplotlib") from error
-    timelines = dict(timelines or {})
-    # two plots of fixed height, then one lane per rank and timeline (in inches)
-    heights = [0.35 * len(timeline.rows) + 0.6 for timeline in timelines.values()]
-    # without pyplot, which would look for a display
-    figure = Figure(figsize=(9, 6 + sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss_axes, norm_axes, *timeline_axes = figure.subplots(2 + len(timelines), 1, height_ratios=(4.2, 1.4, *heights))
-    loss_axes.sharex(norm_axes)
-    loss_axes.tick_params(labelbottom=False)
-    steps = [record.step for record in records]
-    bits_per_nat = 1 / math.log(2)
-    scale = bits_per_nat / bytes_per_token  # nats per token to bits per byte
-    loss_axes.plot(steps, [record.loss * scale for record in records], label="training", color="tab:blue")
-    colours = ("tab:red", "tab:green", "tab:orange", "tab:purple")
-    for (name, value), color in zip(baselines.items(), colours, strict=False):
-        loss_axes.axhline(value, label=f"{name} {value:.3f}", color=color, linestyle="--", linewidth=1)
-    loss_axes.set_ylabel("bits per byte")
-    loss_axes.legend()
-    norm_axes.plot(steps, [record.grad_norm for record in records], color="tab:gray")
-    norm_axes.set_ylabel("gradient norm")
-    norm_axes.set_xlabel("step")
-    for axes, (title, timeline) in zip(timeline_axes, timelines.items(), strict=True):
-        _draw_timeline(axes, title, timeline)
-    figure.savefig(path, dpi=110)
-
-
-def _draw_timeline(axes: Any, title: str, timeline: Timeline) -> None:
-    """One lane per rank, a colour per kind of action, white where the rank is idle."""
-    colour_of_kind: dict[str, str] = {}  # for the legend
-    for rank, row in enumerate(timeline.rows):
-        stages = sorted({event.action.stage for event in row})
-        for action, start, end in row:
-            colour = shade(action.kind, stages.index(action.stage), len(stages))
-            colour_of_kind.setdefault(action.kind, shade(action.kind, 0, 1))
-            axes.broken_barh([(1e3 * start, 1e3 * (end - start))], (rank - 0.42, 0.84), color=colour, linewidth=0)
-    axes.set_yticks(range(len(timeline.rows)), [f"rank {rank}" for rank in range(len(timeline.rows))])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1e3 * timeline.makespan)
-    axes.set_title(headline(title, timeline), fontsize=9)
-    handles = []
-    for kind, meaning in MEANING.items():
-        if kind in colour_of_kind:
-            handles.append(axes.barh(0, 0, color=colour_of_kind[kind], label=meaning))
-    axes.legend(handles=handles, fontsize=7, ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.25))

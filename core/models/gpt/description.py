@@ -1,0 +1,94 @@
+"""What a GPTModel is built of as JSON values, and back: what a checkpoint says of its model."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from core.models.gpt.gpt_layer_specs import SPECS
+from core.models.gpt.gpt_model import GPTModel
+from core.transformer.activations import ACTIVATIONS
+from core.transformer.spec import TransformerLayerSpec
+from core.transformer.transformer_config import RotaryConfig, RotaryScaling, TransformerConfig
+
+
+def description(model: GPTModel) -> dict[str, Any]:
+    """The facts of the whole model; any of its pipeline stages knows them.
+
+    A spec of the user's own has no name: `transformer_layer_spec` is None then.
+    """
+    spec = model.transformer_layer_spec
+    return {
+        "config": _values(TransformerConfig, model.config),
+        "transformer_layer_spec": next((name for name, made in SPECS.items() if made() == spec), None),
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": model.max_sequence_length,
+        "share_embeddings_and_output_weights": model.tied,
+    }
+
+
+def described(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of GPTModel that a description says.
+
+    Raises ValueError: a spec or a function of the user's own, facts that this version does not know.
+    """
+    try:
+        spec, config = _spec(values["transformer_layer_spec"]), _config(values["config"])
+        sizes = {name: values[name] for name in ("vocab_size", "max_sequence_length")}
+        tied = bool(values["share_embeddings_and_output_weights"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a model is described in a way that this version does not know: {error!r}") from error
+    return {
+        "config": config,
+        "transformer_layer_spec": spec,
+        **sizes,
+        "share_embeddings_and_output_weights": tied,
+    }
+
+
+def _spec(name: str | None) -> TransformerLayerSpec:
+    if name not in SPECS:
+        raise ValueError(
+            f"the layers are of a spec of the run's own (transformer_layer_spec={name!r}); known: {', '.join(SPECS)}"
+        )
+    return SPECS[name]()
+
+
+def _values(kind: type, instance: Any) -> dict[str, Any]:
+    """The fields of the dataclass `kind`, without those of a class derived from it."""
+    return {field.name: _value(getattr(instance, field.name)) for field in fields(kind)}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value) and not isinstance(value, type):
+        return _values(type(value), value)
+    if isinstance(value, tuple):
+        return [_value(one) for one in value]
+    if callable(value):  # an activation: by our name, or by one that nobody has
+        own = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        return next((name for name, function in ACTIVATIONS.items() if function is value), own)
+    return value
+
+
+def _config(values: Mapping[str, Any]) -> TransformerConfig:
+    arguments = dict(values)
+    for name in ("params_dtype", "pipeline_dtype"):
+        if arguments.get(name) is not None:
+            arguments[name] = getattr(torch, arguments[name])
+    if arguments.get("windows") is not None:
+        arguments["windows"] = tuple(arguments["windows"])
+    if arguments.get("rotary_scaling") is not None:
+        arguments["rotary_scaling"] = RotaryScaling(**arguments["rotary_scaling"])
+    if arguments.get("rotary_per_layer") is not None:
+        arguments["rotary_per_layer"] = tuple(map(_rotary, arguments["rotary_per_layer"]))
+    return TransformerConfig(**arguments)
+
+
+def _rotary(values: Mapping[str, Any] | None) -> RotaryConfig | None:
+    if values is None:
+        return None
+    scaling = values["scaling"]
+    return RotaryConfig(**dict(values) | {"scaling": None if scaling is None else RotaryScaling(**scaling)})

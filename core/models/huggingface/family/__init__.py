@@ -1,0 +1,1 @@
+"""What each family of Hugging Face models says in its configuration, read into our facts and written from them."""

@@ -1,0 +1,66 @@
+"""Rotary positions in a configuration: `rope_parameters` of today; `rope_theta` and `rope_scaling` of older files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from core.models.huggingface.facts import Facts
+from core.models.huggingface.family.family import Fields, Rules
+from core.transformer.transformer_config import RotaryConfig, RotaryScaling
+
+SCALINGS = ("default", "linear", "llama3")
+_FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def rope_kind(rope: Mapping[str, Any]) -> str:
+    """The name of a scaling; "default" where there is none."""
+    kind: str = rope.get("rope_type", rope.get("type", "default"))
+    return kind
+
+
+def rotary_config(rope: Mapping[str, Any], base: float, percent: float, facts: Facts) -> RotaryConfig:
+    """Our form of one set of rope parameters; base and percent hold where it does not say them."""
+    typed = None
+    if rope_kind(rope) != "default":
+        # Llama 3's scaling starts from the model's positions where no others are said
+        said = {"original_max_position_embeddings": facts["max_position_embeddings"], **rope}
+        typed = RotaryScaling(kind=rope_kind(rope), **{name: said[name] for name in _FACTORS if name in said})
+    return RotaryConfig(
+        base=rope.get("rope_theta", base), percent=rope.get("partial_rotary_factor", percent), scaling=typed
+    )
+
+
+def one_rotary(facts: Facts, base: float) -> RotaryConfig:
+    """Of a model whose layers all rotate alike; `base` is the family's own."""
+    today = facts.get("rope_parameters") or {}
+    rope = {**(facts.get("rope_scaling") or {}), **today}
+    older_base, older_percent = facts.get("rope_theta", base), facts.get("partial_rotary_factor", 1.0)
+    return rotary_config(rope, older_base, older_percent, facts)
+
+
+def rotary_rules(facts: Facts) -> Rules:
+    """One set of parameters, of a scaling that is known."""
+    today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling") or {}
+    yield (
+        not (today and older) or today == older,
+        f"rope_parameters={today} and rope_scaling={older} contradict each other; leave one out",
+    )
+    for rope in (today, older):
+        yield is_known_scaling(rope)
+
+
+def is_known_scaling(rope: Mapping[str, Any]) -> tuple[bool, str]:
+    """A rule: the scaling is one of ours."""
+    kind = rope_kind(rope)
+    return kind in SCALINGS, f"rope_type={kind!r} is not supported; {', '.join(SCALINGS)} are"
+
+
+def rope_fields(rotary: RotaryConfig) -> Fields:
+    """In the older form, which every version of transformers reads."""
+    scaling = rotary.scaling
+    return {"rope_theta": rotary.base, "rope_scaling": None if scaling is None else scaling_fields(scaling)}
+
+
+def scaling_fields(scaling: RotaryScaling) -> Fields:
+    """A scaling as `rope_scaling` says it."""
+    names = _FACTORS if scaling.kind == "llama3" else ("factor",)
+    return {"rope_type": scaling.kind} | {name: getattr(scaling, name) for name in names}

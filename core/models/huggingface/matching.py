@@ -1,0 +1,52 @@
+"""The family that says every fact of a model of ours, so that it can be written as one of theirs."""
+
+from typing import Any
+
+from core.models.huggingface.facts import Facts
+from core.models.huggingface.families import FAMILIES
+from core.models.huggingface.family.family import Family, Fields, HuggingFaceModel
+
+# how a model is stored and initialised, no facts of it
+_SETTINGS = ("params_dtype", "pipeline_dtype", "use_cpu_initialization")
+
+
+def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
+    """The first family whose fields, read back, are the model; and those fields.
+
+    Raises ValueError: no family says every fact; which ones the closest does not say.
+    """
+    different: dict[str, list[str]] = {}
+    for kind, family in FAMILIES.items():
+        fields = {"architectures": [family.architecture], "model_type": kind} | family.fields(model)
+        different[kind] = _differences(model, family, Facts(fields), kind)
+        if not different[kind]:
+            return family, fields
+    closest = min(different, key=lambda kind: len(different[kind]))
+    raise ValueError(
+        f"no family of Hugging Face's has {' and '.join(different[closest])}, which the model is made with; "
+        f"{closest} has all else (known: {', '.join(FAMILIES)})"
+    )
+
+
+def _differences(model: HuggingFaceModel, family: Family, fields: Facts, kind: str) -> list[str]:
+    """What the fields of a family say otherwise, or cannot say."""
+    ours, read = _facts(model), _facts(family.model(fields, model.config.params_dtype))
+    different = [f"{name}={ours[name]} ({kind}: {read[name]})" for name in ours if ours[name] != read[name]]
+    return different or [message for holds, message in family.rules(fields) if not holds]
+
+
+def _facts(model: HuggingFaceModel) -> dict[str, Any]:
+    """Name -> value of every fact, equal exactly if two models are."""
+    config = model.config
+    facts = {name: value for name, value in vars(config).items() if name not in _SETTINGS}
+    # what may be said in two ways
+    for name in ("rotary_base", "rotary_percent", "rotary_scaling"):
+        facts.pop(name)
+    per_layer = config.rotary_per_layer or (config.rotary,) * config.num_layers
+    facts["rotary_per_layer"] = per_layer if model.transformer_layer_spec.rotary is not None else None
+    facts["windows"] = config.windows or (None,) * config.num_layers
+    facts["softmax_scale"] = config.softmax_scale or config.head_size**-0.5
+    for name, part in vars(model.transformer_layer_spec).items():
+        facts[f"spec.{name}"] = getattr(part, "__name__", part)
+    others = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights")
+    return facts | {name: getattr(model, name) for name in others}

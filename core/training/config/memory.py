@@ -1,0 +1,77 @@
+"""Bytes that a run's weights, gradients and optimizer states take on a rank, before anything runs."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from core.data_parallel.memory import StateBytes, expected_bytes
+from core.datasets import TokenFile, open_blend
+from core.models.gpt import gpt_stages
+from core.parallel_state import ParallelConfig, ParallelState
+from core.parallel_state.collectives.groups import Group
+from core.parallel_state.grid import Grid
+from core.training.config.data import DataConfig
+from core.training.model.config import DTYPES
+
+_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # of all elements, of muon the matrices
+
+
+def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
+    """Of the rank that holds the most; `parallel.data` is filled in. Nothing is allocated, no process is needed.
+
+    Raises ValueError, OSError: a model or a text that is not here; a model of one's own (`model.build`).
+    """
+    model, parallel, sharding = sections["model"], sections["parallel"], sections["data_parallel"]
+    if model.build is not None:
+        raise ValueError("a model of your own is built when the run starts")
+    tokens, length = _tokens(sections["data"]), sections["data"].sequence_length
+    ranks = parallel.pipeline
+    placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)
+    found = []
+    for stage_rank in range(ranks):
+        ps = _planned(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
+        with torch.device("meta"):
+            stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)
+        # the table that both ends of a V share is one parameter
+        parameters = {id(p): p.numel() for stage in stages.values() for p in stage.parameters()}
+        found.append(sum(parameters.values()))
+    optimizer, grad_dtype = sections["optimizer"], sharding.grad_dtype
+    return expected_bytes(
+        max(found),
+        zero_stage=sharding.zero_stage,
+        ranks=(parallel.data or 1) * parallel.context // parallel.replicate,
+        param_bytes=model.dtype.itemsize,
+        grad_bytes=None if grad_dtype is None else DTYPES[grad_dtype].itemsize,
+        main_params=optimizer.main_params,
+        moments=_MOMENTS[optimizer.optimizer],
+        offload_fraction=sharding.offload_fraction if sharding.offload == "optimizer" else 0.0,
+    )
+
+
+class _PlannedGroup(Group):
+    """A group of processes that nobody has started: only its ranks are read."""
+
+    def __post_init__(self) -> None:
+        self.size, self.composed = len(self.ranks), False
+
+
+def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:
+    """What `rank` of this layout will be."""
+    groups: dict[str, Group] = {}
+    for name, ranks in Grid(parallel).groups_of(rank).items():
+        nobody: Any = None
+        groups[name] = _PlannedGroup(name, ranks, ranks.index(rank), nobody, timedelta())
+    return ParallelState(parallel, rank, groups=groups)
+
+
+def _tokens(data: DataConfig) -> int:
+    """Of the text's tokenizer; what the default corpus will have. Raises ValueError: a file that does not tell."""
+    if not data.train:
+        return data.vocab_size
+    prefix = open_blend(data.train)[0][1]
+    card = TokenFile(prefix).card
+    if card is None:
+        raise ValueError(f"{prefix} does not tell how many tokens its tokenizer has")
+    return card.vocab_size

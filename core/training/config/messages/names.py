@@ -1,0 +1,71 @@
+"""What is said about a name that no field has: the nearest one, or ours for a name from elsewhere."""
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from core.training.config.fields import Field
+from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
+
+_ALIKE = 0.7  # of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
+
+# words of `ParallelConfig` and of the layers' rules -> the field of a run that says the same
+_IN_A_RUN = (
+    (r"^(ParallelConfig|DataConfig|model): ", ""),
+    (r"\btensor_model_parallel_size\b", "parallel.tensor"),
+    (r"(?<![\w.])(tensor|pipeline|context|data|expert|replicate)(?=[=(]\d)", r"parallel.\1"),
+    (r"(?<![\w.])(num_attention_heads|num_query_groups|ffn_hidden_size|hidden_size|num_layers)(?==)", r"model.\1"),
+    (r"(?<![\w.])(global_batch_size|micro_batch_size|recompute)(?==)", r"training.\1"),
+    (r"(?<![\w.])(sequence_length)(?==)", r"data.\1"),
+    (r"(?<![\w.])(schedule)(?==)", r"pipeline.\1"),
+    (r"(?<![\w.])(zero_stage|offload|offload_fraction|grad_dtype|reduce_dtype)(?==)", r"data_parallel.\1"),
+)
+
+
+def in_the_runs_names(text: str) -> str:
+    """A rule's message with the names that the user writes: parallel.tensor=3 for tensor_model_parallel_size=3."""
+    for pattern, name in _IN_A_RUN:
+        text = re.sub(pattern, name, text)
+    return text
+
+
+def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
+    """What is said about a name that no field has: the nearest one that there is."""
+    sections = sorted({field.section for field in fields_by_name.values()} - {""})
+    if name in sections:
+        return (
+            f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, fields_by_name)} or others"
+        )
+    section, _, key = name.rpartition(".")
+    if key in REMARKS and TORCHTITAN.get(name) is None:
+        return f"unknown {name}; {REMARKS[key]}"
+    nearest = _nearest(name, section, key, fields_by_name)
+    if nearest:
+        return f"unknown {name or repr(name)}; did you mean {' or '.join(nearest)}?"
+    if section in sections:
+        return f"unknown {name}; `python -m core.training.config --template` lists the fields of {section}"
+    return f"unknown {name or repr(name)}; the parts are {', '.join(sections)}"
+
+
+def _nearest(name: str, section: str, key: str, fields_by_name: Mapping[str, Field]) -> list[str]:
+    """Fields that were probably meant; none rather than one that is merely spelt alike somewhere."""
+    if name in TORCHTITAN:
+        return [TORCHTITAN[name]]
+    if key in ELSEWHERE:
+        return [ELSEWHERE[key]]
+    if same_key := [field.name for field in fields_by_name.values() if field.key == key]:
+        return same_key
+    # in its own part, then in all; a part is compared with parts, so that it lends no likeness to the name
+    own = [field.key for field in fields_by_name.values() if field.section == section]
+    if close := get_close_matches(key, own, n=1, cutoff=_ALIKE):
+        return [f"{section}.{close[0]}" if section else close[0]]
+    return _by_key(key, fields_by_name)
+
+
+def _first(section: str, fields_by_name: Mapping[str, Field]) -> str:
+    return next(field.key for field in fields_by_name.values() if field.section == section)
+
+
+def _by_key(key: str, fields_by_name: Mapping[str, Field]) -> list[str]:
+    nearest = get_close_matches(key, [field.key for field in fields_by_name.values()], n=1, cutoff=_ALIKE)
+    return [field.name for field in fields_by_name.values() if field.key in nearest]

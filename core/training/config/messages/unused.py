@@ -1,0 +1,40 @@
+"""Settings that somebody gave and that change nothing beside the others: no mistake, but told."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_PIPELINE = "parallel.pipeline=1 has no stages that take turns"
+_KEEP_BEST = "checkpoint.keep_best names no metric"
+
+
+def unused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """`pipeline.schedule=zb-v has no effect: ...` of each that differs from its default; by flat name."""
+    reasons = _reasons(values)
+    given = [name for name in reasons if values[name] != defaults[name]]
+    return [f"{name}={values[name]} has no effect: {reasons[name]}" for name in given]
+
+
+def _reasons(values: Mapping[str, Any]) -> dict[str, str]:
+    """Field -> why it is not read, as the other values are."""
+    reasons: dict[str, str] = {}
+    if values["parallel.pipeline"] == 1:
+        reasons |= dict.fromkeys(("pipeline.schedule", "pipeline.chunks", "pipeline.memory_limit"), _PIPELINE)
+    if values["parallel.tensor"] == 1 and values["parallel.sequence_parallel"]:
+        reasons["parallel.sequence_parallel"] = "parallel.tensor=1 leaves one rank with the whole sequence"
+    if values["parallel.pipeline"] > 1 and values["pipeline.schedule"] != "auto":
+        reasons["pipeline.memory_limit"] = "only pipeline.schedule=auto searches below a limit"
+    if values["data_parallel.offload"] == "none":
+        reasons["data_parallel.offload_fraction"] = "data_parallel.offload=none"
+    if values["data_parallel.zero_stage"] != 3:
+        reasons["data_parallel.shard_units"] = "only zero_stage=3 gathers weights by units"
+    if values["data.train"]:
+        because = "data.train is given, and its tokenizer with it"
+        reasons |= {"data.directory": "data.train is given", "data.vocab_size": because}
+    if values["data.train"] and values["data.valid"]:
+        reasons["data.split"] = "data.valid is given"
+    if values["checkpoint.keep_best"] is None:
+        reasons |= dict.fromkeys(("checkpoint.keep_best_count", "checkpoint.keep_best_mode"), _KEEP_BEST)
+    if values["checkpoint.directory"] is None:
+        names = ("keep_last", "keep_every", "keep_hours", "keep_best", "asynchronous", "on_failure")
+        reasons |= {f"checkpoint.{name}": "without checkpoint.directory nothing is saved" for name in names}
+    return reasons

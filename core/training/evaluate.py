@@ -1,0 +1,124 @@
+"""What a trained model pays for a text: loss, perplexity, bits per byte; in any layout, also under torchrun.
+
+    python -m core.training.evaluate RUN_OR_CHECKPOINT                        # the run's own validation text
+    python -m core.training.evaluate RUN_OR_CHECKPOINT --data corpus other    # texts that `prepare` made
+    torchrun --nproc-per-node 4 -m core.training.evaluate CKPT --data corpus --parallel.tensor 2 --parallel.pipeline 2
+
+RUN is a run's output directory, or its run.toml: its newest checkpoint is read. A Hugging Face folder does as well.
+Every flag of a run can follow, as --training.micro-batch-size 8 or --data.sequence-length 2048.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from core.parallel_state import ParallelState, launch
+from core.parallel_state.environment import started_processes
+from core.training.config import Loaded, RunConfig, load_run, same_on_all_ranks
+from core.training.config.sources import checked
+from core.training.log.console import errors_as_one_line
+from core.training.log.json_rows import json_number
+from core.training.log.validation import MAIN, perplexity
+from core.training.run.data import Corpus, open_corpus
+from core.training.run.evaluate import TextLoss
+from core.training.run.trained import Trained, executor_of, find_trained
+from core.training.run.validation import evaluate_texts
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.training.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="RUN_OR_CHECKPOINT", help="a run's output, a checkpoint, a directory of steps, a HF folder")
+    add("--data", nargs="+", metavar="PREFIX", help="token files, each told by itself; default: the run's validation")
+    add("--source", metavar="HF_DIR", help="of a checkpoint that was imported: the folder with its configuration")
+    add("--max-batches", type=int, default=0, metavar="N", help="of each text; default: all of it")
+    add("--json", action="store_true", help="print one JSON object instead of lines")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status. Raises ValueError, SystemExit: mistakes."""
+    options, flags = _parser().parse_known_args(arguments)
+    if options.max_batches < 0:
+        raise ValueError(f"--max-batches {options.max_batches} must be at least 0 (all)")
+    trained = find_trained(options.model, options.source, described="--config" in flags)
+    names, given = _texts(options.data)
+    loaded = load_run(flags, defaults={**trained.settings, **given})
+    run = checked(replace(loaded, run=_fitted(loaded, options.max_batches)), started_processes())
+    with launch(run.device) as device, errors_as_one_line():
+        same_on_all_ranks(run)
+        ps = ParallelState.build(run.parallel, device=device)
+        corpus = open_corpus(run.data, run.training, ps)
+        _refuse_other_tokenizer(trained, corpus)
+        if not corpus.validation_texts:
+            raise ValueError("the run has 0 validation texts; give --data PREFIX")
+        stages = trained.load(run, corpus.tokenizer.vocab_size, ps)
+        found = evaluate_texts(executor_of(stages, run, ps), corpus, ps)
+        if ps.rank == 0:
+            _tell(trained.url, {names.get(name, name): text for name, text in found.items()}, options.json)
+    return 0
+
+
+def _texts(prefixes: Sequence[str] | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """(name of a validation text -> the prefix as it was given, settings that make them the only texts)."""
+    if not prefixes:
+        return {}, {}
+    first, *others = prefixes
+    sets = {f"text{number}": prefix for number, prefix in enumerate(others, 2)}
+    # the tokenizer is the one beside the first text
+    settings = {"data.train": [first], "data.valid": [first], "data.valid_sets": sets, "data.tokenizer": None}
+    return {MAIN: first} | sets, settings
+
+
+def _fitted(loaded: Loaded, max_batches: int) -> RunConfig:
+    """The run with a batch of a few microbatches per rank, where no flag says otherwise."""
+    run, training = loaded.run, loaded.run.training
+    if loaded.origin["training.global_batch_size"] in ("default", "script"):
+        data_ranks = max(1, started_processes() // run.parallel.model_ranks)
+        rows = training.micro_batch_size * data_ranks * run.parallel.pipeline
+        training = replace(training, global_batch_size=rows)
+    return replace(run, training=replace(training, eval_batches=max_batches))
+
+
+def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
+    identity = corpus.tokenizer.identity
+    if trained.tokenizer is not None and trained.tokenizer != identity:
+        raise ValueError(
+            f"the text was made with the tokenizer {identity[:12]}, {trained.url} was trained with "
+            f"{trained.tokenizer[:12]}; prepare the text with the tokenizer of the run"
+        )
+
+
+def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool) -> None:
+    rows = {}
+    for name, text in found.items():
+        values = {"loss": text.loss, "perplexity": perplexity(text.loss), "bits_per_byte": text.bits_per_byte}
+        rows[name] = {key: json_number(value) for key, value in values.items()}
+        rows[name] |= {"tokens": text.tokens, "bytes": text.num_bytes}
+    if as_json:
+        print(json.dumps({"model": url, "texts": rows}))
+        return
+    print(url)
+    for name, text in found.items():
+        print(
+            f"{name}: loss {text.loss:.4f} nats per token, perplexity {perplexity(text.loss):.4g}, "
+            f"{text.bits_per_byte:.4f} bits per byte ({text.tokens:,} tokens, {text.num_bytes:,} bytes)"
+        )
+
+
+def run() -> int:
+    """`main`, with mistakes as one line."""
+    with errors_as_one_line():
+        return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,50 @@
+"""How a program ends: a mistake of the user's once per job, last on the terminal; and a reader that leaves early."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+_HEAD_START_S = 2.0  # the first rank ends first, and torchrun ends the others
+
+
+def say_mistake(message: str) -> None:
+    """To standard error; under torchrun to the file that it shows below its own lines when this process failed."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        print(message, file=sys.stderr, flush=True)
+        return
+    facts = {"py_callstack": f"\n{message}", "timestamp": str(int(time.time()))}
+    try:
+        with open(file, "w", encoding="utf-8") as opened:
+            json.dump({"message": {"message": message, "extraInfo": facts}}, opened)
+    except OSError:  # a full disk, say
+        print(message, file=sys.stderr, flush=True)
+
+
+def say_to_reader(text: str) -> None:
+    """To standard output, as long as somebody reads it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def let_the_first_rank_end() -> None:
+    """Before this rank ends with what all ranks found: torchrun ends it when the first one has left.
+
+    It then ends with 0, or torchrun would list it among the failures, above the message of the first.
+    """
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    time.sleep(_HEAD_START_S)
+
+
+def listed(mistakes: list[str]) -> str:
+    """`error: ...`, or one line for each of several."""
+    if len(mistakes) == 1:
+        return f"error: {mistakes[0]}"
+    return "\n  ".join([f"error: this run has {len(mistakes)} mistakes:", *mistakes])

@@ -1,0 +1,90 @@
+"""What a run's validations found: a row per text in metrics.jsonl, a line on the console, points in the page."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from core.training.log.json_rows import json_number, json_rows
+
+MAIN = "validation"  # the name of the text that `data.valid` or `data.split` gives
+_OF_THE_ROW = ("step", "time", "tokens_seen")  # the other names stand behind validation_, apart from those of steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord:
+    """The loss (nats per token) of one text after `step` updates. best: no validation of it before was lower.
+
+    time: seconds since 1970. tokens_seen: tokens that the run had read for training.
+    """
+
+    step: int
+    name: str
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    best: bool = False
+    time: float | None = None
+    tokens_seen: int | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite where that is no number of 64 bits."""
+        return perplexity(self.loss)
+
+    def line(self, total: int) -> str:
+        """One line of the console, at most 80 characters for usual names."""
+        best = " | best" if self.best else ""
+        return (
+            f"step {self.step:5d}/{total} | {self.name} {self.bits_per_byte:.4f} bits per byte | "
+            f"perplexity {self.perplexity:.4g}{best}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A row: {"step": 100, "validation": "books", "validation_loss": 3.2, ...}."""
+        row: dict[str, Any] = {"step": self.step, "time": self.time, "tokens_seen": self.tokens_seen}
+        row["validation"] = self.name
+        for key in ("loss", "perplexity", "bits_per_byte", "tokens", "best"):
+            row[f"validation_{key}"] = json_number(getattr(self, key))
+        return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "ValidationRecord":
+        """The inverse. Raises KeyError, TypeError, ValueError: a row of something else."""
+        values: dict[str, Any] = {"name": row["validation"]}
+        for field in fields(cls):
+            key = field.name if field.name in _OF_THE_ROW else f"validation_{field.name}"
+            if key in row:
+                value = row[key]
+                values[field.name] = float(value) if isinstance(value, str) else value
+        return cls(**values)
+
+    def scalars(self) -> dict[str, float]:
+        """Name in TensorBoard and W&B -> value."""
+        prefix = MAIN if self.name == MAIN else f"{MAIN}/{self.name}"
+        values = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {f"{prefix}/{key}": value for key, value in values.items()}
+
+
+def perplexity(loss: float) -> float:
+    """e to a loss in nats per token; infinite where that is no number of 64 bits."""
+    return math.exp(loss) if not loss > 700 else math.inf
+
+
+def best_of(records: Sequence[ValidationRecord], name: str) -> ValidationRecord | None:
+    """The lowest loss of a text so far."""
+    return min((r for r in records if r.name == name), key=lambda r: (r.loss != r.loss, r.loss), default=None)
+
+
+def read_validations(path: str | Path) -> list[ValidationRecord]:
+    """The validations of a `metrics.jsonl`, also of a run that was killed while it wrote a line."""
+    return list(_read(path))
+
+
+def _read(path: str | Path) -> Iterator[ValidationRecord]:
+    for row in json_rows(path):
+        try:
+            yield ValidationRecord.from_json(row)
+        except (ValueError, TypeError, KeyError):  # a step, or a row of another version
+            continue

@@ -1,0 +1,123 @@
+"""Weights of a checkpoint, of any layout, as the first weights of another run; nothing else of it is read."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.dist_checkpointing.planning.ranks import agree, problem_of
+from core.dist_checkpointing.reading.lazy import LazyTensor, lazy_tensors
+from core.dist_checkpointing.reading.loading import Report, load
+from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
+from core.parallel_state import ParallelState
+from core.training.model.config import ModelConfig
+
+_GROUP = "model/"
+_POSITIONS = "embedding.position_embeddings.weight"
+_TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_SHOWN = 8
+
+
+def load_weights(
+    stages: Mapping[int, nn.Module], url: str, ps: ParallelState, say: Callable[[str], None] = print
+) -> None:
+    """Fill the stages of this rank from the model of a checkpoint; other dtypes are converted. Collective.
+
+    A table of learned positions that is longer here than there keeps its initial values behind those that are
+    stored. Raises ValueError, on every rank: another vocabulary, other shapes or names, all of them named.
+    """
+    state: dict[str, ShardedTensor] = dict(sharded_state_dict(stages, ps))
+    stored: list[Mapping[str, LazyTensor]] = []
+    agree(problem_of(lambda: stored.append(lazy_tensors(url))), ps)
+    arrays = sum(key.startswith(_GROUP) for key in stored[0])
+    positions = stored[0].get(_GROUP + _POSITIONS)
+    table = dict(stages[min(stages)].named_parameters()).get(_POSITIONS)
+    grown = table if positions is not None and table is not None and _grows(positions.shape, table.shape) else None
+    if grown is not None:
+        state.pop(_POSITIONS)
+    agree(problem_of(lambda: _fill_rows(grown, positions)), ps)
+    if grown is not None and positions is not None:
+        say(f"positions {positions.shape[0]} to {grown.shape[0] - 1} are new: {url} has {positions.shape[0]}")
+    _, report = load({"model": state}, url, ps=ps, cast=True, strict="report")
+    problems = _of_report(report)
+    if problems:
+        raise ValueError(_refusal(url, problems, arrays))
+    say(f"weights of {url}: {arrays} arrays")
+
+
+def _grows(stored: Sequence[int], here: Sequence[int]) -> bool:
+    return stored[0] < here[0] and tuple(stored[1:]) == tuple(here[1:])
+
+
+@torch.no_grad()
+def _fill_rows(table: Tensor | None, positions: LazyTensor | None) -> None:
+    if table is not None and positions is not None:
+        table[: positions.shape[0]].copy_(positions[...])
+
+
+def _of_report(report: Report) -> list[str]:
+    grown = _GROUP + _POSITIONS
+    problems = [f"{_name(key)} is not there" for key in report.missing]
+    problems += [f"{_name(key)} is there, and nothing here takes it" for key in report.unexpected if key != grown]
+    return problems + [f"{_name(key)}: {reason}" for key, reason in report.mismatched.items()]
+
+
+def _name(key: str) -> str:
+    return key.removeprefix(_GROUP)
+
+
+def _refusal(url: str, problems: list[str], arrays: int) -> str:
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    fitting = max(0, arrays - len(problems))
+    return (
+        f"checkpoint.weights={url} is of another model, {fitting} of its {arrays} arrays fit: "
+        f"{'; '.join(problems[:_SHOWN])}{more}; give the settings of that model (model.* and data.tokenizer in its "
+        "run.toml)"
+    )
+
+
+def weights_rules(
+    model: ModelConfig, url: str, tokens: int | None, sequence_length: int
+) -> Iterator[tuple[bool, str]]:
+    """A local checkpoint holds exactly this model, as far as it can be known before any process group exists.
+
+    tokens: of the tokenizer; None: not known yet, the vocabulary is compared when the weights are loaded.
+    """
+    # here, so that a configuration without weights is read without the code that trains
+    from core.models.gpt import GPTModel
+
+    try:
+        stored = {key: tensor for key, tensor in lazy_tensors(url).items() if key.startswith(_GROUP)}
+        arguments = model.arguments(tokens or 1, sequence_length)
+    except (ValueError, OSError) as error:
+        yield False, f"checkpoint.weights={url}: {error}"
+        return
+    if not stored:
+        yield False, f"checkpoint.weights={url} holds 0 arrays under {_GROUP}; give a checkpoint of a run"
+        return
+    with torch.device("meta"):  # names and shapes
+        whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
+    expected = {shard.key: shard.info.shape for shard in whole.sharded_state_dict().values()}
+    problems = list(_differences(expected, stored, compares_vocabulary=tokens is not None))
+    yield not problems, _refusal(url, problems, len(stored)) if problems else ""
+
+
+def _differences(
+    expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, Any], *, compares_vocabulary: bool
+) -> Iterator[str]:
+    """A line per array that is on one side only, or of two shapes."""
+    for key, shape in expected.items():
+        name = _name(key)
+        if key not in stored:
+            yield f"{name} is not there"
+            continue
+        theirs = tuple(stored[key].shape)
+        if theirs == shape or (name == _POSITIONS and _grows(theirs, shape)):
+            continue
+        if name == _POSITIONS and theirs[0] > shape[0]:
+            yield f"{name} is {theirs} there and {shape} here; give model.max_position_embeddings={theirs[0]}"
+        elif compares_vocabulary or theirs[1:] != shape[1:] or name not in (_TABLE, _HEAD):
+            yield f"{name} is {theirs} there and {shape} here"
+    for key in sorted(stored.keys() - expected.keys()):
+        yield f"{_name(key)} is there, and nothing here takes it"

@@ -1,0 +1,98 @@
+"""Which rows of the run's order each step takes: a pure function of the step, also with a batch that grows."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from core.training.run.data import BatchSource
+
+
+class Segment(NamedTuple):
+    """Steps of one batch size, from `step` on, whose first row is number `row`."""
+
+    step: int
+    row: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Batches of `global_batch_size` rows, one after the other in the order of the data.
+
+    start_step, start_row: where a run that goes on begins; its steps before that had other batches. ramp: (rows at
+    first, rows that are added each time, rows over which it grows), Megatron's rampup_batch_size.
+    """
+
+    global_batch_size: int
+    start_step: int = 0
+    start_row: int = 0
+    ramp: tuple[int, int, int] | None = None
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """In the order of their steps; the last one has no end."""
+        found, step, row = list[Segment](), self.start_step, self.start_row
+        for end, size in self._sizes():
+            if row >= end:
+                continue
+            found.append(Segment(step, row, size))
+            steps = -(-(end - row) // size)  # the step in which the size grows is still of the smaller one
+            step, row = step + steps, row + steps * size
+        return (*found, Segment(step, row, self.global_batch_size))
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(row at which it ends, size) of each smaller size."""
+        if self.ramp is None:
+            return []
+        first, increment, rows = self.ramp
+        increments = -(-(self.global_batch_size - first) // increment)
+        return [(rows * (i + 1) // increments, first + i * increment) for i in range(increments)]
+
+    def _segment(self, step: int) -> Segment:
+        index = bisect_right([segment.step for segment in self.segments], step) - 1
+        if index < 0:
+            raise ValueError(f"step {step} lies before step {self.start_step}, where this plan of batches begins")
+        return self.segments[index]
+
+    def size(self, step: int) -> int:
+        """Rows of the global batch of a step."""
+        return self._segment(step).size
+
+    def first_row(self, step: int) -> int:
+        """Rows that the steps before took. Raises ValueError: a step before the plan's first."""
+        segment = self._segment(step)
+        return segment.row + (step - segment.step) * segment.size
+
+
+class RowSource(Protocol):
+    """Rows of an order by their numbers: `GPTBatches`, `BlendedBatches`."""
+
+    def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
+        """Data rank `rank` of `size`'s share of `count` rows from row `first` on."""
+        ...
+
+
+class PlannedBatches:
+    """A source's batches as the plan of the moment has them; `plan()` may change when a checkpoint is loaded."""
+
+    def __init__(self, source: BatchSource, plan: Callable[[], BatchPlan]) -> None:
+        self.source, self._plan = source, plan
+
+    def batch(self, step: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
+        """The rows of data rank `rank` of `size` in a step. Raises ValueError: a source that knows steps only."""
+        plan = self._plan()
+        first, count = plan.first_row(step), plan.size(step)
+        if (first, count) == (step * plan.global_batch_size, plan.global_batch_size):
+            return self.source.batch(step, rank, size)
+        rows: Callable[..., Mapping[str, Tensor]] | None = getattr(self.source, "rows", None)
+        if rows is None:
+            raise ValueError(
+                f"step {step} begins at row {first} with {count} rows, and {type(self.source).__name__} has batches "
+                f"of {plan.global_batch_size} only: give it a method rows(first, count, rank, size), or leave the "
+                "batch size as it was"
+            )
+        return rows(first, count, rank, size)

@@ -1,0 +1,70 @@
+"""Another optimizer than a checkpoint's: what differs in kinds and names of states, and how new ones begin."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from core.dist_checkpointing.format.keys import key_of
+from core.dist_checkpointing.reading.loading import open_stored
+from core.dist_checkpointing.state.mapping import ShardedObject
+from core.optimizer import ShardedOptimizer
+from core.parallel_state import ParallelState
+from core.parallel_state.collectives import all_gather_objects
+
+_GROUP = "optimizer/"
+
+
+def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) -> str | None:
+    """What differs, in words; None: nothing, or nothing that can be read. All-gather of names over the world."""
+    local: set[str] = set()
+    for kinds in template["states"].values():
+        for shards in kinds.values():
+            local.update(shard.key for shard in (shards if isinstance(shards, list) else [shards]))
+    found: set[str] | None = None
+    if ps.rank == 0:
+        found = _stored(url)
+    stored, *_ = all_gather_objects(found, ps.world)
+    here = set().union(*all_gather_objects(local, ps.world))
+    if stored is None or stored == here:
+        return None
+    there_kinds, here_kinds = _kinds(stored), _kinds(here)
+    if there_kinds != here_kinds:
+        return f"it holds {_words(there_kinds)} of each parameter, this run {_words(here_kinds)}"
+    only_there = sorted({_name(key) for key in stored - here})
+    only_here = sorted({_name(key) for key in here - stored})
+    parts = [f"only there are those of {', '.join(only_there[:4])}"] if only_there else []
+    parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
+    return " and ".join(parts)
+
+
+def begin_states(optimizer: ShardedOptimizer, step: int) -> None:
+    """New states in a run that has made `step` updates: rates go on from there, moments begin at zero.
+
+    Weights that were loaded are taken. Before the first step. Collective: `shard.publish()`.
+    """
+    optimizer.reload_parameters()
+    counts = {
+        key: part.data for key, part in optimizer.sharded_state_dict().items() if isinstance(part, ShardedObject)
+    }
+    # bias corrections count a parameter's own updates, of which there are none yet
+    behind = dict.fromkeys(optimizer.shard.named_parameters(), step)
+    optimizer.load_state_dict(counts | {"step_count": {"steps": step, "behind": behind}, "skipped_steps": 0})
+
+
+def _stored(url: str) -> set[str] | None:
+    try:
+        keys = map(key_of, open_stored(url, sizes=False).metadata)
+        return {key for key in keys if key.startswith(_GROUP)}
+    except (OSError, ValueError):  # told by the load that follows
+        return None
+
+
+def _kinds(keys: set[str]) -> list[str]:
+    return sorted({key.split("/")[1] for key in keys})
+
+
+def _name(key: str) -> str:
+    return key.split("/", 2)[2]
+
+
+def _words(kinds: list[str]) -> str:
+    return ", ".join(kinds) or "nothing"

@@ -1,0 +1,62 @@
+"""What every checkpoint of a run says of it, beside its numbers; and what is read from that."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from core.datasets import AnyTokenizer, load_tokenizer
+from core.dist_checkpointing.reading.loading import open_stored
+from core.models.gpt.description import described, description
+from core.models.gpt.gpt_model import GPTModel
+from core.training.config import RunConfig
+from core.training.run.data import Corpus
+
+
+def facts_of_run(stages: Mapping[int, nn.Module], corpus: Corpus | None, run: RunConfig) -> dict[str, Any]:
+    """The run's settings by flat name, the model, where it is a GPT, and the tokenizer of its text, as JSON values.
+
+    The same on every rank. A checkpoint can then be evaluated by itself.
+    """
+    facts: dict[str, Any] = {"settings": run.flat()}
+    gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
+    if gpt is not None:
+        facts["model"] = description(gpt)
+    if corpus is not None:
+        tokenizer, file = corpus.tokenizer, corpus.tokenizer_file
+        facts["tokenizer"] = {
+            "path": None if file is None else str(file),
+            "identity": tokenizer.identity,
+            "end_of_text": tokenizer.end_of_text,
+        }
+    return facts
+
+
+def model_of_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
+    """The arguments of GPTModel. Raises ValueError: the checkpoint does not say them."""
+    run = open_stored(checkpoint).run
+    if "model" not in run:
+        raise ValueError(
+            f"{checkpoint} says nothing of its model; give --source, the Hugging Face folder that it began as"
+        )
+    return described(run["model"])
+
+
+def tokenizer_of_checkpoint(
+    checkpoint: str | Path, file: str | None = None, end_of_text: str | None = None
+) -> AnyTokenizer:
+    """The tokenizer of the run, or the one in `file`. Raises ValueError: it is not there, or is another one."""
+    said: Any = open_stored(checkpoint).run.get("tokenizer", {})
+    path = file if file is not None else said.get("path")
+    if file is None and not said:
+        raise ValueError(f"{checkpoint} says nothing of its tokenizer; give --tokenizer FILE")
+    if path is not None and not Path(path).is_file():
+        raise ValueError(f"the tokenizer of {checkpoint}, {path}, is not there; give --tokenizer FILE")
+    tokenizer = load_tokenizer(path, end_of_text if end_of_text is not None else said.get("end_of_text"))
+    if said and tokenizer.identity != said["identity"]:
+        raise ValueError(
+            f"{path} is tokenizer {tokenizer.identity[:12]}, the run of {checkpoint} had {said['identity'][:12]}; "
+            "give that one: --tokenizer FILE"
+        )
+    return tokenizer

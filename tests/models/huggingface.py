@@ -1,0 +1,119 @@
+"""Configurations of today's families, and their models in float64: the oracle of the tests."""
+
+import math
+
+import torch
+import transformers
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.mistral import modeling_mistral
+from transformers.models.olmo2 import modeling_olmo2
+from transformers.models.phi3 import modeling_phi3
+from transformers.models.smollm3 import modeling_smollm3
+
+from tests.models.test_huggingface import COMMON, in_float64
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e2}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+PHI3 = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+NO_PADDING = {"pad_token_id": None}  # whose row of the embedding gets no gradient there
+SLIDES = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+DEEP = COMMON | {"num_hidden_layers": 4}  # one for each stage of a V over 2 ranks
+LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+GEMMA3 = DEEP | {"head_dim": 6, "query_pre_attn_scalar": 11, "sliding_window": 5}
+TODAY = {
+    "llama3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=dict(LLAMA3)),
+    "linear": lambda: transformers.LlamaConfig(
+        **COMMON, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=5, head_dim=6),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON, **SLIDES),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, **SLIDES, head_dim=12),
+    "phi3": lambda: transformers.Phi3Config(
+        **COMMON, pad_token_id=None, sliding_window=7, rope_parameters=dict(PHI3)
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA3, **NO_PADDING, layer_types=LOCAL_AND_GLOBAL),
+    "gemma3-scaled": lambda: transformers.Gemma3TextConfig(
+        **GEMMA3,
+        **NO_PADDING,
+        layer_types=LOCAL_AND_GLOBAL,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**DEEP, **NO_PADDING),
+    "smollm3": lambda: transformers.SmolLM3Config(**DEEP, **NO_PADDING, no_rope_layer_interval=2),
+    "smollm3-window": lambda: transformers.SmolLM3Config(
+        **DEEP,
+        **NO_PADDING,
+        no_rope_layers=[0, 1, 1, 0],
+        use_sliding_window=True,
+        sliding_window=5,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def frequencies(config, d, rope=None):
+    """Of Llama 3.1's and linear scaling, in float64; transcribed from their publications."""
+    rope, out = config.rope_parameters if rope is None else rope, []
+    for i in range(0, d, 2):
+        frequency = rope["rope_theta"] ** -(i / d)
+        wavelength = 2 * math.pi / frequency
+        if rope["rope_type"] == "linear":
+            frequency /= rope["factor"]
+        elif rope["rope_type"] == "llama3":
+            long = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+            short = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+            if wavelength > long:
+                frequency /= rope["factor"]
+            elif wavelength > short:
+                smooth = rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]
+                smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
+                frequency = (1 - smooth) * frequency / rope["factor"] + smooth * frequency
+        out.append(frequency)
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def exactly(patch):
+    """Their parts that compute in float32, in float64."""
+    in_float64(patch)
+
+    def norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def rotary(self, x, position_ids):
+        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
+        return torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+
+    for module, kind in ((modeling_mistral, "Mistral"), (modeling_phi3, "Phi3")):
+        patch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
+        patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
+    for module, kind in ((modeling_olmo2, "Olmo2"), (modeling_smollm3, "SmolLM3")):
+        patch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
+        patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
+
+    def gemma_norm(self, x):
+        return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+    def gemma_rotary(self, x, position_ids, kind):
+        d = 2 * len(getattr(self, f"{kind}_inv_freq"))
+        angle = position_ids[..., None].double() * frequencies(self.config, d, self.config.rope_parameters[kind])
+        return torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+
+    def gemma_embedding(self, tokens):
+        return torch.nn.functional.embedding(tokens, self.weight) * self.embedding_dim**0.5
+
+    patch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", gemma_norm)
+    patch.setattr(modeling_gemma3.Gemma3RotaryEmbedding, "forward", gemma_rotary)
+    patch.setattr(modeling_gemma3.Gemma3TextScaledWordEmbedding, "forward", gemma_embedding)
+    patch.setattr(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
+
+
+def random_model(config):
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+    torch.manual_seed(1)  # after theirs were drawn, which depend on torch's default dtype
+    for p in model.parameters():  # biases start at zero and norms at one: make every number matter
+        torch.nn.init.normal_(p, std=0.2, mean=float(p.dim() == 1))
+    return model

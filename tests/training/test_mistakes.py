@@ -1,0 +1,175 @@
+"""What is said about a mistake in the description of a run, word by word."""
+
+import pytest
+
+from core import __version__
+from core.training import load_run
+from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
+from core.training.config.run import between, known_fields
+from core.training.config.sources import merge
+
+IN_TOML = "a run is described in TOML: [optimizer], and below it lr = 3e-4"
+FILES = {
+    "a field twice": (
+        "[optimizer]\nlr = 1e-3\nlr = 2e-3\n",
+        "line 3: optimizer.lr is there twice, first in line 2; leave one out",
+    ),
+    "a part twice": (
+        "[optimizer]\nlr = 1e-3\n[model]\nseed = 1\n[optimizer]\nclip_grad = 1\n",
+        "line 5: [optimizer] is there twice, first in line 1; put its fields together",
+    ),
+    "a broken header": (
+        "[optimizer\nlr = 1e-3\n",
+        "line 1: [optimizer is no header of a part; write [optimizer], and its fields in the lines below",
+    ),
+    "None": (
+        "[model]\nffn_hidden_size = None\n",
+        'line 2: model.ffn_hidden_size = None: write "None" in quotes, or leave the line out',
+    ),
+    "null": ("device = null\n", 'line 1: device = null: write "None" in quotes, or leave the line out'),
+    "True": (
+        "[parallel]\nsequence_parallel = True  # as in Python\n",
+        "line 2: parallel.sequence_parallel = True: write true, in small letters",
+    ),
+    "no quotes": (
+        "[model]\nstyle = llama\n",
+        'line 2: model.style = llama: a text stands in quotes; write "llama"',
+    ),
+    "JSON": ('{"optimizer": {"lr": 1e-3}}\n', f"it is JSON; {IN_TOML}"),
+    "YAML": ("optimizer:\n  lr: 0.001\n", f"line 1: 'optimizer:' looks like YAML; {IN_TOML}"),
+    "a word": ("hello\n", "line 1: 'hello' is no setting (name = value) and no header ([part])"),
+    "half a text": ('[data]\ntrain = "corpus\n', "line 2: data.train = \"corpus: illegal character '\\n'"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_no_toml(case, tmp_path, capsys):
+    text, message = FILES[case]
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        load_run(["--config", str(path)])
+    assert capsys.readouterr().err == f"error: {path} cannot be read as TOML: {message}\n"
+
+
+FLAGS = {
+    "a value behind a switch": (
+        ["--parallel.sequence-parallel", "True"],
+        "--parallel.sequence-parallel takes no value, 'True' is one word too many; use --parallel.sequence-parallel "
+        "or --parallel.no-sequence-parallel",
+    ),
+    "two values": (
+        ["--optimizer.lr", "1", "2"],
+        "--optimizer.lr takes one value, '2' is one too many; leave it out",
+    ),
+    "a flag twice": (["--optimizer.lr", "1", "--optimizer.lr", "2"], "--optimizer.lr is given twice; leave one out"),
+    "two spellings": (
+        ["--optimizer.min-lr=0", "--optimizer.min_lr=1e-5"],
+        "--optimizer.min-lr and --optimizer.min_lr are both given; leave one out",
+    ),
+    "yes and no": (
+        ["--model.bf16", "--model.no-bf16"],
+        "--model.bf16 and --model.no-bf16 are both given; leave one out",
+    ),
+    "a list twice": (
+        ["--data.train", "None", "--data.train", "None"],
+        "--data.train is given twice; give all its values after one --data.train",
+    ),
+    "two files": (["--config", "a.toml", "b.toml"], "'b.toml' belongs to no flag; give --config b.toml"),
+    "a file alone": (["run.toml"], "'run.toml' belongs to no flag; give --config run.toml"),
+    "a word alone": (["stray"], "'stray' belongs to no flag; give --NAME stray"),
+    "a device": (
+        ["--device", "gpu"],
+        "device='gpu': torch calls it cuda (NVIDIA, AMD), xpu (Intel) or npu; or leave it out (--device)",
+    ),
+    "an empty corpus": (
+        ["--data.train", ""],
+        "data: train has an empty prefix; give that of a .bin and .idx, or leave train out",
+    ),
+    "Megatron's full": (
+        ["--training.recompute", "full"],
+        "training: unknown recompute 'full'; known: none, selective, layer, stage; what Megatron calls full is layer "
+        "here",
+    ),
+    "a dtype": (
+        ["--model.dtype", "bf16"],
+        "unknown model.dtype; give model.bf16 or model.fp16; without them weights are float32",
+    ),
+    "two dtypes": (
+        ["--model.bf16", "--model.fp16"],
+        "model: bf16 and fp16 are 2 dtypes for one model; give one of them",
+    ),
+    "no such field": (
+        ["--training.new-field", "1"],
+        "unknown training.new_field; `python -m core.training.config --template` lists the fields of training",
+    ),
+    "nearly a field": (
+        ["--training.train-step", "1"],
+        "unknown training.train_step; did you mean training.train_steps?",
+    ),
+}
+
+
+def told(flags):
+    merged = merge(flags)
+    return [merged.with_origin(problem) for problem in (*merged.problems, *between(merged.draft.sections))]
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_a_command_line(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("")
+    flags, message = FLAGS[case]
+    assert told(flags) == [message]
+
+
+def test_names_from_elsewhere_lead_to_fields_that_exist():
+    fields = known_fields()
+    assert not [name for name in (*ELSEWHERE.values(), *TORCHTITAN.values()) if name not in fields]
+    assert not {*ELSEWHERE, *REMARKS} & {field.key for field in fields.values()}
+    assert not set(TORCHTITAN) & set(fields)
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("training.max_norm", "did you mean optimizer.clip_grad?"),
+        ("training.dataset", "did you mean data.train?"),
+        ("training.seq_len", "did you mean data.sequence_length?"),
+        ("parallelism.pipeline_parallel_degree", "did you mean parallel.pipeline?"),
+        ("parallelism.data_parallel_replicate_degree", "did you mean parallel.replicate?"),
+        ("validation.steps", "did you mean training.eval_batches?"),
+        ("training.steps", "did you mean training.train_steps?"),
+        ("training.num_hidden_layers", "did you mean model.num_layers?"),
+        (
+            "training.gradient_accumulation_steps",
+            "the batch sizes decide it; give global_batch_size and micro_batch_size",
+        ),
+        ("training.num_train_epochs", "a run is measured in updates; give training.train_steps"),
+        (
+            "profiling.enable_profiling",
+            "the parts are checkpoint, data, data_parallel, model, optimizer, parallel, pipeline, training",
+        ),
+    ],
+)
+def test_a_name_from_elsewhere_is_mapped_or_not_guessed(name, remedy):
+    section, _, key = name.partition(".")
+    assert told([f"--{section}.{key.replace('_', '-')}", "1"]) == [f"unknown {name}; {remedy}"]
+
+
+def test_settings_without_effect_are_told():
+    flags = ["--pipeline.schedule", "zb-v", "--parallel.sequence-parallel", "--checkpoint.keep-last", "9"]
+    loaded = load_run([*flags, "--optimizer.lr", "1"])
+    assert loaded.unused() == [
+        "pipeline.schedule=zb-v has no effect: parallel.pipeline=1 has no stages that take turns",
+        "parallel.sequence_parallel=True has no effect: parallel.tensor=1 leaves one rank with the whole sequence",
+        "checkpoint.keep_last=9 has no effect: without checkpoint.directory nothing is saved",
+    ]
+    assert load_run(["--parallel.pipeline", "2", "--pipeline.schedule", "zb-v"]).unused() == []
+    assert load_run([]).unused() == [] and load_run(["--checkpoint.keep-last", "3"]).unused() == [], "the default"
+
+
+def test_a_written_file_tells_its_version(tmp_path):
+    load_run([]).to_toml(tmp_path / "run.toml")
+    assert (tmp_path / "run.toml").read_text().startswith(f"# written by paracore {__version__}\n")
+    assert load_run(["--config", str(tmp_path / "run.toml")]).run == load_run([]).run
