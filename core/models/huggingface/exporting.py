@@ -148,10 +148,15 @@ class _Parameters:
         """The values of one of theirs, as `write_files` wants them."""
         ours = self.read(tensor.parameter)
         full: Slices = tuple(slice(0, size) for size in ours.shape)
+        all_blocks = self._rows[tensor.parameter].blocks(full, self._config)
+        blocks = [block for block in all_blocks if block.name == tensor.name]
+        if len(blocks) == 1 and not blocks[0].transposed:
+            # no copy where their tensor is a run of ours: nearly all of them
+            yield memory_of(ours[blocks[0].ours].reshape(tensor.shape))
+            return
         hf_tensor = torch.empty(tensor.shape, dtype=ours.dtype)
-        for block in self._rows[tensor.parameter].blocks(full, self._config):
-            if block.name == tensor.name:
-                block.to_huggingface(ours, hf_tensor[block.hf_slices])
+        for block in blocks:
+            block.to_huggingface(ours, hf_tensor[block.hf_slices])
         yield memory_of(hf_tensor)
 
 
