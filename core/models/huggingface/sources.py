@@ -24,6 +24,9 @@ class WeightSource(Protocol):
     def read(self, name: str, slices: Slices) -> Tensor: ...
 
 
+MAPPED_BYTES = 128 << 20  # read from mapped files before they are closed and opened again
+
+
 class StateDict:
     """A state_dict in memory."""
 
@@ -50,6 +53,7 @@ class Folder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
         self._files: dict[str, Any] = {}
+        self._read_bytes = 0  # from the files that are open
         self._file_of = self._located()
 
     def _located(self) -> dict[str, str]:
@@ -120,6 +124,11 @@ class Folder:
 
     def read(self, name: str, slices: Slices) -> Tensor:
         values: Tensor = self._slice(name)[slices]
+        # The pages of a mapped file that were read count as this process's memory until the file is closed.
+        self._read_bytes += values.nbytes
+        if self._read_bytes > MAPPED_BYTES:
+            self._files.clear()
+            self._read_bytes = 0
         return values
 
     def _slice(self, name: str) -> Any:
