@@ -22,6 +22,7 @@ from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.weights.start import same_on_all
 from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
+from core.parallel_state.by_hand import make_plain
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.flat import Bucket, bucket_table
 from core.parallel_state.modules import Modules, named_parameters
@@ -84,7 +85,7 @@ class DataParallel(GradSync):
         self.backward_passes, self.require_gradients = backward_passes, require_gradients
         on_meta = allocate_from_meta(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
-        self._refuse_owned()
+        self._take_over()
         stages = stages_of(module, shard_units)
         if bucket_size is None:  # elements; launches cost more on an accelerator, memory less
             bucket_size = 2**20 if ps.device.type == "cpu" else 2**23
@@ -147,7 +148,8 @@ class DataParallel(GradSync):
         set_units(slots, self._units.values())
         return holders
 
-    def _refuse_owned(self) -> None:
+    def _take_over(self) -> None:
+        make_plain(self._names)
         if owned := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:
             raise ValueError(
                 f"DataParallel: {owned[0]} and {len(owned) - 1} more of {len(self._names)} parameters already have a "

@@ -2,6 +2,7 @@
 
 from core.data_parallel import DataParallel
 from core.optimizer.adamw import ShardedAdamW
+from core.optimizer.by_name import groups_by_name
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.muon import ShardedMuon
 from core.optimizer.sgd import ShardedSGD
@@ -15,16 +16,17 @@ def build_optimizer(
     shard: DataParallel, config: OptimizerConfig, *, offload: Offload | None = None
 ) -> ShardedOptimizer:
     """`config.optimizer` over a `DataParallel`. Raises ValueError: Muon with cut matrices or with offload."""
+    groups = groups_by_name(config, shard.named_parameters())
     if config.optimizer == "muon":
         if offload is not None and offload.fraction > 0:
             raise ValueError(
                 f"Muon multiplies matrices where its states are, but offload={offload.kind!r} holds a fraction "
                 f"{offload.fraction} of them on the host; use fraction 0, or optimizer='adamw'"
             )
-        return ShardedMuon(shard, config, hidden=_hidden_matrices(config.muon_except))
+        return ShardedMuon(shard, config, groups=groups, hidden=_hidden_matrices(config.muon_except))
     if config.optimizer == "sgd":
-        return ShardedSGD(shard, config, offload=offload)
-    return ShardedAdamW(shard, config, offload=offload)
+        return ShardedSGD(shard, config, offload=offload, groups=groups)
+    return ShardedAdamW(shard, config, offload=offload, groups=groups)
 
 
 def _hidden_matrices(muon_except: str) -> Decays | None:

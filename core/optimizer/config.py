@@ -77,6 +77,15 @@ class OptimizerConfig:
     """Of muon, words with commas between: AdamW updates the matrices with one of them in their name (DeepSpeed's are
     "embed,lm_head"); default: embeddings and the output layer, found by their place in the model."""
 
+    freeze: tuple[str, ...] = ()
+    """Patterns of names, as "embedding.*" or "decoder.layers.[0-3].*": these parameters are not trained."""
+
+    lr_multipliers: dict[str, str | float] = field(default_factory=dict)
+    """Pattern of names -> what the learning rate is multiplied by for these parameters; the last match counts."""
+
+    weight_decays: dict[str, str | float] = field(default_factory=dict)
+    """Pattern of names -> the weight decay of these parameters, biases among them; the last match counts."""
+
     main_params: bool = True
     """Keep a float32 copy of 16-bit weights; without, bfloat16 weights are updated with stochastic rounding."""
 
@@ -93,6 +102,8 @@ class OptimizerConfig:
     """That many skipped updates in a row are an error; 0: only if all of the first 100 are."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.freeze, str):  # a pattern by itself
+            object.__setattr__(self, "freeze", (self.freeze,))
         raise_all("OptimizerConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
@@ -131,6 +142,10 @@ class OptimizerConfig:
             self.muon_lr in MUON_LR_SCALES,
             f"muon_lr={self.muon_lr!r} is unknown; known: {', '.join(MUON_LR_SCALES)}",
         )
+        for name in ("lr_multipliers", "weight_decays"):
+            for pattern, value in getattr(self, name).items():
+                is_valid = isinstance(value, int | float) and value >= 0
+                yield is_valid, f"{name} has {pattern!r}: {value!r}; a number of at least 0 is needed"
         momentum = self.first_momentum
         yield 0 <= momentum < 1, f"momentum={momentum} must be at least 0 and below 1"
         yield self.initial_loss_scale >= 1, f"initial_loss_scale={self.initial_loss_scale} must be at least 1"

@@ -22,7 +22,8 @@ class Groups:
     """Group 0 holds every parameter that none of the given groups takes.
 
     group_options: dicts as torch's, with "names" (patterns of parameter names) or "params", and options of their own.
-    A group that states weight_decay decays all of its parameters, as in torch.
+    A group that states weight_decay decays all of its parameters, as in torch. "may_be_empty": one whose parameters
+    all lie on other ranks.
     all: `param_groups`. number_of: parameter name -> number of its group. decay_everything: numbers of the groups
     that decay all of theirs. spares: biases and norms do not decay, by default.
     Raises ValueError: a pattern or parameter that is none of the shard's, an option that no group has.
@@ -44,7 +45,7 @@ class Groups:
         self.number_of = dict.fromkeys(named, 0)
         self.all: list[dict[str, Any]] = [dict(defaults)]
         for number, stated in enumerate(group_options, 1):
-            options = {key: value for key, value in stated.items() if key not in ("names", "params")}
+            options = {key: value for key, value in stated.items() if key not in ("names", "params", "may_be_empty")}
             if unknown := options.keys() - defaults.keys() - {"name"}:
                 raise ValueError(
                     f"param group {number} has {', '.join(sorted(unknown))}; known are names, params, name, "
@@ -208,6 +209,6 @@ def _member_names(stated: Mapping[str, Any], named: Mapping[str, Any], number: i
                 f"param group {number}: a parameter of shape {tuple(parameter.shape)} is none of the {len(named)} "
                 "that the DataParallel holds; give it the module that has it"
             )
-    if not members:
+    if not members and not stated.get("may_be_empty"):
         raise ValueError(f"param group {number} names 0 parameters; give names=patterns or params=parameters")
     return members

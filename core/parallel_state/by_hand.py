@@ -1,8 +1,8 @@
 """Detects arithmetic that a program does by hand with weights and gradients of which other ranks hold the rest.
 
-`p.norm()`, `p @ p.T`, `torch.randn_like(p)`, `p[0]` call nothing of ours, raise nothing and silently use one rank's
-shard. So in steps 1, 2, 4, 8 ... of a model, between its forwards, parameters get a class that sees which functions
-are called on them. In all other steps they are plain ones: nothing is slower.
+`p.norm()`, `p @ p.T`, `torch.randn_like(p)`, `p[0]`, `p.shape` call nothing of ours, raise nothing and silently use
+one rank's shard. So between a model's forwards parameters get a class that sees which functions are called on them.
+While the model runs and while an optimizer steps they are plain ones: nothing is slower there.
 """
 
 import sys
@@ -30,8 +30,11 @@ _PRODUCTS = "matmul mm bmm mv dot inner outer vdot linear einsum tensordot addmm
 # with one seed on all ranks every shard gets the same numbers
 _DRAWS = """
     randn_like rand_like randint_like normal_ uniform_ bernoulli bernoulli_ dropout feature_dropout exponential_
-    cauchy_ geometric_ log_normal_ random_ trunc_normal_ multinomial
+    cauchy_ geometric_ log_normal_ random_ trunc_normal_ multinomial xavier_uniform_ xavier_normal_ kaiming_uniform_
+    kaiming_normal_ orthogonal_ sparse_ eye_ dirac_
 """
+# a width, a fan-in or a count is another on a shard; a buffer of that shape is right
+_SHAPES = "shape size numel nelement len"
 # row numbers of a shard are not row numbers of the full tensor
 _INDICES = """
     getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
@@ -43,11 +46,20 @@ _KIND_OF_FUNCTION = {
     **dict.fromkeys(_PRODUCTS.split(), "product"),
     **dict.fromkeys(_DRAWS.split(), "draw"),
     **dict.fromkeys(_INDICES.split(), "index"),
+    **dict.fromkeys(_SHAPES.split(), "shape"),
 }
-WRONG_ON_SHARDS = {"reduction", "product", "draw", "index"}  # their result on a shard is not the shard of the result
+_NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}  # a momentum of one's own, say
+WRONG_ON_SHARDS = {
+    "reduction",
+    "product",
+    "draw",
+    "index",
+    "shape",
+}  # their result on a shard is not the shard of the result
 # torch's own frames between a program and `__torch_function__`
 _TORCH_FRAMES = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
-_TORCH_FRAMES |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"}
+_TORCH_FRAMES |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.nn.init"}
+_TORCH_FRAMES |= {"torch.autograd"}
 
 
 def _called_by_program(frame: Any) -> bool:
@@ -67,9 +79,16 @@ def is_foreign(hook: Any) -> bool:
     return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
 
 
-def _makes_parameter(frame: Any) -> bool:
-    """`Parameter(...)` of a result wants its class back from `detach`; closing makes it a plain one."""
-    return frame is not None and frame.f_globals.get("__name__") == "torch.nn.parameter"
+def _detached_for_a_parameter(data: Tensor) -> Tensor:
+    """`data.detach()` inside `Parameter(data)`, which wants a tensor of data's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result = data.detach()
+    if isinstance(data, Parameter):
+        make_plain([data])
+    result.__class__ = type(data)
+    if hasattr(data, "heard"):
+        result.heard = data.heard  # type: ignore[attr-defined]
+    return result
 
 
 def _function_name(func: Any) -> str:
@@ -84,11 +103,10 @@ class ByHand:
     """Calls `report(Heard)` for the functions that a program calls on the parameters it was opened with.
 
     Elementwise functions, views and attributes are not reported. While an optimizer steps, parameters are plain.
-    saw_step: an optimizer has stepped while it was open (fused ones leave no other trace).
     """
 
     def __init__(self, report: Callable[["Heard"], None], *, gradients: bool = False) -> None:
-        self._report, self._gradients, self.is_open, self.saw_step = report, gradients, False, False
+        self._report, self._gradients, self.is_open = report, gradients, False
         self._parameters: list[Parameter] = []
         self._followed: list[weakref.ref[Tensor]] = []  # results and gradients, to be given their own class back
         self._wrapped: list[tuple[dict, int, Callable]] = []  # a tensor's hooks, which one, what it was
@@ -97,17 +115,19 @@ class ByHand:
             weakref.finalize(self, register(_weak_hook(self, method)).remove)
             for register, method in (
                 (register_optimizer_step_pre_hook, ByHand._plain),
-                (register_optimizer_step_post_hook, ByHand._stepped),
+                (register_optimizer_step_post_hook, ByHand._listening),
             )
         ]
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
-        self._parameters = [p for p in parameters if type(p) is Parameter]
-        self.is_open = True
-        self._listening()
-        for parameter in self._parameters if self._gradients else ():
-            self._listen_in_hooks(parameter)
+        self._parameters, self.is_open = [], True
+        for parameter in parameters:
+            if type(parameter) is Parameter:
+                self._parameters.append(parameter)
+                if self._gradients and parameter._backward_hooks:
+                    self._listen_in_hooks(parameter)
+                parameter.__class__ = self._parameter
 
     def close(self) -> None:
         """Make all of them plain again."""
@@ -124,9 +144,11 @@ class ByHand:
         for remove in self._hooks:
             remove()
 
-    def _stepped(self) -> None:
-        self.saw_step = True
-        self._listening()
+    def pause_in_backward(self, gradient: Tensor) -> None:
+        """A hook on what a backward begins with: until its end parameters are plain, and cost no Python calls."""
+        for parameter in self._parameters:
+            parameter.__class__ = Parameter
+        torch.autograd.Variable._execution_engine.queue_callback(self._listening)
 
     def _listening(self) -> None:
         for parameter in self._parameters:
@@ -170,11 +192,17 @@ class ByHand:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             caller = sys._getframe(2)
-            if not self.is_open or not (_called_by_program(caller) or _makes_parameter(caller)):
+            if not self.is_open or not _called_by_program(caller):
                 return result
             name = _function_name(func)
             kind = _KIND_OF_FUNCTION.get(name)  # None: elementwise, a view, a fact
+            # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
+            if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith("torch.nn.utils."):
+                return result
             source, tensor = self._listened((*args, *kwargs.values()))
+            if func is torch.autograd.grad:
+                self._follow_gradients(result, args[1] if len(args) > 1 else kwargs["inputs"])
+                return result
             if name == "grad":
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
@@ -190,8 +218,15 @@ class ByHand:
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
             source = replace(source, joined=source.joined or joins)
             if kind is None and type(result) is Tensor and (joins or result.numel() == tensor.numel()):
-                self._follow(result, source)
+                self._follow(result, source, for_good=name in _NEW_BUFFERS)
         return result
+
+    def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
+        """Results of `torch.autograd.grad`, in the order of its inputs."""
+        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+        for gradient, parameter in zip(gradients, inputs, strict=True):
+            if self._gradients and type(gradient) is Tensor and isinstance(parameter, self._parameter):
+                self._follow(gradient, Heard(parameter, True))
 
     def _called_inside(self, source: "Heard", func: Any, result: Any) -> None:
         """A gradient that lies in buckets was given to an operator of aten."""
@@ -215,10 +250,12 @@ class ByHand:
                 return self._listened(value)
         raise AssertionError("called without a tensor of these classes")
 
-    def _follow(self, result: Tensor, source: "Heard") -> None:
+    def _follow(self, result: Tensor, source: "Heard", *, for_good: bool = False) -> None:
+        """Listen to what is called on `result`, too; for_good: beyond the next forward."""
         if result.is_floating_point() or result.dtype is torch.bool:  # a mask that is counted
             result.__class__, result.heard = self._result, source  # type: ignore[attr-defined]
-            self._followed.append(weakref.ref(result))
+            if not for_good:
+                self._followed.append(weakref.ref(result))
 
 
 _FULL_TENSOR_REMEDY = (
@@ -257,7 +294,12 @@ class Heard:
         name = next((name for name, p in named if p is self.parameter), "a parameter")
         shape, full_shape = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
         subject = "the gradient of " if self.of_gradient else ""
-        if self.kind == "index":
+        if self.kind == "shape":
+            remedy = (
+                "buffers of that shape are right; widths, fan-ins, counts and draws of the whole want "
+                "core.parallel_state.layout_of(parameter).shape"
+            )
+        elif self.kind == "index":
             remedy = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
         elif self.of_gradient:
             remedy = _NORM_REMEDY
@@ -268,6 +310,13 @@ class Heard:
         return (
             f"{self.name} by hand sees {shape} of {subject}{name}, this tensor rank's part of {full_shape}: {remedy}"
         )
+
+
+def make_plain(parameters: Iterable[Parameter]) -> None:
+    """Nobody listens to these any more: for who takes them over, and gives them classes of its own."""
+    for parameter in parameters:
+        if hasattr(type(parameter), "reports_to"):
+            parameter.__class__ = Parameter
 
 
 def _weak_hook(by_hand: ByHand, method: Callable[[ByHand], None]) -> Callable[..., None]:
@@ -286,7 +335,13 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
     reference = weakref.ref(by_hand)
 
     def called(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if (listener := reference()) is not None:
+        listener = reference()
+        if func is Tensor.detach and sys._getframe(1).f_globals.get("__name__") == "torch.nn.parameter":
+            parameter = _detached_for_a_parameter(args[0])
+            if listener is not None:
+                listener._followed.append(weakref.ref(parameter))  # closing makes it a plain one
+            return parameter
+        if listener is not None:
             return listener.called(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -302,4 +357,5 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
             return Tensor.__reduce_ex__(self.as_subclass(Tensor), protocol)
 
     shared = {"__torch_function__": classmethod(called), "__deepcopy__": copied, "__module__": __name__}
+    shared["reports_to"] = reference
     return type("Parameter", (Parameter,), shared), type("Tensor", (Tensor,), shared | {"__reduce_ex__": reduced})

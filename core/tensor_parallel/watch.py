@@ -25,6 +25,7 @@ from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
+from core.tensor_parallel.along_sequence import probe_foreign_modules
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 
 _MIXED = (
@@ -41,7 +42,6 @@ _USED_IN_ROWS = (
     ". A parameter that it uses and the model does not hold gets the gradient of this part only: register it in the "
     "model, or pass it through core.tensor_parallel.sum_gradient"
 )
-STEP_FORWARDS = 16  # forwards of one step, at most, after which arithmetic is observed
 
 
 def _has_full_memory(parameter: Tensor) -> bool:
@@ -70,8 +70,9 @@ class SplitWatch:
         self._group, self._sums_foreign = group, sums_foreign
         self._forwards, self._warned_of_hooks = 0, False
         self._by_hand: ByHand | None = None  # observes arithmetic between forwards
-        self._forwards_with_gradients = self._forwards_to_follow = 0
-        self._warned_of_arithmetic = False
+        self._split: list[tuple[nn.Module, str]] = []
+        self._forwards_with_gradients = 0
+        self._warned_of: set[tuple[str, bool]] = set()  # kinds of arithmetic, on weights or on gradients
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
@@ -89,8 +90,6 @@ class SplitWatch:
             return
         self._forwards += 1
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
-        if updated or (self._by_hand is not None and self._by_hand.saw_step):
-            self._forwards_to_follow = 0
         if self._forwards & (self._forwards - 1) and not updated:
             return
         if self._forwards == 1 or updated:  # only the first update is waited for
@@ -99,35 +98,51 @@ class SplitWatch:
         keep_layouts(module)
         if self._sums_foreign:
             sum_gradients_of_foreign(module, self._group)
+            if self._forwards == 1:
+                probe_foreign_modules(module)
         self._warn_of_hooks(module)
         self._compare(module, [x for x in inputs if x is not None])
 
     def follow_after(self, module: nn.Module, output: Tensor, *, output_is_replicated: bool) -> None:
-        """After a forward with gradients: observe arithmetic by hand until the next one, in the steps that begin with
-        the first such forward, the second, 4th, 8th ... .
+        """After a forward with gradients: observe arithmetic by hand until the next one.
 
         output_is_replicated: every tensor rank has all of `output`, so its gradient must be the same on all.
         """
         self._forwards_with_gradients += 1
-        if output_is_replicated and not self._forwards_with_gradients & (self._forwards_with_gradients - 1):
+        is_compared = not self._forwards_with_gradients & (self._forwards_with_gradients - 1)
+        if output_is_replicated and is_compared:
             _compare_gradient(output, self._group)
-        if self._warned_of_arithmetic:
-            return
+        output.register_hook(self.observe(module, look_again=is_compared).pause_in_backward)
+
+    def observe(self, module: nn.Module, *, look_again: bool = True) -> ByHand:
+        """Until the next forward, warn of arithmetic by hand on split parameters: once for each kind.
+
+        look_again: for parameters that were replaced; going through all modules costs more than the rest of it.
+        """
         if self._by_hand is None:
             self._by_hand = ByHand(partial(self._warn_of_arithmetic, weakref.ref(module)), gradients=True)
-        if not self._forwards_with_gradients & (self._forwards_with_gradients - 1):
-            self._forwards_to_follow, self._by_hand.saw_step = STEP_FORWARDS, False
-        if self._forwards_to_follow:
-            self._forwards_to_follow -= 1
-            self._by_hand.open(p for p in module.parameters() if "tp" in layout_of(p).split)
+        if look_again:
+            self._split = []
+            for submodule in module.modules():
+                for name, p in submodule.named_parameters(recurse=False):
+                    if "tp" in layout_of(p).split:
+                        self._split.append((submodule, name))
+        # by name: a reference to a parameter itself would keep torch from swapping it
+        split_parameters = []
+        for submodule, name in self._split:
+            parameter = submodule._parameters.get(name)
+            if parameter is not None:
+                split_parameters.append(parameter)
+        self._by_hand.open(split_parameters)
+        return self._by_hand
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
         mixes_shards = heard.kind == "sum" and len(set(ranks_of(heard.group)) & set(self._group.ranks)) > 1
-        model_alive = module()
-        if model_alive is not None and self._by_hand is not None and (heard.sees_only_shard or mixes_shards):
-            self._by_hand.end()
-            self._by_hand, self._warned_of_arithmetic = None, True
-            warnings.warn(_MIXED if mixes_shards else heard.message(model_alive), stacklevel=5)
+        model_alive, kind = module(), (heard.kind, heard.of_gradient)
+        if model_alive is None or kind in self._warned_of or not (heard.sees_only_shard or mixes_shards):
+            return
+        self._warned_of.add(kind)
+        warnings.warn(_MIXED if mixes_shards else heard.message(model_alive), stacklevel=5)
 
     def _warn_of_hooks(self, module: nn.Module) -> None:
         """Warns, once: a user's forward hook sees shards, and parameters that it brings along have no layout."""

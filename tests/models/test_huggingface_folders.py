@@ -77,8 +77,9 @@ def opened(folder, checkpoint):
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_an_import_opens_under_another_layout(ranks, tmp_path):
-    _, folder = saved(tmp_path, "phi3")
+@pytest.mark.parametrize("kind", ["phi3", "olmo2"])
+def test_an_import_opens_under_another_layout(ranks, tmp_path, kind):
+    _, folder = saved(tmp_path, kind)
     import_huggingface(folder, str(tmp_path / "ckpt"))
     assert all(ranks(opened, folder, str(tmp_path / "ckpt"), world=2))
 

@@ -15,7 +15,7 @@ from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage, schedules
 from core.training import next_token_loss
-from core.training.generate import generate
+from core.training.generate import generate, generate_batch
 from tests.models.huggingface import TODAY, exactly, random_model
 from tests.parity.shards import whole_gradients
 from tests.parity.whole import assembled, assert_same
@@ -167,6 +167,15 @@ def test_heads_in_other_groups(kind, groups, tied):
 
 
 PROMPTS = [[5, 100, 3], [9, 9, 1, 2, 4, 77, 31, 8]]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo2", "smollm3-window"])
+def test_prompts_of_one_batch_are_as_alone_and_as_without_a_cache(kind):
+    ps, weights = ParallelState.single("cpu"), random_model(TODAY[kind]())
+    model = made(weights.config, weights.state_dict(), ps, "")[0]
+    together = generate_batch(model, PROMPTS, new_tokens=12)
+    assert together == [generate(model, prompt, new_tokens=12) for prompt in PROMPTS]
+    assert together == generate_batch(model, PROMPTS, new_tokens=12, cache=False)
 
 
 def their_texts(kind):

@@ -11,7 +11,7 @@ import transformers
 from core.datasets.prepare import main as prepare
 from core.datasets.tokenizers.trained import train_tokenizer
 from core.dist_checkpointing import save
-from core.models.gpt import GPTModel, gpt2_spec, llama_spec
+from core.models.gpt import GPTModel, gpt2_config, gpt2_spec, llama_config, llama_spec
 from core.models.gpt.description import described, description
 from core.models.huggingface.__main__ import main
 from core.models.huggingface.exporting import export_huggingface
@@ -20,7 +20,6 @@ from core.models.huggingface.matching import matching_family
 from core.parallel_state import ParallelState
 from core.training import initialize
 from core.training.generate import main as generate_command
-from core.transformer import TransformerConfig
 from tests.models.huggingface import TODAY
 from tests.models.test_huggingface import CONFIGS
 
@@ -30,18 +29,9 @@ MODEL = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidd
 def born(style, **facts):
     """Our form of a model of a run."""
     sizes = {"vocab_size": 53, "max_sequence_length": 16, "share_embeddings_and_output_weights": True}
-    made = {"llama": llama_spec, "gpt2": gpt2_spec}[style]()
-    styles = {
-        "llama": {
-            "normalization": "RMSNorm",
-            "activation_func": "silu",
-            "gated_linear_unit": True,
-            "add_bias_linear": False,
-        },
-        "gpt2": {"activation_func": "gelu_tanh"},
-    }
-    config = TransformerConfig(**MODEL | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | styles[style] | facts)
-    return HuggingFaceModel(config=config, transformer_layer_spec=made, **sizes)
+    config, spec = {"llama": (llama_config, llama_spec), "gpt2": (gpt2_config, gpt2_spec)}[style]
+    facts = MODEL | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | facts
+    return HuggingFaceModel(config=config(**facts), transformer_layer_spec=spec(), **sizes)
 
 
 MATCHES = [

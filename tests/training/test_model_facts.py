@@ -138,7 +138,7 @@ def test_what_is_given_reaches_the_model():
 
 
 def test_what_is_given_beside_a_preset_goes_first():
-    model = ModelConfig(preset="llama-8b", num_layers=2, rotary_scaling={}, tie_embeddings=True)
+    model = ModelConfig(preset="llama-8b", num_layers=2, rotary_scaling={"kind": "none"}, tie_embeddings=True)
     config = model.transformer()
     assert (config.num_layers, config.hidden_size, config.ffn) == (2, 4096, 14336)
     assert config.rotary_scaling is None and config.rotary_base == 500000.0 and model.tied

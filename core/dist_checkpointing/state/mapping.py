@@ -1,7 +1,7 @@
 """From a parameter's `Layout` to where its shards lie in the checkpoint's arrays: arithmetic, no collective."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -170,10 +170,13 @@ def refuse_freed(name: str, tensor: Tensor) -> None:
 
 
 class Mapper:
-    """Makes sharded tensors of one rank: its coordinates in the mesh, and which lists of layers are stacks."""
+    """Makes sharded tensors of one rank: its coordinates in the mesh, and which lists of layers are stacks.
 
-    def __init__(self, ps: ParallelState, stacks: Stacks) -> None:
-        self._coordinate, self._sizes, self._stacks = ps.coordinate, ps.sizes, stacks
+    by_layer: keys in stacks of which some layers have nothing to save, as frozen ones have no states: an array each.
+    """
+
+    def __init__(self, ps: ParallelState, stacks: Stacks, by_layer: Collection[str] = ()) -> None:
+        self._coordinate, self._sizes, self._stacks, self._by_layer = ps.coordinate, ps.sizes, stacks, by_layer
 
     def parameter(self, group: str, name: str, tensor: Tensor, layout: Layout) -> ShardedTensor:
         """The true part of a local tensor that lies as `layout` says: without the rows that pad a vocabulary.
@@ -216,6 +219,8 @@ class Mapper:
         """`data`, which is `box` of one parameter, as a shard of its array: the stack's, for a layer of a stack."""
         # one layer of a stack is one row along dim 0 of the stack's array
         key, layer, stack = stacked_key(name, self._stacks)
+        if key in self._by_layer:
+            key, layer, stack = name, None, ""
         stack_shape: tuple[int, ...] = ()
         stack_offset: tuple[int, ...] = ()
         if layer is not None:

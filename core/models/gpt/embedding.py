@@ -1,5 +1,7 @@
 """Tokens to the residual stream, and the residual stream to logits over the vocabulary."""
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -64,8 +66,17 @@ class OutputLayer(SpreadModule):
         layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
         self.weight = None if tied else place.parameter(layout, Init(std=config.init_method_std))
         self.stage, self.comm = place.stage, place.column_comm()
+        self.columns, self.tells_of_columns = layout.padded_shape()[0] // place.tp, place.tp > 1
 
-    def forward(self, x: Tensor, weight: Parameter | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Parameter | None = None, *, within_model: bool = False) -> Tensor:
+        if not within_model and self.tells_of_columns:
+            self.tells_of_columns = False
+            warnings.warn(
+                f"output_layer by hand gives logits of this tensor rank's {self.columns} columns of the padded "
+                "vocabulary: a softmax, an argmax or a loss over them is of a part. GPTModel.gather_logits(logits"
+                ".transpose(0, 1)) gives all, [b, s, v]",
+                stacklevel=4,
+            )
         table = self.weight if weight is None else weight
         assert table is not None
         return deferred_linear(x, table, stage=self.stage, comm=self.comm)

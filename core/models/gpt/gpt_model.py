@@ -106,6 +106,8 @@ class GPTModel(nn.Module):
         keep_layouts(self)
         watch_optimizers(self)
         self._initialize()
+        if self._watch is not None:
+            self._watch.observe(self)  # initial values by hand, sizes read for a rule of one's own
 
     def init_weights(self) -> None:
         """Fill every parameter with its initial values again, after `to_empty` above all.
@@ -188,7 +190,8 @@ class GPTModel(nn.Module):
         x = self.decoder(x, attention_mask, rotary)
         if self.output_layer is None:
             return self._gather_for_foreign_head(x)
-        logits = self.output_layer(x, self.embedding.word_embeddings.weight if self.tied else None)
+        table = self.embedding.word_embeddings.weight if self.tied else None
+        logits = self.output_layer(x, table, within_model=True)
         if labels is not None:
             # The loss comes from split logits, which it overwrites with their gradient: no rank ever holds [s, b, v].
             target = labels.t().contiguous()

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
-from core.dist_checkpointing.state.mapping import Mapper, ShardedObject, ShardedTensor
+from core.dist_checkpointing.state.mapping import Mapper, ShardedObject, ShardedTensor, stacked_key
 from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
 from core.optimizer.state.flat_shard import ParameterShard, parameter_shards
 from core.optimizer.state.state_buffers import StateBuffer
+from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import Box, Layout, layout_of, true_part
 from core.parallel_state.modules import named_buffers, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState
@@ -131,8 +133,14 @@ def _matching_tensor(
 def checkpoint_states(
     state_buffers: list[StateBuffer], shard: DataParallel, counts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a checkpoint takes: counts as objects under `optimizer/`, states as lists of boxes in live memory."""
-    mapper = Mapper(shard.ps, named_stacks(shard.module))
+    """What a checkpoint takes: counts as objects under `optimizer/`, states as lists of boxes in live memory.
+
+    All-gather of objects over pp.
+    """
+    stacks, trained = named_stacks(shard.module), shard.named_parameters()
+    frozen = [stacked_key(name, stacks)[0] for name, _ in named_parameters(shard.module) if name not in trained]
+    partly_frozen = set(chain.from_iterable(all_gather_objects(frozen, shard.ps.group("pp"))))
+    mapper = Mapper(shard.ps, stacks, partly_frozen)
     states: dict[str, dict[str, list[ShardedTensor]]] = {}
     for name, kinds in _views_by_name(state_buffers, own_mains=False).items():
         states[name] = {}

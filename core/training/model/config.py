@@ -1,7 +1,7 @@
 """The settings of a model: a preset, a Hugging Face folder or a style, and every fact of it, in plain values."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -108,9 +108,9 @@ class ModelConfig:
     rotary_percent: float | None = None
     """Share of a head's dims that is rotated; default: 1."""
 
-    rotary_scaling: dict[str, str | float] | None = None
-    """How the rotary frequencies were changed for longer texts, {kind = "llama3", factor = 8.0, ...} or {kind =
-    "linear", factor = 2.0}; {} changes nothing; default: nothing."""
+    rotary_scaling: dict[str, str | float] = field(default_factory=dict)
+    """How the rotary frequencies were changed for longer texts, {kind = "llama3", factor = 8.0, ...}, {kind =
+    "linear", factor = 2.0}, or {kind = "none"} beside a preset that has one; default: the preset's, or none."""
 
     softmax_scale: float | None = None
     """What attention's scores are multiplied by before their softmax; default: 1 / sqrt(kv_channels)."""
@@ -231,7 +231,7 @@ class ModelConfig:
             facts = model_facts.of_folder(self._folder)
         else:
             facts = model_facts.plain(vars(self))
-        return {name: value for name, value in facts.items() if getattr(self, name) in (None, ())}
+        return {name: value for name, value in facts.items() if model_facts.is_left_out(getattr(self, name))}
 
     def source_of(self, name: str) -> str | None:
         """The field that a fact follows which nobody gave: "huggingface", "preset"; None: a default."""

@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": None,
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
-    "rotary_scaling": None,
+    "rotary_scaling": {},
     "softmax_scale": None,
     "embedding_multiplier": 1.0,
     "init_method_std": 0.02,
@@ -68,9 +68,14 @@ POSITIONS: dict[str, Callable[[], "TransformerLayerSpec"]] = {
 }
 
 
+def is_left_out(value: Any) -> bool:
+    """Whether a field says nothing, so that a preset, a folder, a style or a default does."""
+    return value is None or value == () or value == {}
+
+
 def given(values: Mapping[str, Any]) -> list[str]:
     """The facts that a user gave."""
-    return [name for name in FACTS if values[name] is not None and values[name] != ()]
+    return [name for name in FACTS if not is_left_out(values[name])]
 
 
 def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
@@ -123,9 +128,9 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         yield _is_window(window), f"windows holds {window!r}; whole numbers of at least 1 and None are windows"
     scaling = values["rotary_scaling"]
     known = [field.name for field in fields(RotaryScaling)]
-    strange = [name for name in scaling or () if name not in known]
+    strange = [name for name in scaling if name not in known]
     yield not strange, f"rotary_scaling has {', '.join(strange)}; known: {', '.join(known)}"
-    if scaling and not strange:
+    if scaling and not strange and scaling.get("kind") != "none":
         try:
             scaling_of(scaling)
         except (ValueError, TypeError) as error:
@@ -134,7 +139,7 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     if known_style and values["build"] is None and position_type(values) != "rope":
         for name in _ROTARY:
             yield (
-                values[name] is None,
+                is_left_out(values[name]),
                 f"{name}={values[name]} is of rotary positions, position_embedding_type={position_type(values)} has "
                 "none; leave it out, or use rope",
             )
@@ -174,7 +179,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     facts |= {"style": style, "hidden_dropout": None, "attention_dropout": None}
     if preset is not None:
         facts |= dict(preset.facts) | {"tie_embeddings": preset.tied}
-    facts |= {name: values[name] for name in DEFAULTS if values[name] is not None}
+    facts |= {name: values[name] for name in DEFAULTS if not is_left_out(values[name])}
     facts["position_embedding_type"] = position_type(values)
     for name in ("hidden_dropout", "attention_dropout"):
         facts[name] = facts["dropout"] if facts[name] is None else facts[name]
@@ -195,7 +200,7 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     kind = "rope" if spec.rotary is not None else "learned_absolute" if spec.positions is not None else "none"
     windows = model.config.windows or ()
     return facts | {
-        "rotary_scaling": asdict(scaling) if scaling is not None else None,
+        "rotary_scaling": asdict(scaling) if scaling is not None else {},
         "windows": tuple(str(window) for window in windows),
         "position_embedding_type": kind,
         "max_position_embeddings": model.max_sequence_length,
@@ -209,7 +214,7 @@ def transformer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     facts = plain(values)
     table = facts["rotary_scaling"]
     typed = {
-        "rotary_scaling": scaling_of(table) if table else None,
+        "rotary_scaling": scaling_of(table) if table and table["kind"] != "none" else None,
         "windows": _windows(values["windows"], facts["num_layers"]),
         "use_cpu_initialization": values["use_cpu_initialization"],
     }

@@ -7,6 +7,7 @@ from torch import nn
 from core.autograd import GradSync, apply_recompute
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedOptimizer, build_optimizer
+from core.optimizer.by_name import is_frozen, patterns_of, unmatched
 from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.modules import named_parameters
@@ -24,11 +25,12 @@ def build_sharded(
 ) -> tuple[DataParallel, ShardedOptimizer]:
     """Data parallelism (ZeRO stages) over the stages, and the optimizer over it. Collective.
 
-    memory: reports what both hold.
+    memory: reports what both hold. Raises ValueError: patterns of names that match nothing; see `freeze`.
     """
     # collectives inside: every rank reports memory, or none does
     if memory is not None:
         memory.at("model init")
+    freeze(stages, optimizer, ps)
     shard = DataParallel(stages, ps, **data_parallel.arguments())
     offload = data_parallel.offload_policy()
     sharded_optimizer = build_optimizer(shard, optimizer, offload=offload)
@@ -37,6 +39,27 @@ def build_sharded(
         memory.at("optimizer init")
         memory.predict(offload)
     return shard, sharded_optimizer
+
+
+def freeze(stages: Mapping[int, nn.Module], optimizer: OptimizerConfig, ps: ParallelState) -> None:
+    """Parameters whose names match `optimizer.freeze` are not trained; before `DataParallel`. All-gather over pp.
+
+    Raises ValueError, on every rank: a pattern, of rates and decays too, that matches nothing of the whole model;
+    nothing left to train.
+    """
+    if not patterns_of(optimizer):
+        return
+    local = dict(named_parameters(stages))
+    whole = dict.fromkeys(name for names in all_gather_objects(list(local), ps.group("pp")) for name in names)
+    problems = [f"optimizer.{message}" for message in unmatched(optimizer, whole)]
+    frozen = [name for name in whole if is_frozen(optimizer, name)]
+    if len(frozen) == len(whole):
+        problems.append(f"optimizer.freeze leaves 0 of {len(whole)} parameters to train; leave some out of it")
+    if problems:
+        raise ValueError("; ".join(problems))
+    for name in frozen:
+        if name in local:
+            local[name].requires_grad_(False)
 
 
 def build_executor(
