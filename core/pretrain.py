@@ -7,8 +7,10 @@
 Without data of your own it reads the interpreter's standard library.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+
+from torch import Tensor
 
 from core import parallel_state
 from core.parallel_state import ParallelState
@@ -20,7 +22,7 @@ from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
-from core.training.resume.batch_plan import PlannedBatches
+from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
@@ -56,11 +58,15 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         return
     peak = total_peak_flops(ps, run.model.dtype, run.training.peak_tflops)
 
+    def batch_of(step: int) -> Mapping[str, Tensor]:
+        cut_as_planned(executor, checkpoints.plan, step, run.training, size)
+        return here(batches.batch(step, rank, size))
+
     with console, checkpoints, open_log(run, start, ps) as log:
         first = train(
             executor,
             optimizer,
-            lambda step: here(batches.batch(step, rank, size)),
+            batch_of,
             run.training,
             flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=peak,
@@ -70,7 +76,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             validate=partial(evaluate_texts, executor, corpus, ps) if corpus.validation_texts else None,
             checkpoints=checkpoints,
             start=start,
-            tokens_per_step=console.tokens,
+            tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
         )
     if skipped := optimizer.skipped_steps:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")

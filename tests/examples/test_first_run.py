@@ -3,7 +3,6 @@
 What it wrote (tokens, run.toml, a checkpoint) opens and continues, whatever has another name in the code by now.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import zarr
 
 from core.dist_checkpointing import lazy_tensors
+from core.training.log.metrics import read_metrics
 from tests.examples.test_pretrain import run
 
 RUN = Path(__file__).parents[1] / "data" / "first_run"
@@ -35,8 +35,7 @@ def test_every_array_is_read_as_zarr_reads_it():
 
 def losses(folder):
     """step -> loss."""
-    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in records}
+    return {record.step: record.loss for record in read_metrics(folder / "run" / "metrics.jsonl")}
 
 
 @pytest.mark.full

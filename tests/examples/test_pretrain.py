@@ -236,7 +236,7 @@ def test_a_mistake_under_torchrun_ends_every_rank(own, tmp_path):
     assert head == "  error: this run has 2 mistakes:" and set(box) == {"="}, "last on the terminal"
     assert first == "    model.num_query_groups=1 does not divide over parallel.tensor=2; valid: 1"
     assert second.startswith("    training.global_batch_size=8 is not a multiple of training.micro_batch_size=3 x ")
-    assert done.stderr.count("does not divide") == 1 and "rank      : 1" not in done.stderr, "once per job"
+    assert done.stderr.count("does not divide") == 1, "once per job"
 
 
 def test_the_example_is_short():

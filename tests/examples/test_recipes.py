@@ -101,6 +101,19 @@ def test_a_folder_without_text_is_told(tmp_path, capsys):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("script", ["custom_layer_spec.py", "bring_your_own_text.py", "pretrain_gpt.py"])
+def test_without_extras_an_example_ends_in_one_line(script, corpus, tmp_path):
+    for name in ("tokenizers", "tyro", "rich", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('No module named {name}')")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    words = [str(corpus)] if script == "bring_your_own_text.py" else []
+    command = [sys.executable, str(EXAMPLES / script), *words]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (1, 2)
+    assert re.fullmatch(r"error: the (tokenizer|command line) needs .*: pip install tokenizers[ \w]*\n", done.stderr)
+
+
+@pytest.mark.full
 def test_a_custom_part(tmp_path):
     """Two tensor ranks and one: both parts learn, and the layout changes nothing. Uses the default corpus."""
     both = swapped(torchrun("custom_layer_spec.py", cwd=tmp_path))

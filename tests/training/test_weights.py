@@ -212,3 +212,41 @@ def test_the_rows_of_a_plan():
     assert [(later.first_row(step), later.size(step)) for step in (3, 4)] == [(24, 4), (28, 4)]
     with pytest.raises(ValueError, match="step 2 lies before step 3"):
         later.size(2)
+
+
+class Steps:
+    """Batches of one's own for a linear model."""
+
+    def batch(self, step, rank=0, size=1):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))[rank::size]
+        return {"input": x, "y": x.sum(1, keepdim=True)}
+
+
+def fitted(fields, model=None):
+    config = {"training": {"train_steps": 2, "global_batch_size": 16}, "device": "cpu"}
+    for name, value in fields.items():
+        section, _, key = name.partition(".")
+        config.setdefault(section, {})[key] = value
+    module = model or torch.nn.Linear(4, 1)
+    trained, *_ = initialize(
+        module, config, batches=Steps(), loss_fn=lambda out, batch: ((out - batch["y"]).square().sum(), len(out))
+    )
+    return trained
+
+
+def test_weights_for_a_module_of_ones_own(tmp_path):
+    """The run's own model, which nobody trains, is not compared with them."""
+    torch.set_default_dtype(torch.float32)
+    first = fitted({"checkpoint.directory": str(tmp_path)})
+    for batch in first.loader:
+        first.train_step(batch)
+    first.close()
+    url = str(tmp_path / "step-00000002")
+    again = fitted({"checkpoint.weights": url})
+    assert torch.equal(again.module.weight, first.module.weight) and again.global_steps == 0
+    with pytest.raises(ValueError, match=r"is of another model, .*stages\.0\.weight: its shape is \(1, 4\) in the"):
+        fitted({"checkpoint.weights": url}, torch.nn.Linear(4, 2))
+    with pytest.raises(
+        ValueError, match=r"given a model, and the run says model\.huggingface=hf, .* 2 models for one"
+    ):
+        fitted({"model.huggingface": "hf"})

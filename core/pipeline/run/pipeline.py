@@ -60,6 +60,10 @@ class Pipeline:
     without its owner.
     """
 
+    schedule: Schedule
+    _asked: ScheduleLike  # what it was made from
+    _recomputed: list[int]  # stages that are recomputed as a whole
+
     def __init__(
         self,
         stages: Modules,
@@ -114,8 +118,31 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Of each step; the schedule and its messages are laid out for it: another number is another Pipeline."""
+        """Of each step; the schedule and its messages are laid out for it. See `use_microbatches`."""
         return self._microbatches
+
+    def use_microbatches(self, count: int) -> None:
+        """Lay out the same schedule for another number of microbatches, for a batch that grows. Collective.
+
+        Raises ValueError, on every rank: "auto" or a `Schedule`, which are for one number; one that it cannot have.
+        """
+        if count == self._microbatches:
+            return
+        problem: Exception | None = None
+        try:
+            if isinstance(self._asked, Schedule) or self._tuner is not None:
+                raise ValueError(
+                    f"this schedule was laid out for {self._microbatches} microbatches, {count} are asked for; give "
+                    "one by name, or a function (ranks, microbatches) -> Schedule"
+                )
+            resolved = resolve_schedule(self._asked, self.modules, self.ps, count)
+            schedule = add_recompute(resolved, self._recomputed)
+            check(schedule, count)
+        except Exception as error:
+            problem = error
+        self._key = self._agree([f"num_microbatches={count}"], problem)
+        self.schedule, self._microbatches = schedule, count
+        self._connect(schedule)
 
     def _build(
         self,
@@ -139,6 +166,7 @@ class Pipeline:
         policies = recompute_policies(recompute, self.schedule.stages)
         recomputed_stages = [stage for stage, policy in enumerate(policies) if policy == "stage"]
         self.schedule = add_recompute(self.schedule, recomputed_stages)
+        self._asked, self._recomputed = schedule, recomputed_stages
         if self._tuner is not None:
             self._tuner.recomputed = recomputed_stages
 

@@ -76,6 +76,12 @@ class SingleStage:
         """stage -> module of this rank: all of it is stage 0."""
         return {0: self.model}
 
+    def use_microbatches(self, count: int) -> None:
+        """Cut the next batches into so many microbatches, for a batch that grows. Raises ValueError: below 1."""
+        if count < 1:
+            raise ValueError(f"num_microbatches={count} must be at least 1")
+        self.num_microbatches = count
+
     def step(self, batch: Batch, loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
         """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
 

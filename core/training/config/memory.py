@@ -15,6 +15,7 @@ from core.parallel_state.grid import Grid
 from core.training.config.data import DataConfig
 from core.training.model.config import DTYPES
 
+_MOST_LAYERS = 512  # each is built, without memory; that takes about a millisecond
 _MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # of all elements, of muon the matrices
 
 
@@ -26,6 +27,8 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
     model, parallel, sharding = sections["model"], sections["parallel"], sections["data_parallel"]
     if model.build is not None:
         raise ValueError("a model of your own is built when the run starts")
+    if model.layers > _MOST_LAYERS:
+        raise ValueError(f"{model.layers} layers are not laid out here, at most {_MOST_LAYERS} are")
     tokens, length = _tokens(sections["data"]), sections["data"].sequence_length
     ranks = parallel.pipeline
     placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)

@@ -150,6 +150,10 @@ class TrainingConfig:
     micro_batch_size: int = 2
     """Rows that one rank computes at once."""
 
+    rampup_batch_size: tuple[str, ...] = ()
+    """Three numbers, start increment samples: the global batch grows from `start` rows to global_batch_size by
+    `increment` at a time, in equal shares of the first `samples` rows; empty: it is of one size."""
+
     recompute: Literal["none", "selective", "layer", "stage"] = "none"
     """Activations that are computed again in backward instead of being kept (activation checkpointing)."""
 
@@ -186,6 +190,7 @@ class TrainingConfig:
     def _rules(self) -> Iterator[tuple[bool, str]]:
         for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
+        yield from self._ramp_rules()
         yield self.train_steps <= MOST_STEPS, f"train_steps={self.train_steps} must be at most 2**62"
         for name in ("eval_interval", "eval_batches"):
             yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
@@ -195,6 +200,30 @@ class TrainingConfig:
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
         peak = self.peak_tflops
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
+
+    def _ramp_rules(self) -> Iterator[tuple[bool, str]]:
+        words = self.rampup_batch_size
+        if not words:
+            return
+        given = f"rampup_batch_size={' '.join(words)}"
+        if len(words) != 3 or not all(word.isdecimal() for word in words):
+            yield False, f"{given} must be 3 whole numbers, start increment samples, as 16 16 100000"
+            return
+        start, increment, _ = map(int, words)
+        whole = self.global_batch_size
+        yield (
+            0 < start <= whole and increment > 0 and (whole - start) % increment == 0,
+            f"{given} does not lead to global_batch_size={whole} in steps of {increment}; use a start that lies a "
+            "multiple of the increment below it",
+        )
+
+    @property
+    def ramp(self) -> tuple[int, int, int] | None:
+        """(rows at first, rows that are added each time, rows over which it grows); None: no growth."""
+        if not self.rampup_batch_size:
+            return None
+        start, increment, rows = map(int, self.rampup_batch_size)
+        return start, increment, rows
 
 
 CHANGES = ("data", "batch", "optimizer")  # of a run that continues

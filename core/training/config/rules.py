@@ -96,6 +96,14 @@ def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     ranks = parallel.data  # None until the size of the world is known
     if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
         yield False, _describe_batch_mismatch(training, ranks)
+    if ranks is not None and training.ramp is not None:
+        step = training.micro_batch_size * ranks
+        for name, rows in zip(("start", "increment"), training.ramp, strict=False):
+            yield (
+                rows % step == 0,
+                f"rampup_batch_size: {name}={rows} is not a multiple of micro_batch_size={training.micro_batch_size} "
+                f"x data({ranks}) = {step}; use {max(step, rows // step * step)}",
+            )
 
 
 def _describe_batch_mismatch(training: TrainingConfig, ranks: int) -> str:
@@ -181,6 +189,14 @@ def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: Pipelin
     )
 
 
+def _ramp_rules(training: TrainingConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
+    yield (
+        training.ramp is None or parallel.pipeline == 1 or pipeline.schedule != "auto",
+        f"schedule=auto is searched for one number of microbatches, rampup_batch_size="
+        f"{' '.join(training.rampup_batch_size)} has several; use a schedule by name",
+    )
+
+
 def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     yield (
         parallel.pipeline > 1 or training.recompute != "stage",
@@ -250,6 +266,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("data",), _file_rules),
     (("model", "parallel", "pipeline"), _stage_rules),
     (("training", "parallel"), _recompute_rules),
+    (("training", "parallel", "pipeline"), _ramp_rules),
 )
 
 

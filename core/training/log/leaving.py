@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-_HEAD_START_S = 2.0  # the first rank ends first, and torchrun ends the others
+_HEAD_START_S = 5.0  # the first rank ends first, and torchrun ends the others; on a busy machine that takes seconds
 
 
 def say_mistake(message: str) -> None:

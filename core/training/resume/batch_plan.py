@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from core.training.config import TrainingConfig
 from core.training.run.data import BatchSource
 
 
@@ -67,13 +68,23 @@ class BatchPlan:
         segment = self._segment(step)
         return segment.row + (step - segment.step) * segment.size
 
+    def is_even(self, step: int) -> bool:
+        """Whether every step, those before too, takes `global_batch_size` rows."""
+        return self.ramp is None and self.first_row(step) == step * self.global_batch_size
 
-class RowSource(Protocol):
-    """Rows of an order by their numbers: `GPTBatches`, `BlendedBatches`."""
 
-    def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
-        """Data rank `rank` of `size`'s share of `count` rows from row `first` on."""
+class Cuts(Protocol):
+    """An executor that cuts batches into any number of microbatches."""
+
+    def use_microbatches(self, count: int) -> None:
+        """From the next step on. Collective."""
         ...
+
+
+def cut_as_planned(executor: Cuts, plan: BatchPlan, step: int, training: TrainingConfig, data_ranks: int) -> None:
+    """Have the executor cut the batch of this step into microbatches of the run's size. Collective where it grows."""
+    if plan.ramp is not None:
+        executor.use_microbatches(plan.size(step) // (training.micro_batch_size * data_ranks))
 
 
 class PlannedBatches:

@@ -56,7 +56,7 @@ class Checkpoints(AbstractContextManager):
             "data_seed": data.seed,
             "seed": training.seed,
         } | dict(order or {})
-        self.plan = BatchPlan(global_batch_size=training.global_batch_size)
+        self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._terminated, self.stopped = False, False
         self._saved_step: int | None = None
         self._previous_save_failed = False

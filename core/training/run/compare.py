@@ -12,6 +12,7 @@ from core.pipeline import SingleStage
 from core.training.config import RunConfig, TrainingConfig
 from core.training.log.metrics import StepRecord, read_metrics
 from core.training.model.begin import first_stages
+from core.training.resume.batch_plan import BatchPlan, PlannedBatches
 from core.training.run.build import freeze
 from core.training.run.data import BatchSource, Corpus
 from core.training.run.evaluate import next_token_loss
@@ -23,15 +24,17 @@ def first_step_alone(full_model: nn.Module, training: TrainingConfig, batches: B
     single = ParallelState.single("cpu")
     shard = DataParallel(full_model, single)
     optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))  # for the gradient norm
+    batch = batches.batch(0)
+    rows = len(next(iter(batch.values())))
     executor = SingleStage(
         full_model,
         ps=single,
-        num_microbatches=training.global_batch_size // training.micro_batch_size,
+        num_microbatches=rows // training.micro_batch_size,
         grad_sync=shard,
         seed=training.seed,
     )
     # the same microbatches in the same order, so that dropout draws the same masks
-    result = executor.step(batches.batch(0), next_token_loss)
+    result = executor.step(batch, next_token_loss)
     stats = optimizer.step(num_tokens=result.num_tokens)
     return FirstStep(float(result.loss), float(stats.grad_norm))
 
@@ -47,7 +50,9 @@ def comparisons(
         stages = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False)
         freeze(stages, run.optimizer, single)
         (full_model,) = stages.values()
-        yield first.against(first_step_alone(full_model, run.training, corpus.train))
+        plan = BatchPlan(global_batch_size=run.training.global_batch_size, ramp=run.training.ramp)
+        batches = PlannedBatches(corpus.train, lambda: plan)
+        yield first.against(first_step_alone(full_model, run.training, batches))
     if run.training.compare_with is not None:
         own_records = [record for record in records if record.step > start]
         yield against_run(own_records, run.training.compare_with)

@@ -14,6 +14,7 @@ from core.pipeline import LossFn, Pipeline, SingleStage, StepResult
 from core.pipeline.run.step import call_loss_fn, call_stage
 from core.training.config import TrainingConfig
 from core.training.generation import generate
+from core.training.resume.batch_plan import cut_as_planned
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import moved_to
 from core.training.run.engine_face import EngineFace
@@ -127,6 +128,9 @@ class TrainingModel(EngineFace):
         self.optimizer.zero_grad()
         self.executor.step_index = self.global_steps  # dropout seeds are a function of it, also after a resume
         learning_rate = self.optimizer.learning_rate
+        cut_as_planned(
+            self.executor, self.checkpoints.plan, self.global_steps, self.training_config, self.dp_world_size
+        )
         result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
         # the update; gradients are divided by the tokens of the global batch
         self.checkpoints.before_update()

@@ -2,12 +2,14 @@
 
 import atexit
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from core.dist_checkpointing.planning.ranks import from_first
 from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState, current_state, model_parallel_is_initialized
@@ -16,6 +18,7 @@ from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.model.begin import began_as, begin
+from core.training.model.weights import load_weights
 from core.training.resume.batch_plan import PlannedBatches
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
@@ -60,7 +63,7 @@ def initialize(
     _refuse_swapped_arguments(model, batches)
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
-    run = _run_config(config).check(world_size)
+    run = _checked(_run_config(config), model, world_size)
     # configuration first: its mistakes are reported before any process group exists
     device = join_world(run.device)
     if joins_world and is_initialized():
@@ -80,7 +83,7 @@ def initialize(
     if corpus is not None:
         source, order = corpus.train, corpus.order
     # load before the loader is made: it begins with the batch after the checkpoint's
-    say, origin = _say_on_first_rank(ps), began_as(run) if model is None else {}
+    say, origin = _say_on_first_rank(ps), began_as(run)
     facts = facts_of_run(stages, corpus, run)
     checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin, facts)
     start = checkpoints.resume()
@@ -114,6 +117,23 @@ def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
     if isinstance(config, str | Path):
         return RunConfig.from_toml(config)
     return RunConfig.from_dict(config or {})
+
+
+def _checked(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, world_size: int) -> RunConfig:
+    """The run with its data size. Weights for a model of the user's are compared with it when they are loaded.
+
+    Raises ValueError: what does not fit together; a model that is given, and named in the run, too.
+    """
+    if model is None:
+        return run.check(world_size)
+    if run.model.huggingface is not None or run.model.build is not None:
+        named = f"model.huggingface={run.model.huggingface}, model.build={run.model.build}"
+        raise ValueError(
+            f"initialize was given a model, and the run says {named}: 2 models for one run; leave one of them out "
+            "(load_huggingface(model, folder) fills a GPTModel of your own)"
+        )
+    without = replace(run, checkpoint=replace(run.checkpoint, weights=None)).check(world_size)
+    return replace(without, checkpoint=run.checkpoint)
 
 
 def _is_gpt(model: nn.Module | Mapping[int, nn.Module] | None) -> bool:
@@ -163,6 +183,9 @@ def _stages(
         if corpus is not None:
             corpus.check_model(module.vocab_size, module.max_sequence_length, run.data.sequence_length)
         stages[index] = module
+    weights = run.checkpoint.weights
+    if weights is not None and not from_first(run.checkpoint.resumes, ps):
+        load_weights(stages, weights, ps, _say_on_first_rank(ps))
     return stages
 
 
