@@ -23,9 +23,8 @@ from core.training.log.console import errors_as_one_line
 from core.training.log.json_rows import json_number
 from core.training.log.validation import MAIN, perplexity
 from core.training.run.data import Corpus, open_corpus
-from core.training.run.evaluate import TextLoss
+from core.training.run.evaluate import TextLoss, evaluate_texts
 from core.training.run.trained import Trained, executor_of, find_trained
-from core.training.run.validation import evaluate_texts
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     how = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
     source = Path(options.source or options.model).expanduser()
+    _check_paths(source, options, is_checkpoint=is_checkpoint)
     if is_checkpoint and options.source is None:
         arguments_of_model = model_of_checkpoint(options.model)
         tokenizer = tokenizer_of_checkpoint(options.model, options.tokenizer, options.end_of_text)
@@ -77,6 +78,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(model, tokenizer, options.prompt, options.new_tokens, how, ps)
         destroy_model_parallel()
     return 0
+
+
+def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bool) -> None:
+    """Raise ValueError for what is mistaken for a folder, and for one without a tokenizer."""
+    steps = sorted(path.parent.name for path in Path(options.model).glob(f"*/{MANIFEST}"))
+    if not is_checkpoint and steps:
+        raise ValueError(
+            f"{options.model} holds {len(steps)} checkpoints; give one, {Path(options.model, steps[-1])}"
+        )
+    from_folder = not is_checkpoint or options.source is not None
+    if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
+        raise ValueError(f"{source} has no tokenizer.json; give one: --tokenizer FILE")
+    if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
+        raise ValueError("--top-k and --top-p draw nothing at temperature 0; give --temperature, such as 0.8")
 
 
 def _write(
@@ -109,6 +124,9 @@ def _write(
     )
     if ps.rank == 0:
         print("" if alone else "\n\n".join(map(tokenizer.decode, texts)))
+        last = model.max_sequence_length
+        if any(len(text) == last < len(prompt) + new_tokens for text, prompt in zip(texts, tokens, strict=True)):
+            print(f"stopped at position {last}, the model's last", file=sys.stderr)
 
 
 def run() -> int:

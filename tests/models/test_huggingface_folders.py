@@ -102,17 +102,25 @@ def test_the_commands(tmp_path, capsys):
 def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
     _, folder = saved(tmp_path, "llama")
     import_huggingface(folder, str(tmp_path / "ckpt"))
+    # a checkpoint that does not say what its model is: shapes and names tell
+    ps = ParallelState.single("cpu")
+    model = GPTModel(**from_huggingface(folder).arguments(), parallel=ps, seed=5)
+    save({"model": model.sharded_state_dict()}, str(tmp_path / "plain"), ps=ps)
     wider = transformers.LlamaConfig(**COMMON | {"intermediate_size": 64})
     wider.save_pretrained(tmp_path / "wider")
     with pytest.raises(ValueError, match=r"linear_fc1.weight is \(2, 48, 32\) in .*, \(2, 64, 32\) by the source"):
-        export_huggingface(tmp_path / "ckpt", tmp_path / "out", tmp_path / "wider")
+        export_huggingface(tmp_path / "plain", tmp_path / "out", tmp_path / "wider")
     CONFIGS["qwen2"]().save_pretrained(tmp_path / "biased")
     with pytest.raises(ValueError, match=r"holds no model/.*linear_qkv.bias, which the source's configuration asks"):
-        export_huggingface(tmp_path / "ckpt", tmp_path / "out", tmp_path / "biased")
-    # the same shapes, other numbers: only the logits tell
+        export_huggingface(tmp_path / "plain", tmp_path / "out", tmp_path / "biased")
+    # the same shapes, other numbers: what the checkpoint says of its model, or the logits
     transformers.LlamaConfig(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 5e2}).save_pretrained(
         tmp_path / "other"
     )
+    with pytest.raises(
+        ValueError, match=r"is not the model that .*other describes: rotary_base=10000.0 \(now"
+    ):
+        export_huggingface(tmp_path / "ckpt", tmp_path / "out", tmp_path / "other", check=True)
     changed = (tmp_path / "other" / "config.json").read_text()
 
     def another_configuration(source, temporary, dtype):

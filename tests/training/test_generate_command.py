@@ -48,16 +48,28 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"1 processes for --parallel.tensor 2; start as many: torchrun"):
         main([str(folder), "--prompt", "x", "--parallel.tensor", "2"])
     with pytest.raises(ValueError, match=r"top_p=2.0 must lie in"):
-        main([str(folder), "--prompt", "x", "--top-p", "2"])
-    import_huggingface(folder, str(tmp_path / "ckpt"))
-    with pytest.raises(ValueError, match=r"says nothing of its model; give --source"):
-        main([str(tmp_path / "ckpt"), "--prompt", "x"])
+        main([str(folder), "--prompt", "x", "--temperature", "1", "--top-p", "2"])
+    with pytest.raises(ValueError, match=r"draw nothing at temperature 0; give --temperature"):
+        main([str(folder), "--prompt", "x", "--top-k", "2"])
+    import_huggingface(folder, str(tmp_path / "steps" / "ckpt"))
+    with pytest.raises(ValueError, match=r"says nothing of its tokenizer; give --tokenizer FILE"):
+        main([str(tmp_path / "steps" / "ckpt"), "--prompt", "x"])
+    with pytest.raises(ValueError, match=r"steps holds 1 checkpoints; give one, .*steps/ckpt"):
+        main([str(tmp_path / "steps"), "--prompt", "x"])
     small = tmp_path / "small"
     config = transformers.LlamaConfig(vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     config.save_pretrained(small)
     (small / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(ValueError, match=r"has \d+ tokens, its embedding 100 rows"):
         main([str(small), "--prompt", "x"])
+    (small / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"small has no tokenizer.json; give one: --tokenizer FILE"):
+        main([str(small), "--prompt", "x"])
+
+
+def test_the_last_position_is_told(folder, capsys):
+    assert main([str(folder), "--prompt", "import os", "--new-tokens", "100"]) == 0
+    assert capsys.readouterr().err == "stopped at position 64, the model's last\n"
 
 
 @pytest.mark.full

@@ -156,6 +156,7 @@ def test_weights_of_another_model_are_refused_before_any_process_group(made, bas
 CHANGES = {
     "data": ({"data__seed": 5}, r"data_seed=1234 \(here 5\)"),
     "batch": ({"training__global_batch_size": 4}, r"global_batch_size=8 \(here 4\)"),
+    "model": ({"model__rotary_base": 500.0}, r"is of a model with rotary_base=10000.0 \(now 500.0\)"),
     "optimizer": ({"optimizer__optimizer": "sgd"}, "it holds exp_avg, exp_avg_sq of each parameter, this run mom"),
 }
 
@@ -174,7 +175,7 @@ def test_a_run_that_goes_on_says_what_changes(made, base, change, capsys):
 
 
 def test_a_change_that_is_no_field():
-    with pytest.raises(ValueError, match="change names 'batches'; known: data, batch, optimizer"):
+    with pytest.raises(ValueError, match="change names 'batches'; known: data, batch, optimizer, model"):
         RunConfig.from_dict({"checkpoint.change": "batches"})
 
 

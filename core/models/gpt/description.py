@@ -18,14 +18,44 @@ def description(model: GPTModel) -> dict[str, Any]:
 
     A spec of the user's own has no name: `transformer_layer_spec` is None then.
     """
-    spec = model.transformer_layer_spec
-    return {
-        "config": _values(TransformerConfig, model.config),
-        "transformer_layer_spec": next((name for name, made in SPECS.items() if made() == spec), None),
-        "vocab_size": model.vocab_size,
-        "max_sequence_length": model.max_sequence_length,
-        "share_embeddings_and_output_weights": model.tied,
-    }
+    return description_of(
+        config=model.config,
+        transformer_layer_spec=model.transformer_layer_spec,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        share_embeddings_and_output_weights=model.tied,
+    )
+
+
+def description_of(
+    *, config: TransformerConfig, transformer_layer_spec: TransformerLayerSpec, **sizes: Any
+) -> dict[str, Any]:
+    """The same of arguments of GPTModel; the inverse of `described`."""
+    name = next((name for name, made in SPECS.items() if made() == transformer_layer_spec), None)
+    return {"config": _values(TransformerConfig, config), "transformer_layer_spec": name, **sizes}
+
+
+# what a model may change without being another one: its memory, its first values, how it is trained
+_OF_THE_RUN = {
+    "params_dtype",
+    "pipeline_dtype",
+    "use_cpu_initialization",
+    "init_method_std",
+    "hidden_dropout",
+    "attention_dropout",
+}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Facts in which two descriptions are of different models, each as "name=value (now value)".
+
+    Shapes do not show them: a rotary base, a norm's epsilon, a window. The length of sequences may differ.
+    """
+    pairs = [(name, before["config"].get(name), value) for name, value in now["config"].items()]
+    pairs = [pair for pair in pairs if pair[0] in before["config"] and pair[0] not in _OF_THE_RUN]
+    for name in ("transformer_layer_spec", "share_embeddings_and_output_weights"):
+        pairs.append((name, before[name], now[name]))
+    return [f"{name}={old} (now {new})" for name, old, new in pairs if old != new]
 
 
 def described(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.reading.read import memory_of
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
 from core.dist_checkpointing.tools.safetensors_files import FileTensor, new_folder, tensors_by_file, write_files
-from core.models.gpt.description import described
+from core.models.gpt.description import described, description_of, differences
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.blocks import Slices
 from core.models.huggingface.companions import copy_companions, write_companions
@@ -65,7 +65,7 @@ def export_huggingface(
     says nothing of its model, a fact that no family has, logits that differ. ImportError: `check` without
     transformers.
     """
-    form = _of_run(checkpoint) if source is None else _of_source(Path(source).expanduser())
+    form = _of_run(checkpoint) if source is None else _of_source(checkpoint, Path(source).expanduser())
     ours = _Parameters(form, checkpoint)
     tensors = ours.their_tensors()
     with new_folder(folder) as temporary, space_for(open_dir(temporary), sum(tensor.nbytes for tensor in tensors)):
@@ -74,11 +74,17 @@ def export_huggingface(
         return _largest_difference(temporary, ours, form.model) if check else None
 
 
-def _of_source(source: Path) -> _Form:
-    """As the folder that it began as."""
-    family = family_of(Facts.of_folder(source))
+def _of_source(checkpoint: str | Path, source: Path) -> _Form:
+    """As the folder that it began as. Raises ValueError: the checkpoint says that it is another model."""
+    family, model = family_of(Facts.of_folder(source)), from_huggingface(source)
+    said: Any = open_stored(checkpoint).run.get("model")
+    if said is not None and (different := differences(said, description_of(**model.arguments()))):
+        raise ValueError(
+            f"{checkpoint} is not the model that {source} describes: {', '.join(different)}; give the folder that it "
+            "began as, or leave --source out: the checkpoint says what it is"
+        )
     return _Form(
-        from_huggingface(source),
+        model,
         family,
         lambda folder, dtype: copy_companions(source, folder, dtype),
         "the source's configuration",

@@ -17,6 +17,7 @@ from core.dist_checkpointing.publish.manifest import FORMAT
 from core.dist_checkpointing.reading.read import memory_of
 from core.dist_checkpointing.tools.offline import check_new, write_offline
 from core.dist_checkpointing.writing.job import Cells
+from core.models.gpt.description import description_of
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.families import HuggingFaceModel, from_huggingface
 from core.models.huggingface.reading import OpenedWeights, open_weights
@@ -58,7 +59,8 @@ def import_huggingface(
         cell = cell_of(info)
         metadata[key] = array_metadata(info, cell, inner_shape(cell))
     attributes = {"paracore": {"format": FORMAT, "objects": {}, "derived": {}}}
-    run = {"imported": {"from": "huggingface", "folder": Path(folder).name}, "time": time.time()}
+    said = description_of(**model_form.arguments())  # so that it can be exported, and continued, by itself
+    run = {"imported": {"from": "huggingface", "folder": Path(folder).name}, "model": said, "time": time.time()}
     nbytes = sum(prod(info.shape) * info.itemsize for info in infos.values())
     write_offline(checkpoint, metadata, attributes, run, nbytes, _cells(infos, metadata, weights, progress))
     return Imported(model_form, len(infos), nbytes)

@@ -226,7 +226,7 @@ class TrainingConfig:
         return start, increment, rows
 
 
-CHANGES = ("data", "batch", "optimizer")  # of a run that continues
+CHANGES = ("data", "batch", "optimizer", "model")  # of a run that continues
 METRICS = ("validation.bits_per_byte", "loss")  # stored with the checkpoints of a run
 
 

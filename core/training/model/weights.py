@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from core.dist_checkpointing.planning.ranks import agree, problem_of
 from core.dist_checkpointing.reading.lazy import LazyTensor, lazy_tensors
-from core.dist_checkpointing.reading.loading import Report, load
+from core.dist_checkpointing.reading.loading import Report, load, open_stored
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
+from core.models.gpt.description import description, differences
+from core.models.gpt.gpt_model import GPTModel
 from core.parallel_state import ParallelState
 from core.training.model.config import ModelConfig
 
@@ -44,6 +46,10 @@ def load_weights(
     if problems:
         raise ValueError(_refusal(url, problems, arrays))
     say(f"weights of {url}: {arrays} arrays")
+    said: Any = open_stored(url).run.get("model")
+    gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
+    if said is not None and gpt is not None and (changed := differences(said, description(gpt))):
+        say(f"warning: {url} is of a model with {', '.join(changed)}: what it learned may not serve this one")
 
 
 def _grows(stored: Sequence[int], here: Sequence[int]) -> bool:

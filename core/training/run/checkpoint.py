@@ -16,6 +16,7 @@ from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
+from core.models.gpt.description import differences
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
@@ -57,6 +58,7 @@ class Checkpoints(AbstractContextManager):
             "seed": training.seed,
         } | dict(order or {})
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
+        self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
         self._terminated, self.stopped = False, False
         self._saved_step: int | None = None
         self._previous_save_failed = False
@@ -126,17 +128,30 @@ class Checkpoints(AbstractContextManager):
 
         Collective. Raises ValueError: it was another optimizer, and nobody said that it changes.
         """
+        self._compare_models(url)
         template = self.state(0)
-        differences = other_optimizer(template["optimizer"], url, self.ps)
-        if differences is None:
+        other_states = other_optimizer(template["optimizer"], url, self.ps)
+        if other_states is None:
             return template
         if "optimizer" not in self.config.change:
             raise ValueError(
-                f"{url} has the states of another optimizer: {differences}; use the same, or begin with new states: "
+                f"{url} has the states of another optimizer: {other_states}; use the same, or begin with new states: "
                 f'checkpoint.change = ["optimizer"]; a run from step 0 with these weights is checkpoint.weights={url}'
             )
-        self.say(f"new optimizer states: {differences}")
+        self.say(f"new optimizer states: {other_states}")
         return {name: part for name, part in template.items() if name != "optimizer"}
+
+    def _compare_models(self, url: str) -> None:
+        """Raise ValueError for another model of the same shapes (a rotary base, an epsilon), where nobody said so."""
+        stored = StoredCheckpoint.open(url).run.get("model")
+        changed = differences(stored, self._model) if stored is not None and self._model is not None else []
+        if changed and "model" not in self.config.change:
+            raise ValueError(
+                f"{url} is of a model with {', '.join(changed)}; use the same, or say that it changes: "
+                f"checkpoint.change = {json.dumps(sorted({*self.config.change, 'model'}))}"
+            )
+        if changed:
+            self.say(f"changed, as checkpoint.change says: model, which was {', '.join(changed)}")
 
     def _refuse_newer_steps(self, start: int) -> int:
         """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""

@@ -7,7 +7,9 @@ from typing import Protocol
 from torch import Tensor
 
 from core.datasets import IGNORED_LABEL, bits_per_byte
+from core.parallel_state import ParallelState
 from core.pipeline import LossFn, StepResult
+from core.training.run.data import Corpus, moved_to
 
 
 class StepExecutor(Protocol):
@@ -68,3 +70,12 @@ def evaluate_text(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]
 def evaluate_bits_per_byte(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> float:
     """Summed loss over all batches, per byte of the text they came from. Collective: every rank calls it."""
     return evaluate_text(executor, batches, num_bytes).bits_per_byte
+
+
+def evaluate_texts(executor: StepExecutor, corpus: Corpus, ps: ParallelState) -> dict[str, TextLoss]:
+    """Name -> loss of each validation text of a corpus. Collective."""
+    here, rank, size = moved_to(ps.device), ps.index("dp"), ps.size("dp")
+    found = {}
+    for name, text in corpus.validation_texts.items():
+        found[name] = evaluate_text(executor, map(here, text.validation(rank, size)), len(text.valid_text))
+    return found
