@@ -117,9 +117,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
     transformers.LlamaConfig(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 5e2}).save_pretrained(
         tmp_path / "other"
     )
-    with pytest.raises(
-        ValueError, match=r"is not the model that .*other describes: rotary_base=10000.0 \(now"
-    ):
+    with pytest.raises(ValueError, match=r"is not the model that .*other describes: rotary_base=10000.0 \(now"):
         export_huggingface(tmp_path / "ckpt", tmp_path / "out", tmp_path / "other", check=True)
     changed = (tmp_path / "other" / "config.json").read_text()
 
