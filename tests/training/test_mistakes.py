@@ -6,7 +6,7 @@ from core import __version__
 from core.training import load_run
 from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.training.config.run import between, known_fields
-from core.training.config.sources import merge
+from core.training.config.sources import checked, merge
 
 IN_TOML = "a run is described in TOML: [optimizer], and below it lr = 3e-4"
 FILES = {
@@ -173,3 +173,11 @@ def test_a_written_file_tells_its_version(tmp_path):
     load_run([]).to_toml(tmp_path / "run.toml")
     assert (tmp_path / "run.toml").read_text().startswith(f"# written by paracore {__version__}\n")
     assert load_run(["--config", str(tmp_path / "run.toml")]).run == load_run([]).run
+
+
+def test_what_several_rules_meet_is_one_mistake(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        checked(load_run(["--model.huggingface", str(tmp_path / "nowhere"), "--data.train", str(tmp_path / "x")]), 1)
+    said = capsys.readouterr().err
+    assert said.count("is no folder; give the one that save_pretrained or the Hub made") == 1
+    assert said.count("model.huggingface=") == 1

@@ -44,7 +44,8 @@ def let_the_first_rank_end() -> None:
 
 
 def listed(mistakes: list[str]) -> str:
-    """`error: ...`, or one line for each of several."""
-    if len(mistakes) == 1:
-        return f"error: {mistakes[0]}"
-    return "\n  ".join([f"error: this run has {len(mistakes)} mistakes:", *mistakes])
+    """`error: ...`, or one line for each of several; what several rules met, a missing corpus say, is one mistake."""
+    lines = list(dict.fromkeys(mistakes))
+    if len(lines) == 1:
+        return f"error: {lines[0]}"
+    return "\n  ".join([f"error: this run has {len(lines)} mistakes:", *lines])

@@ -71,4 +71,5 @@ def weight_rules(model: ModelConfig, sequence_length: int) -> Iterator[tuple[boo
             whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
         open_weights(whole, Folder(model.huggingface))
     except (ValueError, ImportError) as error:
-        yield False, f"model.huggingface={model.huggingface}: {error}"
+        prefix = f"model.huggingface={model.huggingface}: "
+        yield False, prefix + str(error).removeprefix(prefix)
