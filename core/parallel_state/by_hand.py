@@ -335,8 +335,12 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
     reference = weakref.ref(by_hand)
 
     def called(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith(("torch.optim.", "core.")):  # zero_grad, say: two per parameter, so no further calls
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         listener = reference()
-        if func is Tensor.detach and sys._getframe(1).f_globals.get("__name__") == "torch.nn.parameter":
+        if func is Tensor.detach and caller == "torch.nn.parameter":
             parameter = _detached_for_a_parameter(args[0])
             if listener is not None:
                 listener._followed.append(weakref.ref(parameter))  # closing makes it a plain one

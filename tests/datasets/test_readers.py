@@ -259,5 +259,5 @@ def test_saved_datasets(tmp_path):
 def test_a_missing_extra_is_told(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(ImportError, match=r"a\.txt\.zst needs zstandard, an extra: pip install 'paracore\[data\]'"):
+    with pytest.raises(ImportError, match=r"a\.txt\.zst needs zstandard: pip install zstandard"):
         list(read_chunks(find_sources([tmp_path])[0], Counter()))

@@ -6,8 +6,10 @@ import torch
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import read_manifest
 from core.dist_checkpointing.reading.lazy import lazy_tensors
+from core.dist_checkpointing.reading.loading import open_stored
 from core.parallel_state import layout_of
 from core.training import RunConfig, initialize
+from core.training.config.sources import merge
 from core.training.model.begin import begin
 from core.training.resume.batch_plan import BatchPlan
 from tests.parity.whole import assembled
@@ -103,6 +105,18 @@ def test_everything_else_is_new(made, base, tmp_path):
 
 def trained(made, more):
     return run(made, **more)[0]
+
+
+def test_the_model_is_that_of_the_weights(base):
+    """Nobody has to say it again; what is said wins, and a whole model of another kind replaces it."""
+    given = {"checkpoint.weights": base["llama"]}
+    draft = merge([], defaults=given)
+    stored: dict = open_stored(base["llama"]).run["settings"]
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        assert draft.draft.values[f"model.{name}"] == stored[f"model.{name}"], name
+    assert draft.origin["model.hidden_size"] == "checkpoint.weights" and draft.origin["model.seed"] == "default"
+    assert merge([], defaults=given | {"model.rotary_base": 500.0}).draft.values["model.rotary_base"] == 500.0
+    assert merge([], defaults=given | {"model.preset": "llama-60m"}).draft.values["model.hidden_size"] == 512
 
 
 def test_every_layout_goes_on_from_weights_alike(ranks, made, base):

@@ -15,6 +15,8 @@ from core.training.config.run import ConfigError, Draft, Problem, RunConfig, bet
 from core.training.config.toml_files import literal, read_toml, write_toml
 from core.training.log.leaving import let_the_first_rank_end, listed, say_mistake
 
+_WHOLE_MODELS = ("model.preset", "model.huggingface", "model.build")  # each says all facts of a model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -74,8 +76,8 @@ class Merged:
 
 
 def merge(args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, description: str = "") -> Merged:
-    """Dataclass defaults < `defaults` (flat names) < `--config` files, the last one first < flags. Nothing is judged
-    on the way: a value that a later source replaces is no mistake.
+    """Dataclass defaults < the model of `checkpoint.weights` < `defaults` (flat names) < `--config` files, the last
+    one first < flags. Nothing is judged on the way: a value that a later source replaces is no mistake.
 
     Raises SystemExit: after --help. ImportError: tyro is missing.
     """
@@ -95,6 +97,9 @@ def merge(args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, des
         origin |= {name: f"{path}:{lines[name]}" if name in lines else path for name in values}
     values_by_name |= flags.values
     origin |= flags.typed
+    of_weights = _settings_of_weights(values_by_name)
+    values_by_name |= of_weights
+    origin |= dict.fromkeys(of_weights, "checkpoint.weights")
     draft = drafted(values_by_name)
     origin |= draft.derived
     return Merged(
@@ -102,6 +107,25 @@ def merge(args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, des
         origin={name: "default" for name in fields_by_name} | origin,
         problems=(*problems, *flags.problems, *draft.problems),
     )
+
+
+def _settings_of_weights(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's settings of the run that made `checkpoint.weights`, where this run does not say another model."""
+    url = given.get("checkpoint.weights")
+    if not isinstance(url, str) or any(given.get(name) is not None for name in _WHOLE_MODELS):
+        return {}
+    # here, so that a configuration without weights is read without the code that trains
+    from core.training.model.weights import model_settings
+
+    settings = {}
+    for name, value in model_settings(url).items():
+        field = known_fields().get(name)
+        if field is None or name in given:
+            continue
+        read_value = field.read(value)  # JSON has no tuples
+        if read_value != field.default:
+            settings[name] = read_value
+    return settings
 
 
 def load_run(

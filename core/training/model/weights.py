@@ -21,6 +21,15 @@ _TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _SHOWN = 8
 
 
+def model_settings(url: str) -> dict[str, Any]:
+    """`model.*` of the run that saved a checkpoint, by flat name; none where it cannot be read, or says nothing."""
+    try:
+        settings: Any = open_stored(url).run.get("settings", {})
+    except (OSError, ValueError):  # the rules of `checkpoint.weights` tell
+        return {}
+    return {name: value for name, value in settings.items() if name.startswith("model.") and value is not None}
+
+
 def load_weights(
     stages: Mapping[int, nn.Module], url: str, ps: ParallelState, say: Callable[[str], None] = print
 ) -> None:
