@@ -14,6 +14,7 @@ EXTRAS = {
         "datasets": "reading Hugging Face data sets",
         "zstandard": "reading .zst",
     },
+    "huggingface": {"safetensors": "folders of Hugging Face's, in and out"},
     "log": {"tensorboard": "TensorBoard's curves", "wandb": "Weights & Biases, offline or not"},
     "deepspeed": {"hjson": "a ds_config.json with comments"},
     "sign": {"cryptography": "signatures of checkpoints"},
