@@ -95,6 +95,8 @@ def test_the_commands(tmp_path, capsys):
     assert "is a checkpoint already" in capsys.readouterr().err
     assert main(["export", ckpt, out, "--source", str(folder)]) == 2
     assert "is there already; give a directory that is to be made" in capsys.readouterr().err
+    assert main(["export", ckpt, str(tmp_path / "alone"), "--check"]) == 0  # an import says what it is
+    assert f"the model began as {folder.name}: with --source its other fields" in capsys.readouterr().out
     assert main(["families"]) == 0
     assert "qwen3        Qwen3ForCausalLM" in capsys.readouterr().out
 

@@ -3,10 +3,12 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 from core.dist_checkpointing.reading.lazy import lazy_tensors
+from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.tools.console import progress, say, size_text
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
@@ -35,7 +37,20 @@ def _export(options: argparse.Namespace) -> int:
     say(f"{options.folder}: AutoModelForCausalLM.from_pretrained loads it")
     if difference is not None:
         say(f"max |logit difference| on 4 prompts: {difference:.2e}")
+    if options.source is None and (folder := _began_as(open_stored(options.checkpoint).run)):
+        say(
+            f"the model began as {folder}: with --source its other fields (special tokens, the longest sequence) and "
+            "files come along"
+        )
     return 0
+
+
+def _began_as(run: Mapping[str, Any]) -> str | None:
+    """The Hugging Face folder of a model's first weights; None: there was none."""
+    began_as: Any = run.get("began_as") or {}
+    imported: Any = run.get("imported") or {}
+    folder: str | None = began_as.get("huggingface") or imported.get("folder")
+    return folder
 
 
 def _families(options: argparse.Namespace) -> int:
