@@ -18,6 +18,9 @@ from core.training.run.data import BatchSource, Corpus
 from core.training.run.evaluate import next_token_loss
 from core.training.run.loop import FirstStep
 
+# of a first step that one process repeats on a CPU after the run: some GB of memory, a minute or so
+MOST_PARAMETERS, MOST_FLOP = 200_000_000, 1e13
+
 
 def first_step_alone(full_model: nn.Module, training: TrainingConfig, batches: BatchSource) -> FirstStep:
     """Loss and gradient norm of step 0, computed by this process by itself; the model is whole. No collectives."""
@@ -40,12 +43,19 @@ def first_step_alone(full_model: nn.Module, training: TrainingConfig, batches: B
 
 
 def comparisons(
-    first: FirstStep, start: int, records: Sequence[StepRecord], run: RunConfig, corpus: Corpus
+    first: FirstStep, start: int, records: Sequence[StepRecord], run: RunConfig, corpus: Corpus, parameters: int
 ) -> Iterator[str]:
     """A line for step 0 against one process (`first`: what it saw, of a run that did not resume at `start`), and one
     against `compare_with` for the steps that this run made. Raises ValueError: as `against_run`.
+
+    parameters: of the whole model, which one process would hold: a large one is not compared.
     """
-    if start == 0:
+    tokens = run.training.global_batch_size * run.data.sequence_length
+    if start == 0 and (parameters > MOST_PARAMETERS or 6 * parameters * tokens > MOST_FLOP):
+        yield (
+            f"first step not compared with one process: {parameters:,} parameters, {tokens:,} tokens are too much for it"
+        )
+    elif start == 0:
         single = ParallelState.single("cpu")
         stages = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False)
         freeze(stages, run.optimizer, single)
