@@ -52,9 +52,7 @@ def comparisons(
     """
     tokens = run.training.global_batch_size * run.data.sequence_length
     if start == 0 and (parameters > MOST_PARAMETERS or 6 * parameters * tokens > MOST_FLOP):
-        yield (
-            f"first step not compared with one process: {parameters:,} parameters, {tokens:,} tokens are too much for it"
-        )
+        yield (f"first step not compared with one process: {parameters:,} parameters, {tokens:,} tokens are too much")
     elif start == 0:
         single = ParallelState.single("cpu")
         stages = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False)
