@@ -24,7 +24,7 @@ def probe_foreign_modules(model: nn.Module) -> None:
 
 
 def _outermost_foreign(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of neither torch nor us, without what they hold; not those that see heads, which have all tokens."""
+    """Modules that are not ours, without what they hold; not those that see heads, which have all tokens."""
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}" if name else child_name
         if child_name == "core_attention" or child_name.endswith(("q_layernorm", "k_layernorm")):
@@ -50,18 +50,27 @@ class _Probe:
             return
         if rows.shape[:2] != output.shape[:2] or rows.shape[0] < 2:
             return
-        modes = [(part, part.training) for part in module.modules()]
-        # outside of a recomputed region, which counts its linears; in eval mode nothing is drawn or kept
+        # What the real forward left on the module (an auxiliary loss, a running mean) must stay. Outside of a
+        # recomputed region, which counts its linears.
+        before = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
+        buffers = [(buffer, buffer.clone(), buffer._version) for buffer in module.buffers()]
         token = linears_of_region.set(None)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng():
                 module.eval()
                 plain = module.forward(*args, **kwargs)
                 rotated = module.forward(rows.roll(1, 0), *args[1:], **kwargs)
         finally:
             linears_of_region.reset(token)
-            for part, training in modes:
-                part.training = training
+            for part, attributes, own_buffers in before:
+                part.__dict__.clear()
+                part.__dict__.update(attributes)
+                part._buffers.clear()
+                part._buffers.update(own_buffers)
+            for buffer, value, version in buffers:
+                if buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(value)
         difference, size = (rotated - plain.roll(1, 0)).abs().max(), plain.abs().max()
         if difference > DIFFERENT * size:
             warnings.warn(

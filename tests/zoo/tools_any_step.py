@@ -138,7 +138,35 @@ def mixed(looks_back):
     return weights(program)
 
 
+class WithAuxiliaryLoss(nn.Module):
+    """Leaves a loss on itself, and counts its forwards, as routers do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.auxiliary = y.square().mean()
+        with torch.no_grad():
+            self.forwards += 1
+        return y
+
+
+def auxiliary(model):
+    """The loss that a module leaves on itself has its gradient, in the first step too."""
+    layer = model.decoder.layers["0"]
+    layer.mlp = WithAuxiliaryLoss(layer.mlp)
+    # of the rows of a rank the mean is a part: its gradient alone is looked at, on one sum of all ranks' rows
+    loss_of(model)
+    assert layer.mlp.auxiliary.requires_grad and layer.mlp.forwards == 1
+    layer.mlp = layer.mlp.inner
+    train(model)
+
+
 CASES = [
+    Case("a module of one's own that leaves a loss and a count on itself, in a layer", weights(auxiliary)),
     Case(
         "a module of one's own that looks at the token before, in a layer",
         mixed(looks_back=True),
