@@ -134,6 +134,8 @@ class StageContext:
     driven: an executor sets these; otherwise the model draws a seed for each forward from torch's generator.
     drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
         checkpoint, the generator's own seed is that seed.
+    loss_scale: what an executor multiplies each token's loss by: auxiliary losses start their backward with it.
+    scale_of_plain_loop: the same, as the backward of a plain loop reaches the model's loss; None before.
 
     Plain attributes, no thread-local: CUDA's backward runs in other threads. Operations remember the bag they
     saw in their forward.
@@ -145,6 +147,8 @@ class StageContext:
     microbatch: int = 0
     driven: bool = False
     drawn: bool = False
+    loss_scale: float | Tensor = 1.0
+    scale_of_plain_loop: Tensor | None = None
 
     def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
         """An executor takes over for one microbatch."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from core.parallel_state import ParallelConfig
-from core.parallel_state.config import raise_all
+from core.parallel_state.config import divisors, raise_all
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -15,14 +15,23 @@ def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterato
     yield _divides("num_query_groups", groups, tp, groups)
     yield _divides("ffn_hidden_size", ffn, tp, ffn)
     yield (
-        parallel.context == 1 and parallel.expert == 1,
-        f"context={parallel.context}, expert={parallel.expert}: no layer splits the sequence over context ranks or "
-        "has experts yet; use 1 for both",
+        parallel.context == 1,
+        f"context={parallel.context}: no layer splits the sequence over context ranks yet; use 1",
     )
+    yield from _expert_rules(config, parallel.expert)
     yield (
         config.num_layers >= pp,
         f"num_layers={config.num_layers} cannot fill {pp} pipeline stages; use at most {config.num_layers}",
     )
+
+
+def _expert_rules(config: TransformerConfig, ranks: int) -> Iterator[tuple[bool, str]]:
+    experts = config.num_moe_experts
+    if experts is None:
+        yield ranks == 1, f"expert={ranks}, and the model has no experts; give num_moe_experts, or use expert=1"
+        return
+    valid = ", ".join(map(str, divisors(experts)))
+    yield experts % ranks == 0, f"num_moe_experts={experts} does not divide over expert={ranks}; valid: {valid}"
 
 
 def _divides(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:

@@ -23,6 +23,7 @@ from core.tensor_parallel import (
 )
 from core.tensor_parallel.watch import SplitWatch, watch_optimizers
 from core.transformer.layer import TransformerBlock
+from core.transformer.moe.balance import follow_loss
 from core.transformer.rules import check_layout
 from core.transformer.spec import Build, TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
@@ -100,6 +101,7 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
+        self._balances_experts = config.balances_experts
         self._first_inputs, self._warned_of_shards = FirstInputs(), False
         group = self.place.group
         self._watch = SplitWatch(group, sums_foreign=self.place.splits_sequence) if group is not None else None
@@ -171,6 +173,8 @@ class GPTModel(nn.Module):
         else:
             output = self._run_layers(s, tokens, position_ids, attention_mask, labels)
         in_plain_loop = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
+        if in_plain_loop and labels is not None and self._balances_experts:
+            follow_loss(output, self.stage)
         if self._watch is not None and in_plain_loop:
             replicated = self._output_is_replicated(labels is not None)
             self._watch.follow_after(self, output, output_is_replicated=replicated)
