@@ -100,7 +100,7 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     loaded = load_run(args, description=description)
     with errors_as_one_line():
         run = checked(loaded, started_processes())
-        with parallel_state.launch(run.device) as device, errors_as_one_line():
+        with parallel_state.launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))
 

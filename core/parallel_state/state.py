@@ -224,7 +224,7 @@ class ParallelState:
         for group in (*groups, self.world):
             if group is not None:
                 group.close()
-        pg.destroy_world()
+        pg.abandon_world()
 
 
 def checked_device(device: torch.device | str | None, served: dict[str, str]) -> torch.device:
