@@ -88,7 +88,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
-        for line in comparisons(first, start, log.records, run, corpus, parameters):
+        for line in comparisons(first, start, log.records, run, corpus, parameters, ps.device):
             console.say(line)
 
 

@@ -33,6 +33,7 @@ from core.optimizer.step.reached import Reached
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import GradientWatch, OptionsWatch
 from core.optimizer.torch_face import TorchFace
+from core.parallel_state.environment import reading_waits
 from core.parallel_state.layout import Layout
 
 ALL_SKIPPED = 100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says
@@ -292,7 +293,7 @@ class ShardedOptimizer(TorchFace):
         self._steps_here += 1
         limit = self.config.max_skipped_steps or (ALL_SKIPPED if self._steps_here == ALL_SKIPPED else 0)
         # reading the count waits for an accelerator, so there only every `limit` steps
-        looks = limit and (self.ps.device.type == "cpu" or self.step_count % limit == 0)
+        looks = limit and (not reading_waits(self.ps.device) or self.step_count % limit == 0)
         if looks and (in_row := int(self._skipped_in_row.item())) >= limit:
             raise RuntimeError(
                 f"step {self.step_count}: {in_row} steps in a row were skipped, "

@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from core.parallel_state.collectives import groups as pg
 
@@ -41,6 +43,31 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
         )
     torch.accelerator.set_device_index(index)
     return torch.device(requested.type, index)
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Whether reading a value of this device makes the host wait for all that was asked of it before."""
+    return device.type != "cpu"
+
+
+class HostCopy:
+    """One number on its way to the host; `read()` waits for this copy alone, not for what was asked after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrival: Any = None
+        if tensor.device.type == "cpu":
+            self._copy = tensor.detach().clone()
+            return
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(tensor.detach(), non_blocking=True)
+        self._arrival = torch.Event(tensor.device)
+        self._arrival.record()
+
+    def read(self) -> float:
+        """The number."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._copy)
 
 
 def started_processes() -> int:

@@ -12,7 +12,7 @@ from core.parallel_state.collectives import groups as pg
 from core.parallel_state.collectives import irecv, isend
 from core.parallel_state.collectives.groups import Group
 from tests.parallel_state.test_collectives import equal_definitions, uneven_all_to_all
-from tests.parity import pipelines
+from tests.parity import pipelines, test_sharded_steps
 from tests.parity.test_sharded_steps import result
 from tests.pipeline import tiny
 from tests.states import state
@@ -94,22 +94,23 @@ def test_staged_steps_have_the_same_bits(ranks, zero, tp):
         assert all(torch.equal(found[name], want[name]) for name in want)
 
 
+def one_step(ps):
+    stages, sync = pipelines.build((0, 1), ps, num_layers=2)
+    pipe = pipelines.Pipeline(stages, ps=ps, schedule="1f1b", num_microbatches=4, grad_sync=sync)
+    loss = pipe.step(pipelines.batch(4), pipelines.next_token_loss).loss.item()
+    pipe.close()
+    return loss, pipelines.gradients_of(pipe.modules.values())
+
+
 def pipeline(is_staged):
     # links of its own: those of earlier tests are not staged
     ps = ParallelState.build(pipelines.state(pp=2).config, device="cpu")
 
-    def step():
-        stages, sync = pipelines.build((0, 1), ps, num_layers=2)
-        pipe = pipelines.Pipeline(stages, ps=ps, schedule="1f1b", num_microbatches=4, grad_sync=sync)
-        loss = pipe.step(pipelines.batch(4), pipelines.next_token_loss).loss.item()
-        pipe.close()
-        return loss, pipelines.gradients_of(pipe.modules.values())
-
     try:
         if not is_staged:
-            return step()
+            return one_step(ps)
         with staged(ps):
-            return step()
+            return one_step(ps)
     finally:
         ps.destroy()
 
@@ -117,6 +118,61 @@ def pipeline(is_staged):
 def test_a_staged_pipeline_has_the_same_bits(ranks):
     plain = ranks(pipeline, False)
     for (loss, found), (want_loss, want) in zip(ranks(pipeline, True), plain, strict=True):
+        assert loss == want_loss
+        assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@contextmanager
+def another_backend():
+    """gloo under another name: everything takes the path of backends that nothing is composed on, such as NCCL."""
+    plain, pg.backends = pg.backends, lambda group=None: {"cpu": "another"}
+    try:
+        yield
+    finally:
+        pg.backends = plain
+
+
+def on_another_backend(zero, tp):
+    with another_backend():
+        ps = ParallelState.build(state(tp=tp).config, device="cpu")
+    assert not any(group.gloo for group in (ps.world, *ps.groups.values()))
+    test_sharded_steps.state = lambda tp=1: ps
+    try:
+        return result(zero, torch.float32, tp)
+    finally:
+        test_sharded_steps.state = state
+        ps.destroy()
+
+
+@pytest.mark.parametrize(("zero", "tp"), [(0, 1), (1, 2), (2, 1), (3, 1)])
+def test_steps_on_a_backend_where_nothing_is_composed_have_the_same_bits(ranks, zero, tp):
+    """Two replicas: sums of two do not depend on the order."""
+    plain = ranks(steps, zero, tp, False, world=2 * tp)
+    for (norms, found), (want_norms, want) in zip(
+        ranks(on_another_backend, zero, tp, world=2 * tp), plain, strict=True
+    ):
+        assert norms == want_norms
+        assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def pipeline_on_another_backend():
+    with another_backend():
+        ps = ParallelState.build(pipelines.state(pp=2).config, device="cpu")
+        try:
+            found = one_step(ps)
+            links = list(ps._links.values())
+            assert links and all(link.on_host.process_group is not link.process_group for link in links)
+            sent = 2 if ps.rank == 0 else 0  # a greeting and a form, from the first stage to the second
+            assert ps._links[0, 1].on_host.traffic.calls == sent
+            return found
+        finally:
+            ps.destroy()
+
+
+def test_forms_travel_from_host_to_host_beside_another_backend(ranks):
+    """A link has a gloo group beside its own: reading shapes never waits for an accelerator."""
+    plain = ranks(pipeline, False)
+    for (loss, found), (want_loss, want) in zip(ranks(pipeline_on_another_backend), plain, strict=True):
         assert loss == want_loss
         assert all(torch.equal(found[name], want[name]) for name in want)
 
@@ -131,7 +187,7 @@ def test_processes_share_a_device_on_request_only(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     assert environment.local_device("cuda", shared=True) == torch.device("cuda", 0) and taken == [0]
-    with pytest.raises(ValueError, match="wants device 1 .* this machine has 1.*--parallel.backend gloo"):
+    with pytest.raises(ValueError, match=r"wants device 1 .* this machine has 1.*--parallel.backend gloo"):
         environment.local_device("cuda")
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from core.data_parallel import Buffer
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.state import ParallelState
 
-READ_EVERY = 64  # steps between two looks at an accelerator's flags: each look waits for it
+READ_EVERY = 64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
 
 
 class GradientWatch:
@@ -22,7 +23,7 @@ class GradientWatch:
 
     def __init__(self, buffers: Sequence[Buffer], ps: ParallelState) -> None:
         self._buffers, self._ps = buffers, ps
-        self._eager = ps.device.type == "cpu"
+        self._eager = not reading_waits(ps.device)
         # (parameter name, buffer, first, last): the elements that this rank counts in the norm, by parameter
         self._slices: list[tuple[str, Buffer, int, int]] = []
         for buffer in buffers:
@@ -99,10 +100,20 @@ class OptionsWatch:
                 first_of[rank] = ranks[0]
         self._first = torch.tensor([first_of[rank] for rank in sorted(first_of)], device=ps.device)
         self._differed = torch.zeros(len(first_of), dtype=torch.bool, device=ps.device)
+        self._flag: HostCopy | None = None  # of an accelerator, under way
 
     def message(self, missing_bits: Tensor, options_number: float) -> Tensor:
         """`missing_bits`, and the number that stands for this rank's options; 0 of options that lie on a device."""
         return torch.cat((missing_bits, missing_bits.new_full((1,), options_number)))
+
+    def _any_differed(self, step: int) -> bool:
+        """Whether ranks differed in any step so far; of an accelerator what was known `READ_EVERY` steps ago."""
+        if not reading_waits(self._ps.device):
+            return bool(self._differed.any())
+        if step % READ_EVERY:
+            return False
+        before, self._flag = self._flag, HostCopy(self._differed.any())
+        return before is not None and bool(before.read())
 
     def compare(self, rows: Sequence[Tensor], step: int) -> None:
         """Raises ValueError, on every rank, before the update."""
@@ -110,7 +121,7 @@ class OptionsWatch:
             return
         numbers = torch.stack(list(rows))[:, -1]
         self._differed |= numbers != numbers[self._first]
-        if (self._ps.device.type == "cpu" or step % READ_EVERY == 0) and self._differed.any():
+        if self._any_differed(step):
             rank = int(self._differed.nonzero()[0])
             raise ValueError(
                 f"step {step + 1}: the options in param_groups (lr, weight_decay ...) of rank {rank} are not those "

@@ -76,19 +76,30 @@ class Group:
 
     @property
     def on_host(self) -> "Group":
-        """The same group for the copies in host memory of what is `staged`: these are not staged again."""
+        """The same ranks for what lies in host memory: copies of what is `staged`, and forms of messages.
+
+        gloo carries both; beside another backend a link has a gloo group for it (`ParallelState.connect`).
+        """
         if self._on_host is None:
             self._on_host = copy.copy(self)
             self._on_host.staged = frozenset()
         return self._on_host
+
+    def add_host_group(self, timeout_s: float) -> None:
+        """Beside a backend that knows accelerators only: a gloo group of these ranks, for `on_host`. Collective."""
+        process_group = create_group(self.name, self.ranks, timeout_s, "gloo")
+        self._on_host = Group(self.name, self.ranks, self.rank, process_group, self.timeout)
+        self._on_host.gloo, self._on_host.staged = frozenset({"cpu"}), frozenset()
 
     def close(self) -> None:
         """Leave the group; calls of ranks that still wait in it fail at once. Nothing can be sent afterwards."""
         while self.under_way:  # who holds one of them holds the connection
             self.under_way.pop().forget()
         group, self.process_group = self.process_group, Closed(self.name)  # type: ignore[assignment]
-        if self._on_host is not None:
-            self._on_host.process_group = self.process_group
+        if (host_group := self._on_host) is not None:
+            other, host_group.process_group = host_group.process_group, self.process_group
+            if isinstance(other, ProcessGroup) and other is not group:
+                abandon_group(other)
         if isinstance(group, ProcessGroup):
             abandon_group(group)
 
@@ -180,8 +191,10 @@ def world_timeout_s() -> float:
     return min(timeouts, default=DEFAULT_TIMEOUT_S)
 
 
-def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
+def create_group(name: str, ranks: tuple[int, ...], timeout_s: float, backend: str | None = None) -> ProcessGroup:
     """A new group of `ranks`; only they take part, so every rank must create its groups in one order.
+
+    backend: default: the world's.
 
     torch names such a group by how many groups this process has, which differs between ranks as soon as a
     user has groups of their own: the rendezvous would hang. The name is therefore ours: the world's, the ranks,
@@ -203,6 +216,7 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
         group = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s),
+            backend=backend,
             use_local_synchronization=True,
             group_desc=f"{name}:{members}",
         )

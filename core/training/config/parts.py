@@ -172,6 +172,10 @@ class TrainingConfig:
     output: str = "runs/pretrain"
     """Directory of metrics, report and the resolved configuration."""
 
+    compare_first_step: bool | None = None
+    """Repeat the first step in one process on the CPU after the run, and tell how far it is off; default: of small
+    models that train on CPUs."""
+
     compare_with: str | None = None
     """Another run's metrics.jsonl: report how far this run's losses are from its."""
 

@@ -8,6 +8,7 @@ from typing import Protocol, SupportsFloat
 from torch import Tensor
 
 from core.optimizer import StepStats
+from core.parallel_state.environment import HostCopy, reading_waits
 from core.pipeline import StepResult
 from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
@@ -129,6 +130,20 @@ class _Meter:
         self._last_read += seconds
 
 
+class _Progress:
+    """Tells a progress bar each step's loss: of an accelerator that of the step before, which is known already."""
+
+    def __init__(self) -> None:
+        self._before: HostCopy | None = None
+
+    def show(self, step: int, loss: Tensor, every_step: Callable[[int, float], None]) -> None:
+        """`step` updates are made, the last one with `loss`."""
+        latest = HostCopy(loss)
+        shown = latest if self._before is None or not reading_waits(loss.device) else self._before
+        self._before = latest
+        every_step(step, shown.read())
+
+
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and (step + 1) % interval == 0
 
@@ -160,6 +175,7 @@ def train(
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
     executor.step_index = start  # dropout seeds are a function of the step
+    progress = _Progress()
     first_step, meter = None, _Meter(start, flops_per_token, peak_flops, tokens_per_step)
     for step in range(start, config.train_steps):
         # forward, backward, gradient reduction; gradient clipping and the update are the optimizer's
@@ -175,14 +191,14 @@ def train(
         last = step == config.train_steps - 1
         is_logged = last or step == start or _is_due(step, config.log_interval)
         is_validated = validate is not None and (last or _is_due(step, config.eval_interval))
-        if is_logged or is_validated or every_step is not None:  # otherwise nothing waits for the device
+        if is_logged or is_validated:  # otherwise nothing waits for the device
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
                 record = meter.record(step, loss, learning_rate, stats, result.num_tokens)
                 _log_step(record, stats, optimizer, config, log, say)
-            if every_step is not None:
-                every_step(step + 1, loss)
+        if every_step is not None:
+            progress.show(step + 1, result.loss, every_step)
 
         # validate and save, outside of the throughput
         begin = time.perf_counter()
