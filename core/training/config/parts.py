@@ -157,6 +157,12 @@ class TrainingConfig:
     recompute: Literal["none", "selective", "layer", "stage"] = "none"
     """Activations that are computed again in backward instead of being kept (activation checkpointing)."""
 
+    compile: Literal["none", "layer"] = "none"
+    """Layers as code that torch compiles in the first steps (inductor; one graph for all layers of a kind)."""
+
+    compile_fallback: bool = False
+    """A foreign layer that does not become one graph may become several, with eager code between; else an error."""
+
     log_interval: int = 10
     """Steps between two records of loss, gradient norm and rates."""
 
@@ -202,6 +208,7 @@ class TrainingConfig:
         known = ("none", "selective", "layer", "stage")
         megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
+        yield self.compile in ("none", "layer"), f"unknown compile {self.compile!r}; known: none, layer"
         peak = self.peak_tflops
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
 
