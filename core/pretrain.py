@@ -27,7 +27,7 @@ from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import moved_to, open_corpus
-from core.training.run.evaluate import evaluate_texts
+from core.training.run.evaluate import validate
 from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 
@@ -73,7 +73,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=partial(evaluate_texts, executor, corpus, ps) if corpus.validation_texts else None,
+            validate=partial(validate, executor, corpus, ps, optimizer) if corpus.validation_texts else None,
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,

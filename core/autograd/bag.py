@@ -20,8 +20,8 @@ NO_DEFERRAL = torch.tensor(0)  # the number that stands for no bag
 class Ticket:
     """What a compiled graph takes instead of an object: a number, in a tensor, so that it is an input of the graph.
 
-    A copy of the object, or a pickle, has none. has_owner: whether the parameter that it stands for had a `main_grad`;
-    one that comes later is right too, and takes the gradient from autograd.
+    A copy of the object, or a pickle, has none. has_owner: whether the parameter that it stands for had a
+    `main_grad`; one that comes later is right too, and takes the gradient from autograd.
     """
 
     def __init__(self, target: Any, has_owner: bool = False) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from core.parallel_state.config import raise_all
 
+OF_AVERAGE = ".ema"  # behind the name of a validation text: of the averaged weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -77,6 +79,10 @@ class DataConfig:
                 re.fullmatch(r"[\w.-]+", name) is not None and name != "validation" and isinstance(prefix, str),
                 f"valid_sets: {name!r} = {prefix!r} must be a name of letters, digits and ._- other than validation, "
                 "and the prefix of a .bin and .idx",
+            )
+            yield (
+                not name.endswith(OF_AVERAGE),
+                f"valid_sets: {name!r} ends with {OF_AVERAGE}, as losses of averaged weights do; give another name",
             )
         yield from _split_rules(self.split)
         yield self.sequence_length >= 1, f"sequence_length={self.sequence_length} must be at least 1"

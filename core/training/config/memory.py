@@ -48,7 +48,7 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         param_bytes=model.dtype.itemsize,
         grad_bytes=None if grad_dtype is None else DTYPES[grad_dtype].itemsize,
         main_params=optimizer.main_params,
-        moments=_MOMENTS[optimizer.optimizer],
+        moments=_MOMENTS[optimizer.optimizer] + (optimizer.ema_decay > 0),
         offload_fraction=sharding.offload_fraction if sharding.offload == "optimizer" else 0.0,
     )
 
