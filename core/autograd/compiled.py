@@ -36,7 +36,7 @@ class CompiledForward(LinearProxy):
         try:
             return self._compiled(*self._arguments, *args, **kwargs)
         except RuntimeError as error:
-            if not isinstance(error, torch._dynamo.exc.Unsupported):
+            if not isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
                 raise
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise ValueError(
