@@ -21,6 +21,7 @@ from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
+from core.training.log.profile import StepProfiler
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.run.build import build_executor, build_sharded
@@ -62,7 +63,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         cut_as_planned(executor, checkpoints.plan, step, run.training, size)
         return here(batches.batch(step, rank, size))
 
-    with console, checkpoints, open_log(run, start, ps) as log:
+    profiler = StepProfiler(run.training, ps, console.say)
+    with console, checkpoints, open_log(run, start, ps) as log, profiler:
         first = train(
             executor,
             optimizer,
@@ -77,6 +79,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
+            profiler=profiler,
         )
     if skipped := optimizer.skipped_steps:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")

@@ -36,7 +36,7 @@ def batch(s):
 
 def built(ps, backend, *, zero=1, recompute="none", schedule="1f1b", style="llama", **facts):
     """(executor, optimizer, bucket owner), compiled with `backend`, None: as it is."""
-    spec, made = pipelines.spec(style), config(style, num_layers=LAYERS, **facts)
+    spec, made = pipelines.spec(style), config(style, num_layers=LAYERS * ps.size("pp"), **facts)
     if ps.size("pp") == 1:
         stages = {0: GPTModel(made, spec, VOCAB, POSITIONS, parallel=ps)}
     else:

@@ -17,6 +17,7 @@ from core.dist_checkpointing.writing.saving import layout_of_ranks
 from core.models.gpt.description import differences
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
+from core.parallel_state.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
 from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer
@@ -256,10 +257,11 @@ class Checkpoints(AbstractContextManager):
         # the last step and a terminated one are saved at once: there is no next step to save beside
         is_due = last or stop or (every > 0 and step % every == 0)
         if is_due and step != self._saved_step:
-            if self.config.asynchronous and not (last or stop):
-                self._save_asynchronously(step, metrics)
-            else:
-                self._save_at_once(step, metrics)
+            save = (
+                self._save_asynchronously if self.config.asynchronous and not (last or stop) else self._save_at_once
+            )
+            with named("save"):
+                save(step, metrics)
             self._saved_step = step
         # every rank ends after the same step, so that nobody waits in the next one's collectives
         if stop:
