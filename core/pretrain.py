@@ -8,6 +8,7 @@ Without data of your own it reads the interpreter's standard library.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -103,6 +104,7 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     loaded = load_run(args, description=description)
     with errors_as_one_line():
         run = checked(loaded, started_processes())
+        loaded = replace(loaded, run=replace(loaded.run, data=run.data))  # run.toml names what text became
         with parallel_state.launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))
