@@ -19,11 +19,11 @@ class DataConfig:
     """
 
     directory: str = "runs/corpus"
-    """Where the default corpus is written; used only where `train` is empty."""
+    """Where the default corpus is written, and texts that are named directly are prepared."""
 
     train: tuple[str, ...] = ()
-    """Prefix of the .bin and .idx to train on, or a blend: weight prefix weight prefix ...; empty: default corpus.
-    Several prefixes without weights are drawn in proportion to their tokens."""
+    """Prefix of the .bin and .idx to train on, a file or folder of text (prepared once), or a blend: weight prefix
+    weight prefix ...; empty: default corpus. Several without weights are drawn in proportion to their tokens."""
 
     valid: tuple[str, ...] = ()
     """Prefix, or a blend, of validation files; empty: the second part of `train`, as `split` says."""
@@ -35,10 +35,11 @@ class DataConfig:
     """Shares of `train` to train on, to validate, to test, cut between documents; unused where `valid` is given."""
 
     tokenizer: str | None = None
-    """A tokenizer.json; default: the one stored beside the first file of `train`, else bytes."""
+    """A tokenizer.json; default: the one stored beside the first file of `train`, else bytes; of text that is named
+    directly one of `vocab_size` tokens is learned."""
 
     vocab_size: int = 4096
-    """Entries of the tokenizer that is trained for the default corpus; 257 or more."""
+    """Entries of the tokenizer that is trained for the default corpus, or for text; 257 or more."""
 
     sequence_length: int = 128
     """Tokens of one row of a batch."""

@@ -8,6 +8,7 @@ import torch
 
 from core.data_parallel.memory import StateBytes, expected_bytes
 from core.datasets import TokenFile, open_blend
+from core.datasets.corpus.cached import is_text
 from core.models.gpt import gpt_stages
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives.groups import Group
@@ -57,7 +58,7 @@ class _PlannedGroup(Group):
     """A group of processes that nobody has started: only its ranks are read."""
 
     def __post_init__(self) -> None:
-        self.size, self.composed = len(self.ranks), False
+        self.size, self.gloo, self.staged = len(self.ranks), frozenset(), frozenset()
 
 
 def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:
@@ -74,6 +75,10 @@ def _tokens(data: DataConfig) -> int:
     if not data.train:
         return data.vocab_size
     prefix = open_blend(data.train)[0][1]
+    if is_text(prefix):
+        if data.tokenizer is not None:
+            raise ValueError(f"{prefix} is prepared when the run starts")
+        return data.vocab_size
     card = TokenFile(prefix).card
     if card is None:
         raise ValueError(f"{prefix} does not tell how many tokens its tokenizer has")
