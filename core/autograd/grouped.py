@@ -91,7 +91,7 @@ class _GroupedLinear(torch.autograd.Function):
     """The Parameter is kept on ctx, never in save_for_backward: a checkpoint's pack hook would detach it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, counts: list[int], stage: StageContext) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], stage: StageContext) -> Tensor:
         matrices, device_type = matrices_of(weight), x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
@@ -123,7 +123,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def grouped_linear(x: Tensor, weight: Parameter, counts: list[int], *, stage: StageContext) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: list[int], *, stage: StageContext) -> Tensor:
     """x [n, i], sorted by group, with weight [e, o..., i] -> [n, o]; `counts`: rows of each of the e groups.
 
     The weight's gradient goes into the bag of `stage`, into `main_grad` or to autograd, as `deferred_linear`'s.

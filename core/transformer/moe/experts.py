@@ -11,6 +11,7 @@ from core.autograd.grouped import grouped_linear
 from core.parallel_state import Init, Layout
 from core.parallel_state.layout import set_layout
 from core.parallel_state.spread import SpreadModule
+from core.tensor_parallel import sum_gradient
 from core.transformer.activations import Activation, gated
 from core.transformer.spec import Build
 
@@ -32,6 +33,9 @@ class Experts(torch.nn.Module):
     """linear_fc1.weight [E/ep, f, h], or gated [E/ep, 2, f, h]; linear_fc2.weight [E/ep, h, f]. No biases.
 
     Whole experts lie on each rank; tensor ranks take tokens of their own instead of columns (ep folds over tp).
+    Gradients are sums over the ranks with the same experts (edp): `DataParallel` takes them, in a plain loop they are
+    summed in backward over the tensor ranks, and DDP over the data ranks.
+    Raises ValueError: a plain loop on data ranks that hold other experts, which nobody would keep apart.
     """
 
     def __init__(self, build: Build) -> None:
@@ -43,13 +47,30 @@ class Experts(torch.nn.Module):
         fc1_shape = (experts, 2, ffn, hidden) if self.gated else (experts, ffn, hidden)
         self.linear_fc1 = Weight(build, Layout(fc1_shape, {"ep": 0}), config.init_method_std)
         self.linear_fc2 = Weight(build, Layout((experts, hidden, ffn), {"ep": 0}), config.output_std)
+        ps = build.parallel
+        self._has_data_ranks, self._ranks = ps.size("dp-cp") > 1, ps.size("ep")
+        self._sum_group = ps.group("tp") if self._has_data_ranks else ps.group("edp")  # in a plain loop
 
     def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         """rows [n, h] sorted by expert, weights [n, 1] -> [n, h], each expert's output times its weight."""
-        y = grouped_linear(rows, self.linear_fc1.weight, counts, stage=self.stage)
+        fc1, fc2 = self._summed(self.linear_fc1.weight), self._summed(self.linear_fc2.weight)
+        y = grouped_linear(rows, fc1, counts, stage=self.stage)
         # The weight multiplies before fc2, which is linear: its gradient needs no outputs of the experts.
         y = _WeightedActivation.apply(y, weights, self.activation, self.gated)
-        return grouped_linear(y, self.linear_fc2.weight, counts, stage=self.stage)
+        return grouped_linear(y, fc2, counts, stage=self.stage)
+
+    def _summed(self, weight: Parameter) -> Tensor:
+        """The weight; in a plain loop one whose gradient is summed over the ranks that DDP does not know."""
+        has_owner = getattr(weight, "main_grad", None) is not None or hasattr(weight, "take_main_grad")
+        if has_owner or not (torch.is_grad_enabled() and weight.requires_grad):
+            return weight
+        if self._has_data_ranks and self._ranks > 1:
+            raise ValueError(
+                f"the experts are spread over expert={self._ranks} ranks, several data ranks among them, and nobody "
+                "sums their gradients: a plain .grad and DDP take all data ranks for copies of one model; wrap the "
+                "model in core.data_parallel.DataParallel"
+            )
+        return sum_gradient(weight, self._sum_group)
 
 
 def _activate(y: Tensor, activation: Activation, is_gated: bool) -> Tensor:

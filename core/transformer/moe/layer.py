@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from core.parallel_state import ParallelState
 from core.tensor_parallel import gather_from_sequence_region, scatter_to_sequence_region
 from core.transformer.mlp import MLP
 from core.transformer.moe.balance import Balance
@@ -29,7 +28,7 @@ class MoELayer(nn.Module):
         super().__init__()
         config, ps = build.config, build.parallel
         assert config.num_moe_experts is not None
-        self.num_experts, self.parallel, self.layer_number = config.num_moe_experts, ps, build.layer
+        self.num_experts, self.parallel = config.num_moe_experts, ps
         self.router, self.experts, self.balance = Router(build), Experts(build), Balance(build)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -40,8 +39,6 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], sharded alike."""
         ps, tp = self.parallel, self.parallel.group("tp")
-        if torch.is_grad_enabled():
-            self._check_sums(ps)
         shard = scatter_to_sequence_region(self._padded(x), tp) if self._cuts_tokens else x
         tokens = shard.reshape(-1, shard.shape[-1])
         routing = self.router(tokens)
@@ -63,15 +60,3 @@ class MoELayer(nn.Module):
                 f"that route tokens of their own; pad it to {x.shape[0] + missing}"
             )
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
-
-    def _check_sums(self, ps: ParallelState) -> None:
-        weight = self.experts.linear_fc1.weight
-        has_owner = getattr(weight, "main_grad", None) is not None or hasattr(weight, "take_main_grad")
-        others = ps.group("edp")
-        same_as_data = ps.grid.members(ps.rank, "edp") == ps.grid.members(ps.rank, "dp-cp")
-        if others is not None and not has_owner and not same_as_data and weight.requires_grad:
-            raise ValueError(
-                f"{others.size} ranks hold the same experts of layer {self.layer_number} and nobody sums their "
-                "gradients: a plain .grad, and DDP, know the data ranks only; wrap the model in "
-                "core.data_parallel.DataParallel"
-            )
