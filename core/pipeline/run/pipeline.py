@@ -72,6 +72,7 @@ class Pipeline:
         schedule: ScheduleLike = "1f1b",
         num_microbatches: int = 1,
         recompute: str | Sequence[Any] = "none",
+        recompute_keeps: str = "attention",
         grad_sync: GradSync | None = None,
         seed: int = 0,
         memory_limit: float | None = None,
@@ -98,11 +99,11 @@ class Pipeline:
         self._position = ""  # the action under way when a call failed
 
         # every rank must reach both agreements, whatever goes wrong on it: otherwise the others would deadlock there
-        self._agree(describe_arguments(schedule, num_microbatches, recompute))
+        self._agree(describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))
         problem: Exception | None = None
         resolved: list[str] = []
         try:
-            self._build(stages, schedule, recompute, without_sync=grad_sync is None)
+            self._build(stages, schedule, recompute, recompute_keeps, without_sync=grad_sync is None)
             resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
@@ -149,6 +150,7 @@ class Pipeline:
         stages: Modules,
         schedule: ScheduleLike,
         recompute: str | Sequence[Any],
+        keeps: str,
         *,
         without_sync: bool,
     ) -> None:
@@ -182,7 +184,8 @@ class Pipeline:
         for index, module in zip(self.schedule.stages_of(ps.index("pp")), modules, strict=True):
             policy = policies[index]
             refuse_nested_recompute(index, module, policy, self.schedule)
-            self.stages[index] = Stage(module, index, count, policy=policy, seed=self.seed, device=ps.device)
+            how = {"policy": policy, "keeps": keeps, "seed": self.seed, "device": ps.device}
+            self.stages[index] = Stage(module, index, count, **how)
 
     @property
     def modules(self) -> dict[int, nn.Module]:

@@ -157,6 +157,10 @@ class TrainingConfig:
     recompute: Literal["none", "selective", "layer", "stage"] = "none"
     """Activations that are computed again in backward instead of being kept (activation checkpointing)."""
 
+    recompute_keeps: Literal["attention", "nothing"] = "attention"
+    """What is kept all the same: attention's output, which costs one activation per layer and saves its kernel a
+    second run; selective recomputation keeps nothing."""
+
     log_interval: int = 10
     """Steps between two records of loss, gradient norm and rates."""
 
@@ -198,6 +202,8 @@ class TrainingConfig:
         known = ("none", "selective", "layer", "stage")
         megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
+        keeps = self.recompute_keeps
+        yield keeps in ("attention", "nothing"), f"unknown recompute_keeps {keeps!r}; known: attention, nothing"
         peak = self.peak_tflops
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
 
