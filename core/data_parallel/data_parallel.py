@@ -327,12 +327,13 @@ class DataParallel(GradSync):
         because full gradients are what they do not hold."""
         yield
 
-    def take_gradients(self) -> None:
-        """Before an update: adopt what the program has written into `p.grad`; None is no gradient."""
+    def take_gradients(self) -> Tensor:
+        """Before an update: adopt `p.grad`; None is no gradient. Returns the number of `ChangesByHand.take`."""
         if self._gradient_sums.borrowed():
             self._sum_and_average()
         if self._gradient_sums.take(float(self.default_divisor)):
             self.missing = [slot.name for slot in self._gradient_sums.slots if not (slot.delivered or slot.zeroed)]
+        return self._gradient_sums.changes.take(self.ps.device)
 
     @property
     def replicas(self) -> int:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, local_gradient_of, store_gradient
 from core.data_parallel.buffers.life import Phase
+from core.parallel_state.layout import layout_of
 
 IN_FLIGHT = 2  # sums under way at once: each holds a bucket of scratch memory, at stages 2 and 3 full gradients
 
@@ -127,7 +129,7 @@ class GradientSums:
             slot.sums = self
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
-        self.phase = Phase.OPEN
+        self.phase, self.changes = Phase.OPEN, ChangesByHand()
         self._begin_plain()
 
     def _begin_plain(self) -> None:
@@ -235,7 +237,7 @@ class GradientSums:
         changed = False
         borrowed = [(slot, gradient.slot.full_gradient()) for slot, gradient in self.borrowed()]
         for slot, full in borrowed:  # all were gathered above: two parameters may have exchanged their gradients
-            store_gradient(slot, full, factor)
+            self._put(slot, full, factor)
             slot.parameter.grad = slot.gradient
             slot.fetched, changed, slot.delivered = None, True, True
         with torch._C.DisableTorchFunctionSubclass():
@@ -243,14 +245,21 @@ class GradientSums:
                 gradient = slot.parameter.grad
                 if type(gradient) is BucketGradient:
                     if slot.fetched is not None:
-                        store_gradient(slot, slot.fetched, factor)
+                        self._put(slot, slot.fetched, factor)
                 elif gradient is not None:
-                    store_gradient(slot, gradient, factor)
+                    self._put(slot, gradient, factor)
                     changed, slot.delivered = True, True
                 elif slot.shown:
+                    self.changes.add(slot.index)
                     local_gradient_of(slot).zero_()
                     changed, slot.delivered, slot.zeroed = True, False, False
         return changed
+
+    def _put(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
+        if "dp-cp" in layout_of(slot.parameter).gradient_groups:  # other ranks hold other experts
+            self.changes.add(slot.index)
+            self.changes.add(full)
+        store_gradient(slot, full, factor)
 
     def borrowed(self) -> list[tuple[ParameterSlot, BucketGradient]]:
         """The parameters whose `.grad` was set to what another's is. Raises RuntimeError: to that of another step."""
@@ -372,5 +381,5 @@ class GradientSums:
                 if set_to_none:
                     slot.parameter.grad, slot.shown = None, False
                 slot.renew()
-        self.phase = Phase.OPEN
+        self.phase, self.changes = Phase.OPEN, ChangesByHand()
         self._begin_plain()

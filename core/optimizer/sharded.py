@@ -31,7 +31,7 @@ from core.optimizer.state.streamed import Streamer
 from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
-from core.optimizer.step.watch import GradientWatch, OptionsWatch
+from core.optimizer.step.watch import Agreement, GradientWatch
 from core.optimizer.torch_face import TorchFace
 from core.parallel_state.layout import Layout
 
@@ -91,7 +91,7 @@ class ShardedOptimizer(TorchFace):
         self._step = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped_in_row = torch.zeros_like(self._skipped)
-        self._watch, self._options_watch = GradientWatch(shard.buffers, self.ps), OptionsWatch(self.ps)
+        self._watch, self._agreement = GradientWatch(shard.buffers, self.ps), Agreement(self.ps)
         self._rounding = Rounding(config.rounding_seed, self.ps.coordinate, self.ps.sizes)
         self._streamer = Streamer(device, self._apply, self._round_stochastically)
         self._scaler: LossScale | None = None
@@ -192,7 +192,7 @@ class ShardedOptimizer(TorchFace):
         if not shard.finished:
             shard.finish()
         shard.take_weights()
-        shard.take_gradients()
+        changes_by_hand = shard.take_gradients()
 
         # The divisor: tokens (or replicas) times loss scale.
         if self._scaler is not None and loss_scale is None:
@@ -204,14 +204,14 @@ class ShardedOptimizer(TorchFace):
         if loss_scale is not None:
             divisor = divisor * self._number(loss_scale)
 
-        # The norm. Beside it travel who lacks a gradient, and the options: one collective for all three.
+        # The norm. Who lacks a gradient, and what ranks must agree on, travel with it: one collective for all.
         missing = shard.missing
-        message = self._options_watch.message(self._reached.message(missing), self._groups.fingerprint())
+        message = self._agreement.message(self._reached.message(missing), self._groups.fingerprint(), changes_by_hand)
         squared, rows = self._watch.squared_norm(message)
         norm = squared.sqrt() / divisor.abs()
         found_inf = ~torch.isfinite(norm)
         self._watch.remember(found_inf)
-        self._options_watch.compare(rows, self.step_count)
+        self._agreement.compare(rows, self.step_count)
         if self._reached.update(rows, missing, found_inf):
             for state_buffer in self._state_buffers:
                 state_buffer.recut(self._key_of)

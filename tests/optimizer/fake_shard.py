@@ -72,7 +72,7 @@ class FakeShard:
         pass
 
     def take_gradients(self):
-        pass
+        return torch.zeros((), dtype=torch.float64)
 
     @property
     def replicas(self):

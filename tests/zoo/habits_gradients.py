@@ -1,6 +1,7 @@
 """Habits with `p.grad`: clipped, scaled, read, written, dropped, zeroed, used by torch's own tools."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.zoo.habit_side import RATE, TOLD3, Side, habits, loss_of
@@ -162,3 +163,63 @@ def read_late(side: Side) -> dict[str, Tensor]:
     loss_of(model, side.x(0)).backward()
     optimizer.step()
     return {"norm": model.first.weight.grad.norm()} | side.weights(optimizer, model)
+
+
+SAME_ON_ALL = "one seed on all ranks; `parameter.register_hook` before the sum"
+
+
+@habit(
+    "noise of a generator of each rank's own, added to p.grad", "has put other values", SAME_ON_ALL, outcome="refused"
+)
+def noise_of_each_rank(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(3):
+        loss_of(model, side.x(step)).backward()
+        for p in model.parameters():
+            p.grad.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(optimizer, model)
+
+
+@habit("noise of one seed on all ranks, added to p.grad")
+def noise_of_one_seed(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    generator = torch.Generator().manual_seed(5)
+    for step in range(3):
+        loss_of(model, side.x(step)).backward()
+        for p in model.parameters():
+            p.grad.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(optimizer, model)
+
+
+@habit("p.grad scaled by a rank's own loss", "changed it by other numbers", SAME_ON_ALL, outcome="refused")
+def scaled_by_own_loss(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    for step in range(3):
+        loss = loss_of(model, side.x(step))
+        loss.backward()
+        for p in model.parameters():
+            p.grad.mul_(1 / (1 + loss.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(optimizer, model)
+
+
+@habit("p.grad = None on one rank only", "has put other values", SAME_ON_ALL, outcome="refused")
+def dropped_on_one_rank(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    loss_of(model, side.x(0)).backward()
+    if side.ours:
+        optimizer.shard.finish()
+    if dist.get_rank() == 0:
+        model.layers[0].up.weight.grad = None
+    optimizer.step()
+    return side.weights(optimizer, model)

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.units import StageUnits, Unit
 from core.parallel_state.collectives import Group, all_gather, all_reduce
@@ -42,6 +43,7 @@ class Sums(Protocol):
     """What a slot asks of `GradientSums`."""
 
     phase: Phase
+    changes: ChangesByHand
     sum_and_average: Callable[[], None]
 
     def contribute(self, slot: "ParameterSlot", gradient: Tensor) -> None:
@@ -183,6 +185,10 @@ class BucketGradient(Tensor):
 
         # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
         local = (func in ELEMENTWISE and _only_scalars_beside(leaves, cls)) or func is UNSCALE
+        if local:
+            for leaf in leaves:
+                if type(leaf) is not cls and isinstance(leaf, (Tensor, int, float)):
+                    ours[0].slot.sums.changes.add(leaf)
         plain_of: dict[int, Tensor] = {}
         for leaf in ours:
             plain_of[id(leaf)] = leaf.slot.local_gradient() if local else leaf.slot.full_gradient()

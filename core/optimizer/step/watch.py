@@ -85,36 +85,49 @@ class GradientWatch:
         return torch.stack(torch._foreach_norm(views, 2, dtype=dtype)).double()
 
 
-class OptionsWatch:
-    """Refuses param groups whose options, rates above all, differ between the ranks of one pipeline stage.
+class Agreement:
+    """Refuses steps for which ranks that hold the same parameters were told different things.
 
-    That happens where a rate came from one rank's loss. One number per rank travels with the gradient norm.
+    Two numbers per rank travel with the gradient norm. Options in param_groups differ where a rate came from one
+    rank's loss; what was done to `p.grad` differs where its values did.
     """
 
     def __init__(self, ps: ParallelState) -> None:
         self._ps = ps
-        first_of: dict[int, int] = {}
-        for ranks in ps.grid.all_groups("tp-dp-cp"):
-            for rank in ranks:
-                first_of[rank] = ranks[0]
-        self._first = torch.tensor([first_of[rank] for rank in sorted(first_of)], device=ps.device)
-        self._differed = torch.zeros(len(first_of), dtype=torch.bool, device=ps.device)
+        self._messages = (_OTHER_OPTIONS, _OTHER_GRADIENTS)
+        holders = ("tp-dp-cp", "dp-cp")  # whose numbers must be the same
+        first_of = torch.zeros(len(holders), ps.grid.config.world_size, dtype=torch.int64)
+        for number, axes in enumerate(holders):
+            for ranks in ps.grid.all_groups(axes):
+                first_of[number, list(ranks)] = ranks[0]
+        self._first = first_of.to(ps.device)  # [2, ranks]: with whom each rank is compared
+        self._differed = torch.zeros_like(self._first, dtype=torch.bool)
 
-    def message(self, missing_bits: Tensor, options_number: float) -> Tensor:
-        """`missing_bits`, and the number that stands for this rank's options; 0 of options that lie on a device."""
-        return torch.cat((missing_bits, missing_bits.new_full((1,), options_number)))
+    def message(self, missing_bits: Tensor, options_number: float, changes_by_hand: Tensor) -> Tensor:
+        """`missing_bits`, and this rank's two numbers; 0 of options that lie on a device."""
+        options = missing_bits.new_full((1,), options_number)
+        return torch.cat((missing_bits, options, changes_by_hand.reshape(1)))
 
     def compare(self, rows: Sequence[Tensor], step: int) -> None:
         """Raises ValueError, on every rank, before the update."""
         if len(rows) == 1:
             return
-        numbers = torch.stack(list(rows))[:, -1]
-        self._differed |= numbers != numbers[self._first]
+        numbers = torch.stack(list(rows))[:, -2:].t()
+        self._differed |= numbers != numbers.gather(1, self._first)
         if (self._ps.device.type == "cpu" or step % READ_EVERY == 0) and self._differed.any():
-            rank = int(self._differed.nonzero()[0])
-            raise ValueError(
-                f"step {step + 1}: the options in param_groups (lr, weight_decay ...) of rank {rank} are not those "
-                f"of rank {int(self._first[rank])}, which holds the same parameters or parts of them. A rate must be "
-                "the same on all: give a scheduler the loss of all ranks (averaged over get_data_parallel_group() "
-                "and the pipeline), not one rank's"
-            )
+            which, rank = self._differed.nonzero()[0].tolist()
+            holder = int(self._first[which, rank])
+            raise ValueError(f"step {step + 1}: {self._messages[which].format(rank=rank, holder=holder)}")
+
+
+_OTHER_OPTIONS = (
+    "the options in param_groups (lr, weight_decay ...) of rank {rank} are not those of rank {holder}, which holds "
+    "the same parameters or parts of them. A rate must be the same on all: give a scheduler the loss of all ranks "
+    "(averaged over get_data_parallel_group() and the pipeline), not one rank's"
+)
+_OTHER_GRADIENTS = (
+    "rank {rank} has put other values into p.grad, or changed it by other numbers, than rank {holder}, which trains "
+    "the same parameters on other data; each would update its part by its own. Draw noise with one seed on both, sum "
+    "what comes of a rank's own loss over parallel_state.get_data_parallel_group(), or change gradients inside of "
+    "backward by parameter.register_hook, before they are summed"
+)

@@ -8,68 +8,17 @@ While the model runs and while an optimizer steps they are plain ones: nothing i
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from core.parallel_state.layout import layout_of
-
-_REDUCTIONS = """
-    norm _foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
-    argmax argmin median nanmedian quantile mode sort argsort topk kthvalue logsumexp softmax log_softmax normalize
-    iter unbind nonzero mse_loss l1_loss smooth_l1_loss huber_loss kl_div cross_entropy histogram fft fft2
-    rfft cumsum cumprod renorm count_nonzero unique histc svd svdvals qr eigh eigvals eigvalsh det slogdet inv pinv
-    matrix_rank cosine_similarity dist cdist cov corrcoef nansum nanmean trace
-"""
-_PRODUCTS = "matmul mm bmm mv dot inner outer vdot linear einsum tensordot addmm baddbmm chain_matmul multi_dot kron"
-# with one seed on all ranks every shard gets the same numbers
-_DRAWS = """
-    randn_like rand_like randint_like normal_ uniform_ bernoulli bernoulli_ dropout feature_dropout exponential_
-    cauchy_ geometric_ log_normal_ random_ trunc_normal_ multinomial xavier_uniform_ xavier_normal_ kaiming_uniform_
-    kaiming_normal_ orthogonal_ sparse_ eye_ dirac_
-"""
-# a width, a fan-in or a count is another on a shard; a buffer of that shape is right
-_SHAPES = "shape size numel nelement len"
-# row numbers of a shard are not row numbers of the full tensor
-_INDICES = """
-    getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
-    index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy
-    tolist
-"""
-_KIND_OF_FUNCTION = {
-    **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
-    **dict.fromkeys(_PRODUCTS.split(), "product"),
-    **dict.fromkeys(_DRAWS.split(), "draw"),
-    **dict.fromkeys(_INDICES.split(), "index"),
-    **dict.fromkeys(_SHAPES.split(), "shape"),
-}
-_NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}  # a momentum of one's own, say
-WRONG_ON_SHARDS = {
-    "reduction",
-    "product",
-    "draw",
-    "index",
-    "shape",
-}  # their result on a shard is not the shard of the result
-# torch's own frames between a program and `__torch_function__`
-_TORCH_FRAMES = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
-_TORCH_FRAMES |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.nn.init"}
-_TORCH_FRAMES |= {"torch.autograd"}
-
-
-def _called_by_program(frame: Any) -> bool:
-    """Whether a program called, not torch's or our own code; torch.nn.utils is a program's hand."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module not in _TORCH_FRAMES and not module.startswith("torch.nn.utils."):
-            return not module.startswith(("torch.", "core.")) and module != "torch"
-        frame = frame.f_back
-    return False
+from core.parallel_state.by_hand.functions import KIND_OF_FUNCTION, NEW_BUFFERS, called_by_program, function_name
+from core.parallel_state.by_hand.heard import Heard
 
 
 def is_foreign(hook: Any) -> bool:
@@ -91,21 +40,13 @@ def _detached_for_a_parameter(data: Tensor) -> Tensor:
     return result
 
 
-def _function_name(func: Any) -> str:
-    """vector_norm of `torch.linalg.vector_norm`, matmul of `@`, grad of `p.grad`."""
-    name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return str(func.__self__.__name__)
-    return name if name in _KIND_OF_FUNCTION else name.removeprefix("linalg_").removeprefix("__r").strip("_")
-
-
 class ByHand:
     """Calls `report(Heard)` for the functions that a program calls on the parameters it was opened with.
 
     Elementwise functions, views and attributes are not reported. While an optimizer steps, parameters are plain.
     """
 
-    def __init__(self, report: Callable[["Heard"], None], *, gradients: bool = False) -> None:
+    def __init__(self, report: Callable[[Heard], None], *, gradients: bool = False) -> None:
         self._report, self._gradients, self.is_open = report, gradients, False
         self._parameters: list[Parameter] = []
         self._followed: list[weakref.ref[Tensor]] = []  # results and gradients, to be given their own class back
@@ -192,10 +133,10 @@ class ByHand:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             caller = sys._getframe(2)
-            if not self.is_open or not _called_by_program(caller):
+            if not self.is_open or not called_by_program(caller):
                 return result
-            name = _function_name(func)
-            kind = _KIND_OF_FUNCTION.get(name)  # None: elementwise, a view, a fact
+            name = function_name(func)
+            kind = KIND_OF_FUNCTION.get(name)  # None: elementwise, a view, a fact
             # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
             if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith("torch.nn.utils."):
                 return result
@@ -218,7 +159,7 @@ class ByHand:
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
             source = replace(source, joined=source.joined or joins)
             if kind is None and type(result) is Tensor and (joins or result.numel() == tensor.numel()):
-                self._follow(result, source, for_good=name in _NEW_BUFFERS)
+                self._follow(result, source, for_good=name in NEW_BUFFERS)
         return result
 
     def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
@@ -228,17 +169,17 @@ class ByHand:
             if self._gradients and type(gradient) is Tensor and isinstance(parameter, self._parameter):
                 self._follow(gradient, Heard(parameter, True))
 
-    def _called_inside(self, source: "Heard", func: Any, result: Any) -> None:
+    def _called_inside(self, source: Heard, func: Any, result: Any) -> None:
         """A gradient that lies in buckets was given to an operator of aten."""
-        if not self.is_open or not _called_by_program(sys._getframe(2)):
+        if not self.is_open or not called_by_program(sys._getframe(2)):
             return
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
-        if name in _KIND_OF_FUNCTION:
-            self._report(replace(source, kind=_KIND_OF_FUNCTION[name], name=name))
+        if name in KIND_OF_FUNCTION:
+            self._report(replace(source, kind=KIND_OF_FUNCTION[name], name=name))
         elif type(result) is Tensor and result.shape == source.parameter.shape:
             self._follow(result, source)
 
-    def _listened(self, values: Iterable[Any]) -> tuple["Heard", Tensor]:
+    def _listened(self, values: Iterable[Any]) -> tuple[Heard, Tensor]:
         for value in values:
             if isinstance(value, self._parameter):
                 return Heard(value, False), value
@@ -250,66 +191,12 @@ class ByHand:
                 return self._listened(value)
         raise AssertionError("called without a tensor of these classes")
 
-    def _follow(self, result: Tensor, source: "Heard", *, for_good: bool = False) -> None:
+    def _follow(self, result: Tensor, source: Heard, *, for_good: bool = False) -> None:
         """Listen to what is called on `result`, too; for_good: beyond the next forward."""
         if result.is_floating_point() or result.dtype is torch.bool:  # a mask that is counted
             result.__class__, result.heard = self._result, source  # type: ignore[attr-defined]
             if not for_good:
                 self._followed.append(weakref.ref(result))
-
-
-_FULL_TENSOR_REMEDY = (
-    "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
-    "parallel_state.get_tensor_model_parallel_group()"
-)
-_NORM_REMEDY = (
-    "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
-)
-
-
-@dataclass(frozen=True)
-class Heard:
-    """A function `name` of one of the kinds `WRONG_ON_SHARDS`, or "sum".
-
-    Called on a parameter or its gradient, or on what elementwise functions made of either.
-    """
-
-    parameter: Parameter
-    of_gradient: bool
-    kind: str = ""
-    name: str = ""
-    joined: bool = False  # several of them, by cat, stack or a function of a list
-    group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
-
-    @property
-    def sees_only_shard(self) -> bool:
-        """Whether tensor ranks hold the rest of what was reduced, multiplied or drawn for."""
-        layout = layout_of(self.parameter)
-        tensor = "tp" in layout.split and tuple(self.parameter.shape) != layout.padded_shape()
-        return tensor and self.kind in WRONG_ON_SHARDS
-
-    def message(self, *modules: nn.Module) -> str:
-        """What a user reads of a function of a part; the parameter is one of the modules'."""
-        named = (pair for module in modules for pair in module.named_parameters())
-        name = next((name for name, p in named if p is self.parameter), "a parameter")
-        shape, full_shape = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
-        subject = "the gradient of " if self.of_gradient else ""
-        if self.kind == "shape":
-            remedy = (
-                "buffers of that shape are right; widths, fan-ins, counts and draws of the whole want "
-                "core.parallel_state.layout_of(parameter).shape"
-            )
-        elif self.kind == "index":
-            remedy = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
-        elif self.of_gradient:
-            remedy = _NORM_REMEDY
-        elif self.kind == "draw":
-            remedy = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
-        else:
-            remedy = _FULL_TENSOR_REMEDY
-        return (
-            f"{self.name} by hand sees {shape} of {subject}{name}, this tensor rank's part of {full_shape}: {remedy}"
-        )
 
 
 def make_plain(parameters: Iterable[Parameter]) -> None:

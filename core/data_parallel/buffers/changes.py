@@ -1,0 +1,35 @@
+"""What a program did to `p.grad` between backward and step, as one number that replicas can compare.
+
+Each rank updates its shard of a parameter from its own `p.grad`. Values of one rank alone (noise of its own
+generator, a factor of its own loss) would be stitched together, or would let the replicas drift apart at stage 0.
+"""
+
+import torch
+from torch import Tensor
+
+from core.parallel_state.collectives.checks import checksum
+
+_MODULUS = 1 << 31  # of each change, so that its product with a position is exact in float64
+_POSITIONS = 1 << 20  # the weights of changes: exchanged ones differ
+
+
+class ChangesByHand:
+    """The changes of one step, in the order in which the program made them."""
+
+    def __init__(self) -> None:
+        self._changes: list[Tensor | int] = []
+
+    def add(self, value: Tensor | float) -> None:
+        """A gradient that was put in, or a number that all of it was changed by; nothing waits for a device."""
+        if isinstance(value, Tensor):
+            self._changes.append(checksum(value) % _MODULUS + 1)  # zeros are a change, too
+        else:
+            self._changes.append(hash(value) % _MODULUS + 1)  # of a number the same in every process
+
+    def take(self, device: torch.device) -> Tensor:
+        """The number, float64 [], 0 if there was no change; then there are none."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for position, change in enumerate(self._changes):
+            total += change * (position % _POSITIONS + 1)
+        self._changes = []
+        return total

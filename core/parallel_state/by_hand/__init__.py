@@ -1,0 +1,6 @@
+"""Detects arithmetic that a program does by hand with weights and gradients of which other ranks hold the rest."""
+
+from core.parallel_state.by_hand.heard import Heard
+from core.parallel_state.by_hand.listening import ByHand, is_foreign, make_plain
+
+__all__ = ["ByHand", "Heard", "is_foreign", "make_plain"]

@@ -1,0 +1,63 @@
+"""Which functions are wrong on a shard of a tensor, and whether a program called one."""
+
+from typing import Any
+
+_REDUCTIONS = """
+    norm _foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
+    argmax argmin median nanmedian quantile mode sort argsort topk kthvalue logsumexp softmax log_softmax normalize
+    iter unbind nonzero mse_loss l1_loss smooth_l1_loss huber_loss kl_div cross_entropy histogram fft fft2
+    rfft cumsum cumprod renorm count_nonzero unique histc svd svdvals qr eigh eigvals eigvalsh det slogdet inv pinv
+    matrix_rank cosine_similarity dist cdist cov corrcoef nansum nanmean trace
+"""
+_PRODUCTS = "matmul mm bmm mv dot inner outer vdot linear einsum tensordot addmm baddbmm chain_matmul multi_dot kron"
+# with one seed on all ranks every shard gets the same numbers
+_DRAWS = """
+    randn_like rand_like randint_like normal_ uniform_ bernoulli bernoulli_ dropout feature_dropout exponential_
+    cauchy_ geometric_ log_normal_ random_ trunc_normal_ multinomial xavier_uniform_ xavier_normal_ kaiming_uniform_
+    kaiming_normal_ orthogonal_ sparse_ eye_ dirac_
+"""
+# a width, a fan-in or a count is another on a shard; a buffer of that shape is right
+_SHAPES = "shape size numel nelement len"
+# row numbers of a shard are not row numbers of the full tensor
+_INDICES = """
+    getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
+    index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy
+    tolist
+"""
+KIND_OF_FUNCTION = {
+    **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
+    **dict.fromkeys(_PRODUCTS.split(), "product"),
+    **dict.fromkeys(_DRAWS.split(), "draw"),
+    **dict.fromkeys(_INDICES.split(), "index"),
+    **dict.fromkeys(_SHAPES.split(), "shape"),
+}
+NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}  # a momentum of one's own, say
+WRONG_ON_SHARDS = {
+    "reduction",
+    "product",
+    "draw",
+    "index",
+    "shape",
+}  # their result on a shard is not the shard of the result
+# torch's own frames between a program and `__torch_function__`
+_TORCH_FRAMES = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
+_TORCH_FRAMES |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.nn.init"}
+_TORCH_FRAMES |= {"torch.autograd"}
+
+
+def called_by_program(frame: Any) -> bool:
+    """Whether a program called, not torch's or our own code; torch.nn.utils is a program's hand."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module not in _TORCH_FRAMES and not module.startswith("torch.nn.utils."):
+            return not module.startswith(("torch.", "core.")) and module != "torch"
+        frame = frame.f_back
+    return False
+
+
+def function_name(func: Any) -> str:
+    """vector_norm of `torch.linalg.vector_norm`, matmul of `@`, grad of `p.grad`."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return str(func.__self__.__name__)
+    return name if name in KIND_OF_FUNCTION else name.removeprefix("linalg_").removeprefix("__r").strip("_")

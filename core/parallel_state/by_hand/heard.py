@@ -1,0 +1,63 @@
+"""What was called on a parameter by hand, and what its user reads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from core.parallel_state.by_hand.functions import WRONG_ON_SHARDS
+from core.parallel_state.layout import layout_of
+
+_FULL_TENSOR_REMEDY = (
+    "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
+    "parallel_state.get_tensor_model_parallel_group()"
+)
+_NORM_REMEDY = (
+    "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
+)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A function `name` of one of the kinds `WRONG_ON_SHARDS`, or "sum".
+
+    Called on a parameter or its gradient, or on what elementwise functions made of either.
+    """
+
+    parameter: Parameter
+    of_gradient: bool
+    kind: str = ""
+    name: str = ""
+    joined: bool = False  # several of them, by cat, stack or a function of a list
+    group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
+
+    @property
+    def sees_only_shard(self) -> bool:
+        """Whether tensor ranks hold the rest of what was reduced, multiplied or drawn for."""
+        layout = layout_of(self.parameter)
+        tensor = "tp" in layout.split and tuple(self.parameter.shape) != layout.padded_shape()
+        return tensor and self.kind in WRONG_ON_SHARDS
+
+    def message(self, *modules: nn.Module) -> str:
+        """What a user reads of a function of a part; the parameter is one of the modules'."""
+        named = (pair for module in modules for pair in module.named_parameters())
+        name = next((name for name, p in named if p is self.parameter), "a parameter")
+        shape, full_shape = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
+        subject = "the gradient of " if self.of_gradient else ""
+        if self.kind == "shape":
+            remedy = (
+                "buffers of that shape are right; widths, fan-ins, counts and draws of the whole want "
+                "core.parallel_state.layout_of(parameter).shape"
+            )
+        elif self.kind == "index":
+            remedy = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
+        elif self.of_gradient:
+            remedy = _NORM_REMEDY
+        elif self.kind == "draw":
+            remedy = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
+        else:
+            remedy = _FULL_TENSOR_REMEDY
+        return (
+            f"{self.name} by hand sees {shape} of {subject}{name}, this tensor rank's part of {full_shape}: {remedy}"
+        )
