@@ -2,6 +2,7 @@
 
 from core.context_parallel.attention import Exchange, context_attention
 from core.context_parallel.documents import Documents, begin_of_rows, document_rows, visible_mask, within_window
+from core.context_parallel.kernels import has_kernel
 
 __all__ = [
     "Documents",
@@ -9,6 +10,7 @@ __all__ = [
     "begin_of_rows",
     "context_attention",
     "document_rows",
+    "has_kernel",
     "visible_mask",
     "within_window",
 ]

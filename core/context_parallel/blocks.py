@@ -4,9 +4,13 @@ Rows are numbers in the whole sequence; a query sees the keys from the begin of 
 itself.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int64]
 
 STRIP = 256  # queries of a piece with a mask: the mask is at most [STRIP, keys of one rank]
 
@@ -44,9 +48,7 @@ def blocks(size: int, rank: int, count: int) -> list[Block]:
     return found
 
 
-def pieces(
-    block: Block, query_rows: Sequence[int], key_rows: Sequence[int], first: Sequence[int], last: Sequence[int]
-) -> Iterator[Piece]:
+def pieces(block: Block, query_rows: Rows, key_rows: Rows, first: Rows, last: Rows) -> Iterator[Piece]:
     """The kernel calls of a block where queries begin to see keys somewhere; keys that none sees are left out.
 
     query_rows, key_rows: of this rank and of the block's source. first, last: of each query the lowest and the
@@ -56,8 +58,8 @@ def pieces(
     rows_of_keys = key_rows[keys.start : keys.stop]
     for start in range(queries.start, queries.stop, STRIP):
         stop = min(start + STRIP, queries.stop)
-        low = bisect_left(rows_of_keys, first[start])
-        high = bisect_right(rows_of_keys, query_rows[stop - 1])
+        low = int(np.searchsorted(rows_of_keys, first[start]))
+        high = int(np.searchsorted(rows_of_keys, query_rows[stop - 1], side="right"))
         if low < high:
             seen_by_all = rows_of_keys[low] >= last[stop - 1] and rows_of_keys[high - 1] <= query_rows[start]
             yield Piece(slice(start, stop), slice(keys.start + low, keys.start + high), False, not seen_by_all)

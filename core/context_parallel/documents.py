@@ -51,6 +51,6 @@ def within_window(documents: Documents | None, window: int, rows: Tensor, device
 
 
 def visible_mask(document_begin: Tensor) -> Tensor:
-    """document_begin [b, s] of whole sequences -> the bool mask [b, 1, s, s] of other attentions, True = masked out."""
+    """document_begin [b, s] of whole sequences -> the bool mask [b, 1, s, s] for other attentions, True = masked."""
     rows = torch.arange(document_begin.shape[1], device=document_begin.device)
     return (rows > rows[:, None]) | (rows < document_begin[:, None, :, None])

@@ -220,6 +220,11 @@ def _kernel(q: Tensor, k: Tensor, bias: Tensor | None) -> Kernel:
     return kernel_of(q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None)
 
 
+def has_kernel(q: Tensor, k: Tensor) -> bool:
+    """Whether a fused kernel serves tensors like these."""
+    return _kernel(q, k, None) is not PLAIN
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -3,16 +3,13 @@
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.context_parallel.blocks import Block, Piece, blocks, pieces, whole
+from core.context_parallel.blocks import Block, Piece, Rows, blocks, pieces, whole
 from core.context_parallel.documents import Documents
 from core.context_parallel.kernels import attend, attend_backward, merge, wide
 from core.parallel_state.context import zigzag
-
-Rows = npt.NDArray[np.int64]
 
 
 @lru_cache(maxsize=64)
@@ -63,6 +60,8 @@ class Attended:
 
     def __init__(self, rows: RowsOfRing, q: Tensor) -> None:
         self._rows, self._q = rows, q
+        self._out: Tensor
+        self._logsumexp: Tensor
 
     def add(self, block: Block, k: Tensor, v: Tensor) -> None:
         """k, v [b, g, n, d]: all rows of the block's source."""

@@ -34,7 +34,8 @@ class Packing:
     def batch(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """`tokens` and `labels` int64 `[b, s]`, with what the options ask for; `labels` are changed in place.
 
-        position_ids: int64 `[b, s]`. attention_mask: bool `[b, 1, s, s]`, True = masked out, causal included.
+        position_ids: int64 `[b, s]`. document_begin: int64 `[b, s]`, the position in its row where the document of
+        each token begins; nothing of size s x s.
         """
         batch = {"tokens": tokens, "labels": labels}
         # Megatron's meaning: what follows the end of a document is not to be predicted from it
@@ -46,9 +47,7 @@ class Packing:
             if self.reset_position_ids:
                 batch["position_ids"] = positions - begin
             if self.reset_attention_mask:
-                # masked: keys after the query (causal), and keys before the query's document
-                key, query = positions, positions[:, None]
-                batch["attention_mask"] = (key > query) | (key < begin[:, None, :, None])
+                batch["document_begin"] = begin
         return batch
 
 

@@ -184,8 +184,8 @@ class Pipeline:
         for index, module in zip(self.schedule.stages_of(ps.index("pp")), modules, strict=True):
             policy = policies[index]
             refuse_nested_recompute(index, module, policy, self.schedule)
-            how = {"policy": policy, "keeps": keeps, "seed": self.seed, "device": ps.device}
-            self.stages[index] = Stage(module, index, count, **how)
+            how = {"policy": policy, "keeps": keeps, "seed": self.seed, "context_rank": ps.index("cp")}
+            self.stages[index] = Stage(module, index, count, device=ps.device, **how)
 
     @property
     def modules(self) -> dict[int, nn.Module]:

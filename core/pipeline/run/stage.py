@@ -56,6 +56,7 @@ class Stage:
         seed: int,
         device: torch.device,
         keeps: str = "attention",
+        context_rank: int = 0,
     ) -> None:
         check_keeps(keeps)
         lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
@@ -78,6 +79,7 @@ class Stage:
                 self.close()
                 raise
 
+        self._context_rank = context_rank
         self._forward_arguments, self._keeps_activations = forward_arguments(module), keeps == "attention"
         self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
         self._has_compiled_code, self._module_state = False, ModuleState(module)
@@ -243,7 +245,7 @@ class Stage:
         """The module's output; on the last stage (loss_sum, num_tokens), unless R will compute the loss."""
         # every random number is a function of seed, step and microbatch, so that R draws the dropout mask of F
         self.context.begin(seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag)
-        seed = stage_seed(self.seed, step.step, state.global_index, self.index)
+        seed = stage_seed(self.seed, step.step, state.global_index, self.index, self._context_rank)
         for generator in generators_of(self.device):  # for foreign modules; the pipeline restores them after the step
             generator.manual_seed(seed)
 

@@ -29,7 +29,7 @@ from core.datasets import (
 from core.datasets.card import sampled_hash, tokenizer_path
 from core.datasets.token_file import Array
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
-from core.parallel_state import ParallelState
+from core.parallel_state import ParallelState, context_batch
 from core.parallel_state.collectives import all_gather_objects
 from core.training.config import DataConfig, TrainingConfig
 from core.training.log.validation import MAIN
@@ -312,5 +312,16 @@ def _split(files: Sequence[tuple[float | None, TokenFile]], split: str) -> tuple
 
 
 def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A function that moves a batch to `device`."""
-    return lambda batch: {name: tensor.to(device) for name, tensor in batch.items()}
+    """A function that moves a batch to `device`; where documents begin stays on the host, which chooses by it what
+    attention computes."""
+
+    def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x if name == "document_begin" else x.to(device) for name, x in batch.items()}
+
+    return move
+
+
+def local_batches(ps: ParallelState) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """A function that cuts this context rank's rows out of a batch of whole sequences, and moves them."""
+    move = moved_to(ps.device)
+    return lambda batch: move(context_batch(batch, ps))
