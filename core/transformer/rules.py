@@ -1,11 +1,14 @@
 """Rules between a model and a layout of ranks: pure, so that they are checked before any process group exists."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from core.parallel_state import ParallelConfig
 from core.parallel_state.config import raise_all
-from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from core.transformer.spec import TransformerLayerSpec
 
 
 def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
@@ -41,7 +44,7 @@ def _context_rules(config: TransformerConfig, parallel: ParallelConfig) -> Itera
         )
 
 
-def part_rules(spec: TransformerLayerSpec, parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
+def part_rules(spec: "TransformerLayerSpec", parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
     """(holds, message): parts in which rows of a sequence meet must know that other ranks hold some of them."""
     if parallel.context == 1:
         return
@@ -66,7 +69,7 @@ def _divides(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:
 
 
 def check_layout(
-    config: TransformerConfig, parallel: ParallelConfig, spec: TransformerLayerSpec | None = None
+    config: TransformerConfig, parallel: ParallelConfig, spec: "TransformerLayerSpec | None" = None
 ) -> None:
     """Raise one ValueError with everything in `config`, and in the parts of `spec`, that does not fit `parallel`."""
     of_parts = part_rules(spec, parallel) if spec is not None else ()

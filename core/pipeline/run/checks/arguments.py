@@ -25,8 +25,8 @@ def describe_arguments(
         schedule_text = schedule.text()
     else:
         schedule_text = schedule if isinstance(schedule, str) else "a function"
-    recomputation = f"recompute={recompute!r} recompute_keeps={keeps!r}"
-    return [f"schedule {schedule_text}", f"num_microbatches={microbatches}", recomputation]
+    asked = [f"schedule {schedule_text}", f"num_microbatches={microbatches}", f"recompute={recompute!r}"]
+    return [*asked, f"recompute_keeps={keeps!r}"]
 
 
 def resolve_schedule(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microbatches: int) -> Schedule:
