@@ -8,6 +8,7 @@ Without data of your own it reads the interpreter's standard library.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
 from core.training.run.data import local_batches, open_corpus
-from core.training.run.evaluate import evaluate_texts
+from core.training.run.evaluate import validate
 from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 
@@ -73,7 +74,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=partial(evaluate_texts, executor, corpus, ps) if corpus.validation_texts else None,
+            validate=partial(validate, executor, corpus, ps, optimizer) if corpus.validation_texts else None,
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
@@ -100,6 +101,7 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     loaded = load_run(args, description=description)
     with errors_as_one_line():
         run = checked(loaded, started_processes())
+        loaded = replace(loaded, run=replace(loaded.run, data=run.data))  # run.toml names what text became
         with parallel_state.launch(run.device) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))

@@ -61,6 +61,10 @@ class GPTBatches:
             ),
         )
         yield self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"
+        yield (
+            not getattr(self.token_file, "marks_answers", False),
+            "the token file marks answers, and all tokens would be learned alike; use ConversationBatches",
+        )
 
     @cached_property
     def packing(self) -> Packing:

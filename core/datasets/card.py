@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = "paracore tokens 1"
+FORMAT_ANSWERS = "paracore tokens 2"  # tokens of answers, whose loss counts, are stored as ~token, which is negative
 _FAMILY = "paracore tokens"
 _FORMAT_KEY = re.compile(rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL)  # of what does not parse
 _LARGEST_CARD = 16 << 20  # bytes: a file of more is somebody's text
@@ -100,8 +101,9 @@ def read_card(prefix: str | Path) -> TokenCard | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} of {len(content)} bytes is damaged: {error}; {remedy(prefix)}") from None
     version = value.get("format")
-    if version != FORMAT:
-        raise ValueError(f"{path} has format {version!r}, this reads {FORMAT!r}; {remedy(prefix)}")
+    if version not in (FORMAT, FORMAT_ANSWERS):
+        known = f"{FORMAT!r} and {FORMAT_ANSWERS!r}"
+        raise ValueError(f"{path} has format {version!r}, this reads {known}; {remedy(prefix)}")
     # every field, and no other: a card with less would leave something unchecked
     names = {field.name for field in fields(TokenCard)}
     if value.keys() != names:
@@ -110,6 +112,8 @@ def read_card(prefix: str | Path) -> TokenCard | None:
     for name, (kind, fits) in _FIELD_KINDS.items():
         if not fits(value[name]):
             problems.append(f"{name} is {repr(value[name])[:60]}, not {kind}")
+    if version == FORMAT_ANSWERS and value["dtype"] != "int32":
+        problems.append(f"dtype is {value['dtype']!r}, and marks of answers need int32")
     if problems:
         raise ValueError(f"{path} is damaged: {'; '.join(problems)}; {remedy(prefix)}")
     return TokenCard(**value | {"sources": tuple(value["sources"])})

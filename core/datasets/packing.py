@@ -31,8 +31,10 @@ class Packing:
                 "--append-eod"
             )
 
-    def batch(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def batch(self, tokens: Tensor, labels: Tensor, begin: Tensor | None = None) -> dict[str, Tensor]:
         """`tokens` and `labels` int64 `[b, s]`, with what the options ask for; `labels` are changed in place.
+
+        begin: where the document of each token begins in its row, `[b, s]`, where the tokens do not tell it.
 
         position_ids: int64 `[b, s]`. document_begin: int64 `[b, s]`, the position in its row where the document of
         each token begins; nothing of size s x s.
@@ -43,7 +45,8 @@ class Packing:
             labels[tokens == self.end_of_text] = IGNORED_LABEL
         if self.reset_position_ids or self.reset_attention_mask:
             positions = torch.arange(tokens.shape[1])
-            begin = _document_begin(tokens, self.end_of_text, positions)
+            if begin is None:
+                begin = _document_begin(tokens, self.end_of_text, positions)
             if self.reset_position_ids:
                 batch["position_ids"] = positions - begin
             if self.reset_attention_mask:

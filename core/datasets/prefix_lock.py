@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+class LockedError(ValueError):
+    """Another writer has the prefix."""
+
+
 def take_lock(prefix: str | Path) -> BinaryIO | None:
     """A locked file beside the prefix, for `release_lock`; None where the file system has no locks.
 
     The kernel takes the lock off the dead, so the file that a killed writer leaves stands in nobody's way.
-    Raises `ValueError` if another writer has the lock; `OSError`.
+    Raises `LockedError` if another writer has the lock; `OSError`.
     """
     path = _path(prefix)
     while True:
@@ -22,7 +26,7 @@ def take_lock(prefix: str | Path) -> BinaryIO | None:
             with file:
                 file.seek(0)
                 process = file.read(20).decode(errors="replace") or "unknown"
-            raise ValueError(
+            raise LockedError(
                 f"another process ({process}) is writing {prefix}; wait for its end, or choose another prefix"
             ) from None
         except OSError:  # a file system without locks
@@ -46,6 +50,18 @@ def release_lock(prefix: str | Path, file: BinaryIO | None) -> None:
         _path(prefix).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             file.close()
+
+
+def is_locked(prefix: str | Path) -> bool:
+    """Whether a writer that is alive has the lock."""
+    try:
+        with _path(prefix).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or the file system has no locks
+        pass
+    return False
 
 
 def _path(prefix: str | Path) -> Path:

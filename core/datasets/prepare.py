@@ -1,7 +1,8 @@
 """`python -m core.datasets.prepare --input DIR_OR_FILE... --output PREFIX`: text files to a token file, on all cores.
 
 Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), all of them also as .gz and .zst,
-.parquet, directories that datasets.save_to_disk wrote, and whatever --glob names. What is no UTF-8 text is skipped
+.parquet, directories that datasets.save_to_disk wrote, and whatever --glob names. JSON lines of {"messages"} or
+{"prompt", "response"} become conversations, of which only the answers are learned. What is no UTF-8 text is skipped
 and counted. Files are read in the order of a hash of their relative path, so that any part of the result is a random
 part of the text, the same on every machine.
 
@@ -27,6 +28,7 @@ from core.datasets.corpus.build import (
     prepare_files,
     skipped_text,
 )
+from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.progress import progress
 from core.datasets.corpus.workers import available_cores
@@ -90,6 +92,29 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     return learned
 
 
+def _prepared(options: argparse.Namespace, text: TextFiles) -> CorpusFiles:
+    """What is written; raises `ValueError`, `ImportError`, `OSError`."""
+    chats = are_conversations(text.sources)
+    if chats and options.train_tokenizer is not None:
+        raise ValueError(
+            f"--train-tokenizer {options.train_tokenizer}: conversations fine-tune a model, whose tokenizer they "
+            "need; give it by --tokenizer FOLDER/tokenizer.json, or leave both out for bytes"
+        )
+    tokenizer = _tokenizer(options, text)
+    with progress("tokenising", text.num_bytes) as advance:
+        if chats:
+            folder = None if options.tokenizer is None else Path(options.tokenizer).parent
+            return prepare_conversations(text, options.output, tokenizer, template_folder=folder, advance=advance)
+        return prepare_files(
+            text,
+            options.output,
+            tokenizer,
+            workers=options.workers,
+            append_end_of_text=options.append_eod,
+            advance=advance,
+        )
+
+
 def report(corpus: CorpusFiles) -> str:
     """What was written, in a few lines, and the command to type next."""
     card = corpus.card
@@ -120,16 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             documents=options.documents,
             text_key=options.text_key,
         )
-        tokenizer = _tokenizer(options, text)
-        with progress("tokenising", text.num_bytes) as advance:
-            corpus = prepare_files(
-                text,
-                options.output,
-                tokenizer,
-                workers=options.workers,
-                append_end_of_text=options.append_eod,
-                advance=advance,
-            )
+        corpus = _prepared(options, text)
     except KeyboardInterrupt:
         print("interrupted, nothing was written", file=sys.stderr)
         return 130

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from core.datasets.token_file import Array, TokenFile
 
 _SPLIT_NAMES = ("train", "valid", "test")
@@ -26,6 +29,19 @@ class TokenSource(Protocol):
 
     def document(self, number: int) -> Array:
         """The tokens of one document: a read-only view; `ValueError` if there is none."""
+        ...
+
+    def document_start(self, number: int) -> int:
+        """The token at which a document begins; `num_documents` stands for the end."""
+        ...
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether it holds conversations."""
+        ...
+
+    def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of `tokens(start, stop)` are answers'."""
         ...
 
 
@@ -79,6 +95,19 @@ class TokenRange:
         if not 0 <= number < self.num_documents:
             raise ValueError(f"document {number} of a range of {self.num_documents} in {self.file.prefix}")
         return self.file.document(self.first_document + number)
+
+    def document_start(self, number: int) -> int:
+        """The token of the range at which a document begins; `num_documents` stands for its end."""
+        return self.file.document_start(self.first_document + number) - self.first_token
+
+    @property
+    def marks_answers(self) -> bool:
+        """As the file."""
+        return self.file.marks_answers
+
+    def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of `tokens(start, stop)` are answers'."""
+        return self.file.answers(self.first_token + start, self.first_token + stop)
 
 
 def split_documents(file: TokenFile, split: str) -> tuple[TokenRange | None, TokenRange | None, TokenRange | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from core.datasets.card import TokenCard, card_path, full_hash, read_card, remedy, sampled_hash
+from core.datasets.card import FORMAT_ANSWERS, TokenCard, card_path, full_hash, read_card, remedy, sampled_hash
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -152,7 +152,21 @@ class TokenFile:
             raise ValueError(
                 f"tokens {start} to {stop} of {self._bin_path}, which has {self.num_tokens}; ask for less"
             )
-        return self._tokens[start:stop]
+        return self._plain(self._tokens[start:stop])
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether it holds conversations: which tokens are answers' is known."""
+        return self.card is not None and self.card.format == FORMAT_ANSWERS
+
+    def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of `tokens(start, stop)` are answers'; all of them in a file that marks none."""
+        size = self.tokens(start, stop).size
+        return self._tokens[start:stop] < 0 if self.marks_answers else np.ones(size, np.bool_)
+
+    def _plain(self, stored: Array) -> Array:
+        """Tokens without their marks."""
+        return np.where(stored < 0, ~stored, stored) if self.marks_answers else stored
 
     def document(self, number: int) -> Array:
         """The tokens of one document: a read-only view `[length]`.
@@ -177,7 +191,7 @@ class TokenFile:
                 f"{self._idx_path}: the sequences of document {number} begin at bytes {starts}, "
                 f"their lengths end them at {ends}; {_REMEDY}"
             )
-        return self._tokens[starts[0] // itemsize : starts[-1] // itemsize]
+        return self._plain(self._tokens[starts[0] // itemsize : starts[-1] // itemsize])
 
     def _start(self, sequence: int) -> int:
         """The first byte of the sequence; the end of the file counts as one sequence more."""
@@ -253,7 +267,7 @@ class TokenFile:
         """Of the tokens in blocks of `length` at `starts`, one block at a time; (0, 0) of none."""
         minima, maxima = [], []
         for start in starts:
-            block = self._tokens[start : start + length]
+            block = self._plain(self._tokens[start : start + length])
             if block.size:
                 minima.append(int(block.min()))
                 maxima.append(int(block.max()))

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from core.datasets.card import TokenCard, card_path, has_card, sampled_hash, tokenizer_path
+from core.datasets.card import FORMAT, FORMAT_ANSWERS, TokenCard, card_path, has_card, sampled_hash, tokenizer_path
 from core.datasets.prefix_lock import release_lock, take_lock
 from core.datasets.token_file import DTYPES, HEADER, MAGIC, VERSION, Array, file_paths
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
@@ -32,7 +32,7 @@ class TokenFileWriter:
     was there before stays. One writer at a time has the prefix, from the beginning of the block to its end, where
     the file system has locks. The dtype is uint16 where `vocab_size` ids fit, else int32; `dtype` overrides it.
     With a `tokenizer` its copy and a card are written beside them; `end_of_text` and `sources` are for the card, as
-    are the counts `text_bytes` and `skipped`, which the caller adds to.
+    are the counts `text_bytes` and `skipped`, which the caller adds to. marks_answers: for `add_conversation`.
     Raises `ValueError` if the vocabulary is larger than the dtype, or if the card would replace a foreign file; at
     the beginning of the block, if another process writes the same prefix.
     """
@@ -46,7 +46,10 @@ class TokenFileWriter:
         tokenizer: AnyTokenizer | None = None,
         end_of_text: int | None = None,
         sources: Sequence[str] = (),
+        marks_answers: bool = False,
     ) -> None:
+        if marks_answers:  # the sign is the mark
+            dtype = "<i4"
         if dtype is None:
             dtype = "<u2" if vocab_size <= 2**16 else "<i4"
         self.dtype = np.dtype(dtype)
@@ -66,6 +69,7 @@ class TokenFileWriter:
         self.skipped: Counter[str] = Counter()
         self._prefix, self._tokenizer, self._sources = prefix, tokenizer, tuple(sources)
         self._end_of_text = end_of_text
+        self._format = FORMAT_ANSWERS if marks_answers else FORMAT
         # .idx last: without it nothing opens
         self._paths = (file_paths(prefix)[0], tokenizer_path(prefix), card_path(prefix), file_paths(prefix)[1])
         self._temporary = _temporary(self._paths, os.getpid())
@@ -105,19 +109,32 @@ class TokenFileWriter:
             )
         self.add_documents(ids, [ids.size])
 
+    def add_conversation(self, tokens: Array, answers: npt.NDArray[np.bool_]) -> None:
+        """Append one document `[length]` of which `answers` `[length]` are to be learned; with `marks_answers` only.
+
+        Raises `ValueError` on an id outside the vocabulary.
+        """
+        self._check_ids(tokens)
+        self._write(np.where(answers, ~tokens, tokens), [tokens.size], continued=False)
+
     def add_documents(self, tokens: Array, lengths: Iterable[int], *, continued: bool = False) -> None:
         """Append documents laid end to end: `tokens` of any integer dtype, `[sum of lengths]`.
 
         `continued`: the first of them goes on with the document that was added last.
         Raises `ValueError` on an id outside the vocabulary, or a document of 2^31 tokens or more.
         """
-        added = list(lengths)
+        self._check_ids(tokens)
+        self._write(tokens, list(lengths), continued=continued)
+
+    def _check_ids(self, tokens: Array) -> None:
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
             raise ValueError(
                 f"document {len(self._lengths)} has tokens {tokens.min()} to {tokens.max()}, "
                 f"vocab_size={self.vocab_size} allows 0 to {self.vocab_size - 1}; "
                 "use the tokenizer of this size"
             )
+
+    def _write(self, tokens: Array, added: list[int], *, continued: bool) -> None:
         if continued:  # the document was cut between two jobs of the preparation
             added[0] += self._lengths.pop()
         if added and max(added) > _MAX_LENGTH:
@@ -170,6 +187,7 @@ class TokenFileWriter:
 
     def _card(self, tokenizer: AnyTokenizer, idx_sha256: str) -> TokenCard:
         return TokenCard(
+            format=self._format,
             dtype=str(self.dtype),
             documents=len(self._lengths),
             tokens=self._num_tokens,

@@ -1,6 +1,6 @@
-"""`python -m core.dist_checkpointing inspect|verify|sign|diff|reshard|prune|tag|export|import PATH …`: checkpoints on
-a machine without accelerators or the model, and, but for `import`, without torch. PATH is a checkpoint, or a
-directory of steps, of which the newest is taken.
+"""`python -m core.dist_checkpointing inspect|verify|sign|diff|reshard|prune|tag|export|average|import PATH …`:
+checkpoints on a machine without accelerators or the model, and, but for `average` and `import`, without torch. PATH
+is a checkpoint, or a directory of steps, of which the newest is taken.
 
 Exit code 0: fine; 1: `verify` found damage, `diff` a difference; 2: an error, printed on standard error.
 """
@@ -149,6 +149,21 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _average(options: argparse.Namespace) -> int:
+    try:
+        from core.dist_checkpointing.tools.average import averaged_bytes, write_averaged
+    except ImportError as error:
+        raise ValueError(f"average rounds to the dtype of the weights, and {error}: install torch") from None
+    stored, begin = StoredCheckpoint.open(find(options.source)), time.perf_counter()
+    check_new(options.destination)
+    nbytes = averaged_bytes(stored)
+    with progress("averaging", nbytes) as done:
+        copied = write_averaged(stored, options.destination, done)
+    as_they_are = f"; as they are, for they were not trained: {', '.join(copied)}" if copied else ""
+    say(f"{options.destination}: the averaged weights, {_size_and_time(nbytes, begin)}, verified{as_they_are}")
+    return 0
+
+
 def _import(options: argparse.Namespace) -> int:
     try:
         from core.dist_checkpointing.tools.importing import plan, run_of
@@ -282,6 +297,13 @@ def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.Argumen
         "--dtype", choices=DTYPES, default="as-saved", help="of floating values (default as-saved)"
     )
     export_parser.set_defaults(run=_export)
+
+    average = commands.add_parser(
+        "average", help="the averaged weights of a run with optimizer.ema_decay, as a checkpoint of a model"
+    )
+    average.add_argument("source", help=PATH)
+    average.add_argument("destination", help="a directory or URL that is to be made")
+    average.set_defaults(run=_average)
 
     import_parser = commands.add_parser(
         "import", help="a directory of torch's DCP, or Megatron's torch_dist, as a checkpoint"

@@ -86,6 +86,9 @@ class OptimizerConfig:
     weight_decays: dict[str, str | float] = field(default_factory=dict)
     """Pattern of names -> the weight decay of these parameters, biases among them; the last match counts."""
 
+    ema_decay: float = 0.0
+    """Decay per update of an exponential moving average of the weights, as 0.999; 0: none is kept."""
+
     main_params: bool = True
     """Keep a float32 copy of 16-bit weights; without, bfloat16 weights are updated with stochastic rounding."""
 
@@ -146,6 +149,8 @@ class OptimizerConfig:
             for pattern, value in getattr(self, name).items():
                 is_valid = isinstance(value, int | float) and value >= 0
                 yield is_valid, f"{name} has {pattern!r}: {value!r}; a number of at least 0 is needed"
+        ema = self.ema_decay
+        yield 0 <= ema < 1, f"ema_decay={ema} must be at least 0 (no average) and below 1"
         momentum = self.first_momentum
         yield 0 <= momentum < 1, f"momentum={momentum} must be at least 0 and below 1"
         yield self.initial_loss_scale >= 1, f"initial_loss_scale={self.initial_loss_scale} must be at least 1"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
+from core.optimizer.averages import Averages
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import GroupOptions, Groups
 from core.optimizer.state.flat_shard import Decays, Span, UpdateKey, default_decays, everything_decays
@@ -30,15 +31,14 @@ from core.optimizer.state.state_buffers import StateBuffer, allocate_states, mak
 from core.optimizer.state.streamed import Streamer
 from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
+from core.optimizer.step.skips import Skips
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import Agreement, GradientWatch
 from core.optimizer.torch_face import TorchFace
 from core.parallel_state.layout import Layout
 
-ALL_SKIPPED = 100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says
 
-
-class ShardedOptimizer(TorchFace):
+class ShardedOptimizer(Averages, TorchFace):
     """An update (`kernel`) over the flat buffers of a `DataParallel`, at any ZeRO stage and in one process, too.
 
     A torch.optim.Optimizer: param_groups, schedulers, closures, hooks and `zero_grad` mean what they do there.
@@ -69,7 +69,7 @@ class ShardedOptimizer(TorchFace):
         groups: GroupOptions = (),
     ) -> None:
         self.shard, self.ps, self.config = shard, shard.ps, config
-        self.step_count = self._steps_here = 0  # the second starts at 0 after a restart too
+        self.step_count = 0
         self._gradients_used = False
         device = self.ps.device
 
@@ -83,14 +83,14 @@ class ShardedOptimizer(TorchFace):
         # States: main weights and moments of the elements that this rank updates.
         self._dtype = main_dtype(shard, config)
         self._reached = Reached(shard, self.ps)
-        self._state_buffers = make_state_buffers(shard, kinds_of=self.kinds_of, key_of=self._key_of, offload=offload)
+        self._state_buffers = make_state_buffers(shard, kinds_of=self.states_of, key_of=self._key_of, offload=offload)
         allocate_states(self._state_buffers, self._dtype, offload, self.ps.rank, main_params=config.main_params)
         self._batches: dict[UpdateKey, Batch] | None = None
+        self._begin_average(self._state_buffers, config.ema_decay)
 
         # Counts and flags stay on the device, so that no step waits for it.
         self._step = torch.zeros((), device=device)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._skipped_in_row = torch.zeros_like(self._skipped)
+        self._skips = Skips(config.max_skipped_steps, device)
         self._watch, self._agreement = GradientWatch(shard.buffers, self.ps), Agreement(self.ps)
         self._rounding = Rounding(config.rounding_seed, self.ps.coordinate, self.ps.sizes)
         self._streamer = Streamer(device, self._apply, self._round_stochastically)
@@ -105,8 +105,12 @@ class ShardedOptimizer(TorchFace):
         raise NotImplementedError
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
-        """The states of a parameter, beside "main"."""
+        """The states that the update needs of a parameter, beside "main"."""
         raise NotImplementedError
+
+    def states_of(self, name: str, layout: Layout) -> tuple[str, ...]:
+        """All states of a parameter, beside "main": the update's, and "ema" where weights are averaged."""
+        return self.kinds_of(name, layout) + self.average_kinds(self.config)
 
     def fused(self, name: str, layout: Layout) -> bool:
         """Whether `kernel` updates this parameter (else the subclass does, in `update_rest`)."""
@@ -140,7 +144,7 @@ class ShardedOptimizer(TorchFace):
     @property
     def skipped_steps(self) -> int:
         """How many of `step_count` were skipped (waits for the device)."""
-        return int(self._skipped.item())
+        return self._skips.count
 
     @property
     def loss_scale(self) -> float | Tensor:
@@ -183,6 +187,7 @@ class ShardedOptimizer(TorchFace):
 
     def _one_step(self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None) -> StepStats:
         shard = self.shard
+        self._refuse_lent("a step would update it")
         if self._gradients_used and shard.finished:
             raise ValueError(
                 f"step {self.step_count + 1}: the gradients were used up by step {self.step_count}; call zero_grad() "
@@ -193,6 +198,8 @@ class ShardedOptimizer(TorchFace):
             shard.finish()
         shard.take_weights()
         changes_by_hand = shard.take_gradients()
+        if self.step_count == 0:  # weights may have been loaded or written since this was made
+            self.begin_average()
 
         # The divisor: tokens (or replicas) times loss scale.
         if self._scaler is not None and loss_scale is None:
@@ -221,6 +228,7 @@ class ShardedOptimizer(TorchFace):
         if self.config.clip_grad > 0:
             divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
         self._update(divisor, found_inf)
+        self._update_average(found_inf)
         self._gradients_used = True
         shard.stepped()
         shard.publish()
@@ -283,22 +291,11 @@ class ShardedOptimizer(TorchFace):
                 state_buffer.weights.copy_(state_buffer.main)
 
     def _count_step(self, found_inf: Tensor, *, scaled: bool) -> None:
-        self._skipped += found_inf
-        self._skipped_in_row = torch.where(found_inf, self._skipped_in_row + 1, 0)
         self.step_count += 1
         self._groups.follow(self.rate_step)
         if self._scaler is not None and scaled:
             self._scaler.update(found_inf)
-        self._steps_here += 1
-        limit = self.config.max_skipped_steps or (ALL_SKIPPED if self._steps_here == ALL_SKIPPED else 0)
-        # reading the count waits for an accelerator, so there only every `limit` steps
-        looks = limit and (self.ps.device.type == "cpu" or self.step_count % limit == 0)
-        if looks and (in_row := int(self._skipped_in_row.item())) >= limit:
-            raise RuntimeError(
-                f"step {self.step_count}: {in_row} steps in a row were skipped, "
-                f"max_skipped_steps={self.config.max_skipped_steps}: {self._watch.reason_of_skip()}"
-                "; lower the learning rate or look at the data of these steps"
-            )
+        self._skips.add(found_inf, self.step_count, self._watch.reason_of_skip)
 
     def non_finite(self) -> list[str]:
         """ "name on rank r" of every gradient that was not finite when a step was last skipped, r holding its sum.
@@ -316,10 +313,11 @@ class ShardedOptimizer(TorchFace):
 
     @torch.no_grad()
     def reload_parameters(self) -> None:
-        """Take the main weights from the weights again, after these were changed by hand (16-bit ones only)."""
+        """Take the main weights, and their average, from the weights again, after these were changed by hand."""
         for state_buffer in self._state_buffers:
             if state_buffer.main is not None:
                 state_buffer.main.copy_(state_buffer.weights)
+        self.begin_average()
 
     def states(self, *, own_mains: bool = True) -> dict[str, dict[str, OptimizerShard]]:
         """name -> kind ("main" and the update's) -> this rank's shard; live views, at stage 0 of full local tensors,
@@ -328,6 +326,7 @@ class ShardedOptimizer(TorchFace):
         own_mains: "main" also of weights that are their own main weights.
         With `step_count`, `skipped_steps` and the loss scale this is everything that a step depends on.
         """
+        self._refuse_lent("its states would be those of other weights")
         full_shapes = self.shard.zero_stage == 0
         return optimizer_shards(self._state_buffers, self.ps, full_shapes=full_shapes, own_mains=own_mains)
 
@@ -341,6 +340,7 @@ class ShardedOptimizer(TorchFace):
         Weights that are their own main weights are saved with the model only. After a load call
         `load_state_dict(state)`.
         """
+        self._refuse_lent("a checkpoint would hold it as the weights")
         counts = self._counts(self._reached.of_all_stages())
         return checkpoint_states(self._state_buffers, self.shard, counts)
 
@@ -390,10 +390,9 @@ class ShardedOptimizer(TorchFace):
         for state_buffer in self._state_buffers:
             state_buffer.recut(self._key_of)
         self._batches = None
-        self._skipped.fill_(skipped_steps)
+        self._skips.begin_at(skipped_steps)
         if counts.get("groups"):
             self._groups.load(counts["groups"], step=self.rate_step)
         else:
             self._groups.follow(self.rate_step)
-        self._skipped_in_row.zero_()
         self._step.fill_(self.step_count - skipped_steps)

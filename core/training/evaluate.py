@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from core.datasets import open_blend
+from core.datasets.corpus.cached import is_text, tokenizer_beside
 from core.parallel_state import ParallelState, launch
 from core.parallel_state.environment import started_processes
 from core.training.config import Loaded, RunConfig, load_run, same_on_all_ranks
@@ -36,7 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="RUN_OR_CHECKPOINT", help="a run's output, a checkpoint, a directory of steps, a HF folder")
-    add("--data", nargs="+", metavar="PREFIX", help="token files, each told by itself; default: the run's validation")
+    add(
+        "--data",
+        nargs="+",
+        metavar="PREFIX",
+        help="token files or text, each told by itself; default: the run's validation",
+    )
     add("--source", metavar="HF_DIR", help="of a checkpoint that was imported: the folder with its configuration")
     add("--max-batches", type=int, default=0, metavar="N", help="of each text; default: all of it")
     add("--json", action="store_true", help="print one JSON object instead of lines")
@@ -49,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.max_batches < 0:
         raise ValueError(f"--max-batches {options.max_batches} must be at least 0 (all)")
     trained = find_trained(options.model, options.source, described="--config" in flags)
-    names, given = _texts(options.data)
+    names, given = _texts(options.data, trained)
     loaded = load_run(flags, defaults={**trained.settings, **given})
     run = checked(replace(loaded, run=_fitted(loaded, options.max_batches)), started_processes())
     with launch(run.device) as device, errors_as_one_line():
@@ -66,15 +73,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _texts(prefixes: Sequence[str] | None) -> tuple[dict[str, str], dict[str, Any]]:
+def _texts(prefixes: Sequence[str] | None, trained: Trained) -> tuple[dict[str, str], dict[str, Any]]:
     """(name of a validation text -> the prefix as it was given, settings that make them the only texts)."""
     if not prefixes:
         return {}, {}
     first, *others = prefixes
     sets = {f"text{number}": prefix for number, prefix in enumerate(others, 2)}
-    # the tokenizer is the one beside the first text
-    settings = {"data.train": [first], "data.valid": [first], "data.valid_sets": sets, "data.tokenizer": None}
+    # the tokenizer is the one beside the first text, or of text that is to be prepared the run's
+    tokenizer = _tokenizer_of_run(trained) if any(map(is_text, prefixes)) else None
+    settings = {"data.train": [first], "data.valid": [first], "data.valid_sets": sets, "data.tokenizer": tokenizer}
     return {MAIN: first} | sets, settings
+
+
+def _tokenizer_of_run(trained: Trained) -> str:
+    """Raises ValueError: the run's tokenizer is not there, or it was bytes."""
+    given, train = trained.settings.get("data.tokenizer"), trained.settings.get("data.train") or ()
+    if given not in (None, "None"):
+        return str(given)
+    prefixes = [prefix for _, prefix in open_blend(train)] if train else []
+    beside = tokenizer_beside(prefixes[0]) if prefixes else None
+    if beside is None:
+        raise ValueError(
+            f"the tokenizer of {trained.url} lies beside its text, which is not here; prepare the text with it "
+            "(python -m core.datasets.prepare --tokenizer FILE) and give --data PREFIX"
+        )
+    return str(beside)
 
 
 def _fitted(loaded: Loaded, max_batches: int) -> RunConfig:

@@ -1,5 +1,8 @@
 """What a plain loop around a pipeline gets wrong is told before the next step."""
 
+import copy
+import json
+import pickle
 import warnings
 
 import pytest
@@ -149,6 +152,7 @@ def updated_by_hand(clipped_by):
                 for p in model.parameters():
                     p -= 0.01 * factor * p.grad
                     p.grad = None
+    pipeline.close()
     assert all(type(p) is nn.Parameter for p in model.parameters())
     return [str(w.message) for w in caught]
 
@@ -314,3 +318,87 @@ def lbfgs():
 
 def test_an_optimizer_over_all_parameters_is_refused(ranks):
     ranks(lbfgs, world=2)
+
+
+def said_of(what, before):
+    """What is told of a look at the weights after the third step, and before the first one, too."""
+    look = TOGETHER.get(what, one_by_one)
+    ps = state(pp=2)
+    model = stages(ps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+        if before:
+            look(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(3):
+            pipeline.step(batch(step), loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        look(model)
+        pipeline.step(batch(3), loss)
+        copied = copy.deepcopy(model)
+    pipeline.close()
+    assert all(type(p) is nn.Parameter for p in (*model.parameters(), *copied.parameters()))
+    return [str(w.message) for w in caught]
+
+
+TOGETHER = {
+    "count": lambda model: sum(p.numel() for p in model.parameters()),
+    "norm": lambda model: sum(p.detach().norm() ** 2 for p in model.parameters()) ** 0.5,
+    "norm in numbers": lambda model: sum(p.norm().item() ** 2 for p in model.parameters()) ** 0.5,
+    "largest": lambda model: max(p.detach().abs().max() for p in model.parameters()),
+    "largest in numbers": lambda model: max(p.abs().max().item() for p in model.parameters()),
+    "stacked": lambda model: torch.stack([p.detach().abs().amax() for p in model.parameters()]).max(),
+    "ranked": lambda model: sorted(model.parameters(), key=lambda p: p.norm().item()),
+    "quantile": lambda model: torch.cat([p.detach().flatten() for p in model.parameters()]).kthvalue(3),
+}
+
+
+def one_by_one(model):
+    """What is right on every stage: norms, counts and ratios of one weight each."""
+    log = {name: (p.norm().item(), p.numel(), float(p.detach().abs().max())) for name, p in model.named_parameters()}
+    ratios = [p.norm() / p.grad.norm() for p in list(model.parameters())[:1] if p.grad is not None]
+    widths = sorted(model.parameters(), key=lambda p: p.numel())
+    log_bytes = json.dumps({name: values[1] * 8 for name, values in log.items()})
+    assert all(type(pickle.loads(pickle.dumps(values[1]))) is int for values in log.values())
+    return log_bytes, ratios, widths
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("what", TOGETHER)
+def test_numbers_of_several_weights_together_are_told_once(ranks, what, before):
+    for told in ranks(said_of, what, before):
+        assert len(told) == 1 and "by hand of several weights is of this rank's stages" in told[0], told
+
+
+def test_numbers_of_one_weight_are_nobodys_concern(ranks):
+    assert ranks(said_of, "one by one", True) == [[], []]
+
+
+def skipping(who, when, frozen=False):
+    """What is told in eight steps of a loop that leaves the optimizer's out on rank `who` at step `when`."""
+    ps = state(pp=2)
+    model = stages(ps)
+    if frozen and ps.rank == 0:
+        model.requires_grad_(False)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(8):
+            pipeline.step(batch(step), loss)
+            if step % 2 and not (step == when and ps.rank in who):  # two steps of the pipeline, one of the optimizer
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(w.message) for w in caught]
+
+
+def test_a_step_skipped_on_one_stage_is_told_in_the_next(ranks):
+    for told in ranks(skipping, [1], 5):
+        assert len(told) == 1 and told[0].startswith("step 7: ") and "1 of 2 now" in told[0]
+
+
+@pytest.mark.parametrize("who, frozen", [([0, 1], False), ([], True)])
+def test_a_step_skipped_on_all_stages_or_never_is_right(ranks, who, frozen):
+    assert ranks(skipping, who, 5, frozen) == [[], []]

@@ -20,7 +20,7 @@ _NORM_REMEDY = (
 
 @dataclass(frozen=True)
 class Heard:
-    """A function `name` of one of the kinds `WRONG_ON_SHARDS`, or "sum".
+    """A function `name` of one of the kinds `WRONG_ON_SHARDS`, "sum" or "combined" (numbers of several parameters).
 
     Called on a parameter or its gradient, or on what elementwise functions made of either.
     """
@@ -30,6 +30,7 @@ class Heard:
     kind: str = ""
     name: str = ""
     joined: bool = False  # several of them, by cat, stack or a function of a list
+    reduced: str = ""  # the function that made one number of it
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
 
     @property

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand.functions import KIND_OF_FUNCTION, NEW_BUFFERS, called_by_program, function_name
 from core.parallel_state.by_hand.heard import Heard
+from core.parallel_state.by_hand.numbers import of_parameter
 
 
 def is_foreign(hook: Any) -> bool:
@@ -44,10 +46,11 @@ class ByHand:
     """Calls `report(Heard)` for the functions that a program calls on the parameters it was opened with.
 
     Elementwise functions, views and attributes are not reported. While an optimizer steps, parameters are plain.
+    numbers: norms and counts of weights are followed until those of several are put together.
     """
 
-    def __init__(self, report: Callable[[Heard], None], *, gradients: bool = False) -> None:
-        self._report, self._gradients, self.is_open = report, gradients, False
+    def __init__(self, report: Callable[[Heard], None], *, gradients: bool = False, numbers: bool = False) -> None:
+        self._report, self._gradients, self._numbers, self.is_open = report, gradients, numbers, False
         self._parameters: list[Parameter] = []
         self._followed: list[weakref.ref[Tensor]] = []  # results and gradients, to be given their own class back
         self._wrapped: list[tuple[dict, int, Callable]] = []  # a tensor's hooks, which one, what it was
@@ -156,6 +159,10 @@ class ByHand:
             if kind is not None:
                 on_list = name.startswith("foreach")
                 self._report(replace(source, kind=kind, name=name, joined=source.joined or on_list))
+            if self._numbers and not source.of_gradient:
+                followed = self._follow_number(source, name, kind, result, (*args, *kwargs.values()))
+                if followed is not None:
+                    return followed
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
             source = replace(source, joined=source.joined or joins)
             if kind is None and type(result) is Tensor and (joins or result.numel() == tensor.numel()):
@@ -178,6 +185,25 @@ class ByHand:
             self._report(replace(source, kind=KIND_OF_FUNCTION[name], name=name))
         elif type(result) is Tensor and result.shape == source.parameter.shape:
             self._follow(result, source)
+
+    def _follow_number(self, source: Heard, name: str, kind: str | None, result: Any, values: tuple) -> Any:
+        """What stands for `result`, a number of one weight or of its norm; None if it is nothing of the kind."""
+        if source.reduced:
+            leaves = pytree.tree_leaves(values)
+            sources = [x.heard for x in leaves if isinstance(x, self._result)]  # type: ignore[attr-defined]
+            meets = any(other.reduced and other.parameter is not source.parameter for other in sources)
+            # the gradient of a sum is each stage's own: a penalty that calls backward on every rank is right
+            is_penalty = name in ("add", "iadd") and getattr(result, "requires_grad", False)
+            if meets and not is_penalty:
+                self._report(replace(source, kind="combined", name=source.reduced))
+        is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
+        if is_count or (source.reduced and name == "item"):  # `float(...)` gives nothing but a plain one
+            combined = replace(source, kind="combined", name=source.reduced or name)
+            return of_parameter(result, source.parameter, partial(self._report, combined))
+        if kind == "reduction" and type(result) is Tensor and not source.joined:
+            self._follow(result, replace(source, reduced=source.reduced or name))
+            return result
+        return None
 
     def _listened(self, values: Iterable[Any]) -> tuple[Heard, Tensor]:
         for value in values:

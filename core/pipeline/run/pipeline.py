@@ -22,7 +22,7 @@ from core.pipeline.run.checks.arguments import (
     refuse_nested_recompute,
     resolve_schedule,
 )
-from core.pipeline.run.checks.plain_loop import BatchWatch, LossWatch, ScaleWatch, refuse_other_groups
+from core.pipeline.run.checks.plain_loop import BatchWatch, LossWatch, PlainLoopWatch, refuse_other_groups
 from core.pipeline.run.executor import Clock, Executor
 from core.pipeline.run.failure import FailureBroadcast
 from core.pipeline.run.microbatch import StepContext
@@ -94,7 +94,7 @@ class Pipeline:
         self._plans: dict[Schedule, RankPlan] = {}  # of schedules that this rank is connected for
         self._forward_schedules: dict[int, Schedule] = {}  # by their number of microbatches
         self._clock: Clock | None = None  # of the last step
-        self._scale_watch = ScaleWatch(ps) if ps.size("pp") > 1 and grad_sync is None else None
+        self._plain_loop: PlainLoopWatch | None = None
         self._batch_watch = BatchWatch(ps)
         self._position = ""  # the action under way when a call failed
 
@@ -113,7 +113,10 @@ class Pipeline:
             self.close()
             raise
         check_tables(self.modules, ps)
-        self._loss_watch = LossWatch(ps, [*self.modules.values()])
+        modules = [*self.modules.values()]
+        self._loss_watch = LossWatch(ps, modules)
+        if ps.size("pp") > 1 and grad_sync is None:  # torch's optimizers, a loop of one's own
+            self._plain_loop = PlainLoopWatch(ps, modules)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
         self._connect(self.schedule)
 
@@ -225,11 +228,11 @@ class Pipeline:
             # gradients over replicas, then over the two ends of a tied table, then the result over all ranks
             self.grad_sync.finish()
             sum_tied_gradients(tied_grads, self.ps)
-            result = self._global_result(executor.total(self.ps.device))
+            result = self._global_result(executor.total(self.ps.device), self._plain_loop)
             clock.stop()
             self._batch_watch.after_step()
-            if without_sync and self._scale_watch is not None:
-                self._scale_watch.after_step([*self.modules.values()])
+            if self._plain_loop is not None:
+                self._plain_loop.after_step()
         # outside of the block: "auto" has errors of its own, which it raises on every rank
         self._clock = clock
         self.step_index += 1
@@ -271,6 +274,8 @@ class Pipeline:
         """Give the modules their own forwards back."""
         for stage in self.stages.values():
             stage.close()
+        if self._plain_loop is not None:
+            self._plain_loop.before_call()
 
     def _run_forward(self, batch: Batch | None, loss_fn: LossFn | None, microbatches: int | None = None) -> Executor:
         """All microbatches, forward only."""
@@ -321,8 +326,8 @@ class Pipeline:
 
     def _broadcast_failures(self, call: str) -> FailureBroadcast:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
-        if self._scale_watch is not None:
-            self._scale_watch.before_call()
+        if self._plain_loop is not None:
+            self._plain_loop.before_call()
         self._calls += 1
         self._position = "before its first action"
         return FailureBroadcast(self.ps, self._key, f"{call} (call {self._calls})", lambda: self._position)
@@ -366,9 +371,13 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.clear()
 
-    def _global_result(self, total: Tensor) -> StepResult:
+    def _global_result(self, total: Tensor, watch: PlainLoopWatch | None = None) -> StepResult:
         # only the last stage has numbers, the others add zeros; then the sum over replicas
+        if watch is not None:
+            total = watch.updates.with_numbers(total)
         total = all_reduce(all_reduce(total, self.ps.group("pp")), self.ps.group("dp-cp"))
+        if watch is not None:
+            watch.updates.look(total[2:])
         return StepResult(total[0], total[1])
 
     def _agree(self, arguments: list[str], problem: Exception | None = None) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from core.parallel_state.config import raise_all
 
+OF_AVERAGE = ".ema"  # behind the name of a validation text: of the averaged weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -17,11 +19,11 @@ class DataConfig:
     """
 
     directory: str = "runs/corpus"
-    """Where the default corpus is written; used only where `train` is empty."""
+    """Where the default corpus is written, and texts that are named directly are prepared."""
 
     train: tuple[str, ...] = ()
-    """Prefix of the .bin and .idx to train on, or a blend: weight prefix weight prefix ...; empty: default corpus.
-    Several prefixes without weights are drawn in proportion to their tokens."""
+    """Prefix of the .bin and .idx to train on, a file or folder of text (prepared once), or a blend: weight prefix
+    weight prefix ...; empty: default corpus. Several without weights are drawn in proportion to their tokens."""
 
     valid: tuple[str, ...] = ()
     """Prefix, or a blend, of validation files; empty: the second part of `train`, as `split` says."""
@@ -33,10 +35,11 @@ class DataConfig:
     """Shares of `train` to train on, to validate, to test, cut between documents; unused where `valid` is given."""
 
     tokenizer: str | None = None
-    """A tokenizer.json; default: the one stored beside the first file of `train`, else bytes."""
+    """A tokenizer.json; default: the one stored beside the first file of `train`, else bytes; of text that is named
+    directly one of `vocab_size` tokens is learned."""
 
     vocab_size: int = 4096
-    """Entries of the tokenizer that is trained for the default corpus; 257 or more."""
+    """Entries of the tokenizer that is trained for the default corpus, or for text; 257 or more."""
 
     sequence_length: int = 128
     """Tokens of one row of a batch."""
@@ -77,6 +80,10 @@ class DataConfig:
                 re.fullmatch(r"[\w.-]+", name) is not None and name != "validation" and isinstance(prefix, str),
                 f"valid_sets: {name!r} = {prefix!r} must be a name of letters, digits and ._- other than validation, "
                 "and the prefix of a .bin and .idx",
+            )
+            yield (
+                not name.endswith(OF_AVERAGE),
+                f"valid_sets: {name!r} ends with {OF_AVERAGE}, as losses of averaged weights do; give another name",
             )
         yield from _split_rules(self.split)
         yield self.sequence_length >= 1, f"sequence_length={self.sequence_length} must be at least 1"

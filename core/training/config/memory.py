@@ -8,6 +8,7 @@ import torch
 
 from core.data_parallel.memory import StateBytes, expected_bytes
 from core.datasets import TokenFile, open_blend
+from core.datasets.corpus.cached import is_text
 from core.models.gpt import gpt_stages
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives.groups import Group
@@ -48,7 +49,7 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         param_bytes=model.dtype.itemsize,
         grad_bytes=None if grad_dtype is None else DTYPES[grad_dtype].itemsize,
         main_params=optimizer.main_params,
-        moments=_MOMENTS[optimizer.optimizer],
+        moments=_MOMENTS[optimizer.optimizer] + (optimizer.ema_decay > 0),
         offload_fraction=sharding.offload_fraction if sharding.offload == "optimizer" else 0.0,
     )
 
@@ -74,6 +75,10 @@ def _tokens(data: DataConfig) -> int:
     if not data.train:
         return data.vocab_size
     prefix = open_blend(data.train)[0][1]
+    if is_text(prefix):
+        if data.tokenizer is not None:
+            raise ValueError(f"{prefix} is prepared when the run starts")
+        return data.vocab_size
     card = TokenFile(prefix).card
     if card is None:
         raise ValueError(f"{prefix} does not tell how many tokens its tokenizer has")

@@ -8,6 +8,7 @@ import torch
 
 from core import dist_checkpointing
 from core.datasets import TokenFile, open_blend
+from core.datasets.corpus.cached import is_text
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.parallel_state.context import wrong_length
@@ -86,7 +87,8 @@ def _folder_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointCo
 def _tokens_of(data: DataConfig) -> int | None:
     """How many tokens the text's tokenizer has, if a card beside the text says so."""
     try:
-        first = TokenFile(open_blend(data.train)[0][1]) if data.train else None
+        prefix = open_blend(data.train)[0][1] if data.train else None
+        first = TokenFile(prefix) if prefix is not None and not is_text(prefix) else None
     except (ValueError, OSError):  # reported by `_file_rules`
         return None
     return first.card.vocab_size if first is not None and first.card is not None else None
@@ -158,6 +160,8 @@ def _file_rules(data: DataConfig) -> Rules:
             continue
         try:
             for _, prefix in open_blend(blend) if blend else ():
+                if is_text(prefix):  # becomes a token file when everything else fits together
+                    continue
                 tokens = TokenFile(prefix).num_tokens
                 yield (
                     length < tokens or name != "train",

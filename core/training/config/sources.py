@@ -12,6 +12,7 @@ from core.training.config.flags import read_flags
 from core.training.config.messages.names import in_the_runs_names
 from core.training.config.messages.unused import unused
 from core.training.config.run import ConfigError, Draft, Problem, RunConfig, between, drafted, known_fields
+from core.training.config.texts import with_token_files
 from core.training.config.toml_files import literal, read_toml, write_toml
 from core.training.log.leaving import let_the_first_rank_end, listed, say_mistake
 
@@ -148,11 +149,14 @@ def load_run(
 
 
 def checked(loaded: Loaded, world_size: int) -> RunConfig:
-    """The run for so many ranks. Mistakes are told as by `load_run`, each in the names of the run's fields."""
+    """The run for so many ranks; text that it names is prepared. Mistakes are told as by `load_run`, each in the
+    names of the run's fields."""
     try:
-        return loaded.run.check(world_size)
+        return with_token_files(loaded.run.check(world_size)).check(world_size)
     except ConfigError as error:
         _leave([in_the_runs_names(problem.text) for problem in error.problems], status=1)
+    except (ValueError, OSError, ImportError) as error:  # of text that cannot be prepared
+        _leave([str(error)], status=1)
 
 
 def _leave(lines: list[str], status: int = 2) -> NoReturn:

@@ -175,7 +175,7 @@ def expected_of(shard: DataParallel, optimizer: ShardedOptimizer, offload: Offlo
     for buffer in shard.buffers:
         moments = set()  # of all parameters in the bucket
         for segment in buffer.segments:
-            moments |= set(optimizer.kinds_of(segment.name, layout_of(segment.parameter)))
+            moments |= set(optimizer.states_of(segment.name, layout_of(segment.parameter)))
         total += expected_bytes(
             buffer.bucket.size,
             zero_stage=shard.zero_stage,

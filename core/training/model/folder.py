@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from core.datasets import TokenFile, check_tokenizer, load_tokenizer, open_blend
+from core.datasets.corpus.cached import is_text
 from core.training.model.config import ModelConfig
 
 TOKENIZER = "tokenizer.json"
@@ -41,8 +42,9 @@ def text_rules(model: ModelConfig, train: tuple[str, ...], tokenizer: str | None
     if path is None or not Path(path).is_file() or not train or not same:
         return  # told elsewhere, or the text's own tokenizer: looked at when the text is opened
     try:
-        files = [TokenFile(prefix) for _, prefix in open_blend(train)]
-        card = files[0].card
+        # text becomes a token file of this tokenizer when the run starts
+        files = [TokenFile(prefix) for _, prefix in open_blend(train) if not is_text(prefix)]
+        card = files[0].card if files else None
         made = load_tokenizer(path, card.end_of_text if card is not None else None)
         model.vocabulary(made.vocab_size)
     except (ValueError, OSError) as error:

@@ -1,4 +1,7 @@
-"""Another optimizer than a checkpoint's: what differs in kinds and names of states, and how new ones begin."""
+"""Another optimizer than a checkpoint's: what differs in kinds and names of states, and how new ones begin.
+
+The average of the weights is a state that a run may begin to keep at any step.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +10,7 @@ from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.state.mapping import ShardedObject
 from core.optimizer import ShardedOptimizer
+from core.optimizer.state.average import EMA
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 
@@ -15,6 +19,37 @@ _GROUP = "optimizer/"
 
 def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) -> str | None:
     """What differs, in words; None: nothing, or nothing that can be read. All-gather of names over the world."""
+    stored, here = _both_sides(template, url, ps)
+    if stored is None or stored == here:
+        return None
+    there_kinds, here_kinds = _kinds(stored), _kinds(here)
+    if sorted({*here_kinds, EMA}) == there_kinds:
+        return "it holds an average of the weights (ema), this run keeps none (optimizer.ema_decay=0)"
+    if there_kinds != here_kinds:
+        return f"it holds {_words(there_kinds)} of each parameter, this run {_words(here_kinds)}"
+    only_there = sorted({_name(key) for key in stored - here})
+    only_here = sorted({_name(key) for key in here - stored})
+    parts = [f"only there are those of {', '.join(only_there[:4])}"] if only_there else []
+    parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
+    return " and ".join(parts)
+
+
+def fitted_average(template: Mapping[str, Any], url: str, ps: ParallelState) -> tuple[Mapping[str, Any], bool]:
+    """What is loaded of the optimizer, and whether its average of the weights begins here: the checkpoint has none.
+
+    All-gather of names over the world.
+    """
+    stored, here = _both_sides(template, url, ps)
+    if stored is None or EMA not in _kinds(here) or EMA in _kinds(stored):
+        return template, False
+    states = {}
+    for name, kinds in template["states"].items():
+        states[name] = {kind: shards for kind, shards in kinds.items() if kind != EMA}
+    return {**template, "states": states}, True
+
+
+def _both_sides(template: Mapping[str, Any], url: str, ps: ParallelState) -> tuple[set[str] | None, set[str]]:
+    """Keys of the states in the checkpoint (None: it cannot be read), and of all ranks here."""
     local: set[str] = set()
     for kinds in template["states"].values():
         for shards in kinds.values():
@@ -23,17 +58,7 @@ def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) ->
     if ps.rank == 0:
         found = _stored(url)
     stored, *_ = all_gather_objects(found, ps.world)
-    here = set().union(*all_gather_objects(local, ps.world))
-    if stored is None or stored == here:
-        return None
-    there_kinds, here_kinds = _kinds(stored), _kinds(here)
-    if there_kinds != here_kinds:
-        return f"it holds {_words(there_kinds)} of each parameter, this run {_words(here_kinds)}"
-    only_there = sorted({_name(key) for key in stored - here})
-    only_here = sorted({_name(key) for key in here - stored})
-    parts = [f"only there are those of {', '.join(only_there[:4])}"] if only_there else []
-    parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
-    return " and ".join(parts)
+    return stored, set().union(*all_gather_objects(local, ps.world))
 
 
 def begin_states(optimizer: ShardedOptimizer, step: int) -> None:

@@ -22,7 +22,7 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
-from core.training.resume.other_optimizer import begin_states, other_optimizer
+from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -61,7 +61,7 @@ class Checkpoints(AbstractContextManager):
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
         self._terminated, self.stopped = False, False
         self._saved_step: int | None = None
-        self._previous_save_failed = False
+        self._previous_save_failed, self._average_begins = False, False
         self._previous_handlers: dict[int, Any] = {}  # of signals
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
@@ -130,6 +130,7 @@ class Checkpoints(AbstractContextManager):
         """
         self._compare_models(url)
         template = self.state(0)
+        template["optimizer"], self._average_begins = fitted_average(template["optimizer"], url, self.ps)
         other_states = other_optimizer(template["optimizer"], url, self.ps)
         if other_states is None:
             return template
@@ -173,6 +174,9 @@ class Checkpoints(AbstractContextManager):
         self.plan = replace(self.plan, start_step=step, start_row=start_row)
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
+            if self._average_begins:
+                self.optimizer.begin_average()
+                self.say(f"the average of the weights begins here: {url} has none")
         else:
             begin_states(self.optimizer, step)
         stored_run = StoredCheckpoint.open(url).run

@@ -13,6 +13,7 @@ from torch import Tensor
 from core.datasets import (
     AnyTokenizer,
     BlendedBatches,
+    ConversationBatches,
     GPTBatches,
     TokenFile,
     TokenRange,
@@ -73,7 +74,8 @@ class Corpus:
 
     @cached_property
     def valid(self) -> GPTBatches | BlendedBatches | None:
-        """Validation batches, to be read in order; every label counts: bits per byte are of the whole text."""
+        """Validation batches, to be read in order; every label counts: bits per byte are of the whole text, or of
+        the answers of conversations."""
         return self._batches(self.valid_parts, False, short=True) if self.valid_parts else None
 
     @property
@@ -121,6 +123,10 @@ class Corpus:
         """The tokens that `validation` reads, one text after the other."""
         tokens_per_batch = self.data.sequence_length * self.training.global_batch_size
         remaining_batches = self.training.eval_batches or _ALL_BATCHES
+        if isinstance(self.valid, ConversationBatches):
+            rows = self.training.eval_batches * self.training.global_batch_size
+            yield self.valid.answer_tokens(rows or None)
+            return
         for _, source in self.valid_parts:
             labels = source.num_tokens - 1  # the first token is no label
             batches = min(remaining_batches, -(-labels // tokens_per_batch))  # the last one may be short
@@ -181,6 +187,20 @@ class Corpus:
 
     def _batches(self, parts: tuple[Part, ...], eod_mask_loss: bool, *, short: bool) -> GPTBatches | BlendedBatches:
         data, rows = self.data, self.training.global_batch_size
+        conversations = [source for _, source in parts if source.marks_answers]
+        if conversations and len(parts) > 1:
+            raise ValueError(
+                f"{len(conversations)} of {len(parts)} texts are conversations, which are no part of a blend; "
+                "prepare them into one file (--input takes several)"
+            )
+        if conversations:
+            return ConversationBatches(
+                token_file=conversations[0],
+                sequence_length=data.sequence_length,
+                global_batch_size=rows,
+                seed=data.seed,
+                end_of_text=self.closes,
+            )
         weighted_batches: list[tuple[float | None, GPTBatches]] = []
         for weight, source in parts:
             batches = GPTBatches(

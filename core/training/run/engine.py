@@ -1,6 +1,7 @@
 """What `initialize` returns: a model that can train itself."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,14 @@ class TrainingModel(EngineFace):
     def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Global loss sum and number of tokens of a batch, without gradients, in eval mode. Collective."""
         return self.executor.evaluate(self._move(batch), self.loss_fn)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """`with model.averaged(): model.evaluate(batch)`: with the average of the weights. Collective.
+
+        Raises ValueError: `optimizer.ema_decay` is 0.
+        """
+        self.checkpoints.before_update()  # a save under way reads the weights
+        return self.optimizer.averaged()
 
     def generate(self, prompt: list[int], new_tokens: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
         """`prompt` and up to `new_tokens` more, the same on every rank; see `core.training.generate`. Collective.

@@ -7,8 +7,10 @@ from typing import Protocol
 from torch import Tensor
 
 from core.datasets import IGNORED_LABEL, bits_per_byte
+from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, StepResult
+from core.training.config.data import OF_AVERAGE
 from core.training.run.data import Corpus, local_batches
 
 
@@ -78,4 +80,16 @@ def evaluate_texts(executor: StepExecutor, corpus: Corpus, ps: ParallelState) ->
     found = {}
     for name, text in corpus.validation_texts.items():
         found[name] = evaluate_text(executor, map(here, text.validation(rank, size)), len(text.valid_text))
+    return found
+
+
+def validate(
+    executor: StepExecutor, corpus: Corpus, ps: ParallelState, optimizer: ShardedOptimizer
+) -> dict[str, TextLoss]:
+    """As `evaluate_texts`; where weights are averaged also of the average, as NAME.ema. Collective."""
+    found = evaluate_texts(executor, corpus, ps)
+    if optimizer.averages:
+        with optimizer.averaged():
+            averaged = evaluate_texts(executor, corpus, ps)
+        found |= {f"{name}{OF_AVERAGE}": text for name, text in averaged.items()}
     return found

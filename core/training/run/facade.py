@@ -17,6 +17,7 @@ from core.parallel_state.collectives.groups import destroy_world, is_initialized
 from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
+from core.training.config.texts import with_token_files
 from core.training.model.begin import began_as, begin
 from core.training.model.own import refuse_ignored_documents
 from core.training.model.weights import load_weights
@@ -126,7 +127,7 @@ def _checked(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, 
     Raises ValueError: what does not fit together; a model that is given, and named in the run, too.
     """
     if model is None:
-        return run.check(world_size)
+        return with_token_files(run.check(world_size)).check(world_size)
     if run.model.huggingface is not None or run.model.build is not None:
         named = f"model.huggingface={run.model.huggingface}, model.build={run.model.build}"
         raise ValueError(
@@ -134,6 +135,7 @@ def _checked(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, 
             "(load_huggingface(model, folder) fills a GPTModel of your own)"
         )
     without = replace(run, checkpoint=replace(run.checkpoint, weights=None)).check(world_size)
+    without = with_token_files(without).check(world_size)
     return replace(without, checkpoint=run.checkpoint)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
+from core.datasets import ConversationBatches
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage, Timeline
 from core.pipeline.draw.draw import draw_text
@@ -91,6 +92,12 @@ def describe(
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     train_tokens, valid_tokens = corpus.num_tokens
     say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
+    if isinstance(train := corpus.train, ConversationBatches):
+        longer = f", {train.truncated:,} are longer and lose their end" if train.truncated else ""
+        say(
+            f"conversations: {train.token_file.num_documents:,} in {train.num_samples:,} rows of "
+            f"{train.sequence_length:,} tokens{longer}; the loss is of their answers"
+        )
     return total
 
 

@@ -32,6 +32,11 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise ValueError("IndexedDataset reads text only; leave multimodal out")
         self.path_prefix = path_prefix
         self._file = TokenFile(path_prefix)
+        if self._file.marks_answers:
+            raise ValueError(
+                f"{path_prefix} holds {self._file.num_documents} conversations of which the answers are marked, and "
+                "Megatron's samples would learn all tokens alike; use core.datasets.conversations.ConversationBatches"
+            )
         # the token at which each sequence begins, and the end: sequences lie one after the other in the .bin
         self._starts = np.concatenate([[0], np.cumsum(self._file.sequence_lengths, dtype=np.int64)])
 

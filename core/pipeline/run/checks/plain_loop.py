@@ -18,6 +18,7 @@ from core.parallel_state.collectives import all_gather, all_gather_objects
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.by_hand import StageArithmetic, UpdateWatch
 
 SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
 SAMPLED_ELEMENTS = 2  # of each, the largest ones
@@ -74,7 +75,6 @@ class ScaleWatch:
         self._ps, self._steps = ps, 0
         self._samples: list[_SampledElements] = []
         self._factor: Tensor | None = None  # [1]: of this rank's gradients, NaN if they have not one factor
-        self._gradient_watch: _GradientWatch | None = None
         weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -84,14 +84,9 @@ class ScaleWatch:
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
-    def before_call(self) -> None:
-        """A call of the pipeline begins: what it does with parameters is not by hand."""
-        if self._gradient_watch is not None:
-            self._gradient_watch.close()
-
     @torch.no_grad()
-    def after_step(self, modules: Sequence[nn.Module]) -> None:
-        """Compare what the optimizer's last step saw, and sample the smallest of the new gradients.
+    def after_step(self, modules: Sequence[nn.Module]) -> bool:
+        """Compare what the optimizer's last step saw, and sample the smallest of the new gradients; whether it did.
 
         Raises ValueError, on every rank: factors that differ.
         """
@@ -100,16 +95,14 @@ class ScaleWatch:
         self._steps += 1
         self._samples, self._factor = [], None
         if not _is_watched_step(self._steps):
-            return
+            return False
         # parameters in order, each once; sparse gradients are left out
         parameters = dict.fromkeys(_parameters_of(modules))
         candidates = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
         for parameter in sorted(candidates, key=Tensor.numel)[:SAMPLED_GRADIENTS]:
             if parameter.numel():
                 self._samples.append(_SampledElements.sample(parameter))
-        if self._gradient_watch is None:
-            self._gradient_watch = _GradientWatch(modules)
-        self._gradient_watch.open()
+        return True
 
     def _look_at_factors(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -145,51 +138,22 @@ class ScaleWatch:
             )
 
 
-class _GradientWatch:
-    """Warns of norms and reductions of gradients, taken by hand between a pipeline's steps.
+class PlainLoopWatch:
+    """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps."""
 
-    It listens after steps 1, 2, 4, 8 ... A norm over several gradients of one rank is not the model's, which is over
-    all stages. The same goes for norms, products and random draws of weights that tensor ranks split.
-    """
+    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._scales, self.updates = modules, ScaleWatch(ps), UpdateWatch(ps, modules)
+        self._arithmetic = StageArithmetic(modules)
+        self._arithmetic.open()
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._reduced_ids: set[int] = set()  # of parameters whose gradients were reduced
-        self._by_hand: ByHand | None = ByHand(self._hear, gradients=True)
+    def before_call(self) -> None:
+        """A call of the pipeline begins: what it does with parameters is not by hand."""
+        self._arithmetic.close()
 
-    def open(self) -> None:
-        if self._by_hand is not None:
-            self._reduced_ids.clear()
-            self._by_hand.open(_parameters_of(self._modules))
-
-    def close(self) -> None:
-        if self._by_hand is not None:
-            self._by_hand.close()
-
-    def _hear(self, heard: Heard) -> None:
-        is_reduction = heard.kind == "reduction"
-        if heard.sees_only_shard:
-            self._warn_once(heard.message(*self._modules))
-        elif is_reduction and heard.joined and not heard.of_gradient:
-            self._warn_once(
-                f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
-                "parallel_state.get_pipeline_model_parallel_group()"
-            )
-        elif is_reduction and heard.of_gradient:
-            # one gradient alone may be looked at; two in a row are on their way to a norm
-            self._reduced_ids.add(id(heard.parameter))
-            if len(self._reduced_ids) > 1 or heard.joined:
-                self._warn_once(
-                    "gradients were reduced by hand (norm, max, mean): together they are of this rank's stages. "
-                    "core.optimizer.get_grad_norm(parameters) is the model's norm, core.optimizer.clip_grad_norm_ "
-                    "clips by it"
-                )
-
-    def _warn_once(self, message: str) -> None:
-        if self._by_hand is not None:
-            self._by_hand.end()
-            self._by_hand = None
-        warnings.warn(message, stacklevel=5)
+    def after_step(self) -> None:
+        """Raises ValueError, on every rank: gradients were clipped by the norm of one rank's stages."""
+        is_watched = self._scales.after_step(self._modules)
+        self._arithmetic.open(look_again=is_watched)
 
 
 class BatchWatch:

@@ -1,0 +1,138 @@
+"""Text that a run names directly: prepared once, in a directory of prepared texts, and found there again."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from core.datasets.card import tokenizer_path
+from core.datasets.corpus.build import TextFiles, prepare_files, skipped_text
+from core.datasets.corpus.conversations import are_conversations, prepare_conversations
+from core.datasets.corpus.documents import Encoder
+from core.datasets.corpus.progress import progress
+from core.datasets.prefix_lock import LockedError, is_locked, release_lock, take_lock
+from core.datasets.token_file import TokenFile, file_paths
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
+
+_FORMAT = 1
+_FEW_FILES = 3  # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
+_POLL_S, _PATIENCE_S = 0.3, 120.0  # a process that waits looks so often, and so long for one that prepares
+
+
+def is_text(name: str) -> bool:
+    """Whether it is a file or directory of text, and no prefix of a token file."""
+    is_prefix = any(path.exists() for path in file_paths(name))
+    return not is_prefix and Path(name).suffix not in (".bin", ".idx") and Path(name).exists()
+
+
+def prepared_text(
+    name: str,
+    directory: str | Path,
+    *,
+    tokenizer: str | Path | None,
+    vocab_size: int,
+    writes: bool,
+    say: Callable[[str], None],
+) -> Path:
+    """The prefix of the token file of a text, below `directory`; written if it is not there yet.
+
+    tokenizer: a tokenizer.json; None: one of `vocab_size` tokens is learned from the text (conversations: bytes).
+    writes: whether this process does it, the first one of its machine; others wait for it.
+    The same files, tokenizer and settings give the same prefix; a file that has changed (its size or time) another.
+    Raises ValueError: nothing to read; nobody writes what this process waits for. ImportError: a missing extra.
+    """
+    text = TextFiles(inputs=(name,))
+    chats = are_conversations(text.sources)
+    if not chats and len(text.sources) < _FEW_FILES:
+        text = TextFiles(inputs=(name,), documents="paragraph")
+    prefix = Path(directory) / f"{Path(name).resolve().stem}-{_key(text, tokenizer, vocab_size, chats)}"
+    waited = 0.0
+    while not _is_ready(prefix):
+        if not writes:
+            waited = 0.0 if is_locked(_lock_name(prefix)) else waited + _POLL_S
+            if waited > _PATIENCE_S:
+                raise ValueError(
+                    f"the first process of this machine prepares {prefix}, and this one has waited {waited:.0f} s in "
+                    "which nobody did; look at its message, or prepare the text first: python -m "
+                    f"core.datasets.prepare --input {name} --output PREFIX"
+                )
+            time.sleep(_POLL_S)
+            continue
+        try:
+            _prepare(text, prefix, tokenizer, vocab_size, chats, say)
+        except LockedError:  # a process of another machine, on a shared disk
+            time.sleep(_POLL_S)
+    return prefix
+
+
+def _is_ready(prefix: Path) -> bool:
+    try:
+        TokenFile(prefix)
+    except (OSError, ValueError):  # being written, or damaged: it is written anew
+        return False
+    return True
+
+
+def _key(text: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool) -> str:
+    """Of everything that the token file depends on."""
+    identity = f"learned {vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).identity
+    files = [(source.name, source.size, source.path.stat().st_mtime_ns) for source in text.sources]
+    content = [_FORMAT, str(Path(text.inputs[0]).resolve()), text.documents, chats, identity, files]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def _prepare(
+    text: TextFiles,
+    prefix: Path,
+    tokenizer_file: str | Path | None,
+    vocab_size: int,
+    chats: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Under a lock from its beginning, as learning a vocabulary takes a while. Raises LockedError."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    lock_name = _lock_name(prefix)
+    lock = take_lock(lock_name)
+    try:
+        name, megabytes = text.inputs[0], text.num_bytes / 1e6
+        say(f"preparing {name} ({len(text.sources):,} files, {megabytes:.1f} MB) as {prefix}, once")
+        folder = None
+        if tokenizer_file is not None:
+            folder, tokenizer = Path(tokenizer_file).parent, load_tokenizer(tokenizer_file)
+        else:
+            tokenizer = ByteTokenizer() if chats else _learned(text, vocab_size, say)
+        with progress("tokenising", text.num_bytes) as advance:
+            if chats:
+                corpus = prepare_conversations(text, prefix, tokenizer, template_folder=folder, advance=advance)
+            else:
+                corpus = prepare_files(text, prefix, tokenizer, advance=advance)
+        card = corpus.card
+        kind = "conversations" if chats else "documents"
+        say(
+            f"prepared: {card.documents:,} {kind}, {card.tokens:,} tokens of {card.vocab_size:,} in "
+            f"{corpus.seconds:.1f} s; skipped: {skipped_text(dict(card.skipped))}"
+        )
+    finally:
+        release_lock(lock_name, lock)
+
+
+def _learned(text: TextFiles, vocab_size: int, say: Callable[[str], None]) -> AnyTokenizer:
+    from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
+
+    say(f"learning {vocab_size:,} tokens from it (data.tokenizer=FILE takes others)")
+    reader = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
+    return train_tokenizer(text.texts(reader), vocab_size)
+
+
+def _lock_name(prefix: Path) -> Path:
+    return Path(f"{prefix}.text")
+
+
+def tokenizer_beside(prefix: str | Path) -> Path | None:
+    """The tokenizer.json stored with a token file; None where tokens are bytes, or it is foreign."""
+    path = tokenizer_path(prefix)
+    return path if path.is_file() else None

@@ -1,0 +1,218 @@
+"""Fine-tuning files: JSON lines of chats, or of prompts with their answers, as tokens of which the answers are known.
+
+A chat is what its tokenizer's chat template makes of it, by transformers; prompt and answer are joined as they are.
+"""
+
+import gzip
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from core.datasets.card import card_path, read_card, tokenizer_path
+from core.datasets.corpus.build import CorpusFiles, TextFiles, checked_prefix, skipped_text
+from core.datasets.corpus.sources import TextSource
+from core.datasets.token_file import file_paths
+from core.datasets.token_file_writer import TokenFileWriter
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
+
+ANSWERS = ("response", "completion")  # what stands beside "prompt"
+_NEITHER = 'rows without "messages" or a "prompt" with its "response"'
+_NO_ROLES = "chats whose messages lack a role or a content"
+_NO_ANSWER = "chats without an answer of the assistant"
+_REWRITTEN = "chats of which the chat template rewrites earlier turns"
+_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")  # where a template may stand
+
+
+class Conversation(NamedTuple):
+    """tokens: of all of it. answers: as many, True for what an answer is made of."""
+
+    tokens: list[int]
+    answers: list[bool]
+
+
+class _UnusableRowError(Exception):
+    """Why a row is skipped."""
+
+
+class ChatTemplate:
+    """The chat template that lies beside a `tokenizer.json`.
+
+    Raises ValueError: there is none. ImportError with the remedy: transformers is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not any((folder / name).is_file() for name in _FILES):
+            raise ValueError(
+                f"{folder} holds 0 of {', '.join(_FILES)}, so no chat template for rows of messages; copy the file "
+                "of the model whose tokenizer it is there, or give rows of prompt and response"
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ImportError("chat templates need transformers: pip install transformers") from error
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if self._tokenizer.chat_template is None:
+            raise ValueError(f"the tokenizer of {folder} has no chat template; give rows of prompt and response")
+
+    def encode(self, messages: list[Mapping[str, Any]], tools: Any = None) -> Conversation:
+        """A chat as the template writes it; answers are what it writes for the assistant after its header."""
+        render = partial(self._tokenizer.apply_chat_template, tokenize=False, tools=tools)
+        text = render(messages)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = render(messages[:number], add_generation_prompt=True)
+            # the end of the turn is the answer's, the white space before the next header is not
+            through = render(messages[: number + 1]).rstrip()
+            if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
+                raise _UnusableRowError(_REWRITTEN)
+            spans.append((len(before), len(through)))
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        answers = [
+            any(start <= first < last <= stop for start, stop in spans) for first, last in encoded["offset_mapping"]
+        ]
+        return Conversation(encoded["input_ids"], answers)
+
+
+def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> bool:
+    """Whether the first row of each file is a chat, or a prompt with its answer.
+
+    Raises ValueError: that is so for some of the files only.
+    """
+    found = [source for source in sources if source.kind == "jsonl" and _is_conversation(_first_row(source.path))]
+    if found and len(found) < len(sources):
+        other = next(source for source in sources if source not in found)
+        raise ValueError(
+            f"{len(found)} of {len(sources)} files hold chats or prompts ({found[0].path}), {other.path} does not; "
+            "prepare them one by one"
+        )
+    return bool(found)
+
+
+def _first_row(path: Path) -> Any:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    return json.loads(line)
+    except (OSError, ValueError, RecursionError):  # told when all of it is read
+        pass
+    return None
+
+
+def _is_conversation(row: Any) -> bool:
+    return isinstance(row, dict) and ("messages" in row or ("prompt" in row and any(key in row for key in ANSWERS)))
+
+
+class ConversationEncoder:
+    """Rows as tokens. folder: where the chat template lies; it is read at the first row of messages."""
+
+    def __init__(self, tokenizer: AnyTokenizer, folder: Path | None) -> None:
+        self._tokenizer, self._folder = tokenizer, folder
+        self._template: ChatTemplate | None = None
+
+    def encode(self, row: Any) -> Conversation:
+        """Ends with the end of text, which after a prompt's answer is learned too. Raises `_UnusableRowError`."""
+        if isinstance(row, dict) and "messages" in row:
+            return self._closed(self._chat(row["messages"], row.get("tools")))
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        answer = next((row[key] for key in ANSWERS if key in row), None) if prompt is not None else None
+        if isinstance(prompt, list) and isinstance(answer, list):
+            return self._closed(self._chat([*prompt, *answer], row.get("tools")))
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise _UnusableRowError(_NEITHER)
+        first, second = self._tokenizer.encode_batch([prompt, answer])
+        second = [*second, self._tokenizer.end_of_text]
+        return Conversation(first + second, [False] * len(first) + [True] * len(second))
+
+    def _chat(self, messages: Any, tools: Any) -> Conversation:
+        if not isinstance(messages, list) or not messages:
+            raise _UnusableRowError(_NEITHER)
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise _UnusableRowError(_NO_ROLES)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise _UnusableRowError(_NO_ANSWER)
+        if self._template is None:
+            if self._folder is None:
+                raise ValueError(
+                    "rows of messages need the tokenizer of a model with a chat template, and tokens here are "
+                    "learned, or bytes; give --tokenizer FOLDER/tokenizer.json"
+                )
+            self._template = ChatTemplate(self._folder)
+        try:
+            return self._template.encode(messages, tools)
+        except _UnusableRowError:
+            raise
+        except Exception as error:  # a template raises what it likes about roles that it does not know
+            raise _UnusableRowError(
+                f"chats that the chat template refuses ({' '.join(str(error).split())})"
+            ) from None
+
+    def _closed(self, chat: Conversation) -> Conversation:
+        """With the end of text behind it, where the template writes none; what is learned is the template's end."""
+        end = self._tokenizer.end_of_text
+        if chat.tokens and chat.tokens[-1] == end:
+            return chat
+        return Conversation([*chat.tokens, end], [*chat.answers, False])
+
+
+def prepare_conversations(
+    text: TextFiles,
+    output: str | Path,
+    tokenizer: AnyTokenizer,
+    *,
+    template_folder: Path | None = None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> CorpusFiles:
+    """As `prepare_files`, of chats and prompts: a document per row, in the order of the rows; answers are marked.
+
+    Raises ValueError: no row that can be used; rows of messages without a chat template.
+    """
+    begin = time.perf_counter()
+    prefix = checked_prefix(output)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    encoder, end = ConversationEncoder(tokenizer, template_folder), tokenizer.end_of_text
+    with TokenFileWriter(
+        prefix,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
+        end_of_text=end,
+        sources=text.inputs,
+        marks_answers=True,
+    ) as writer:
+        for chunk in text.chunks(writer.skipped):
+            for row in _rows(chunk.content, writer.skipped):
+                try:
+                    tokens, answers = encoder.encode(row)
+                except _UnusableRowError as error:
+                    writer.skipped[str(error)] += 1
+                    continue
+                writer.add_conversation(np.array(tokens), np.array(answers))
+            assert isinstance(chunk.content, bytes)
+            writer.text_bytes += len(chunk.content)
+            advance(chunk.size)
+        if not writer.num_documents:
+            raise ValueError(
+                f"0 chats or prompts in {len(text.sources)} files, skipped: {skipped_text(writer.skipped)}"
+            )
+    card = read_card(prefix)
+    assert card is not None
+    files = [path for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix)) if path.exists()]
+    return CorpusFiles(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
+
+
+def _rows(content: Any, skipped: Counter[str]) -> Iterator[Any]:
+    for line in content.split(b"\n"):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):
+                skipped["lines that are no JSON"] += 1

@@ -1,0 +1,108 @@
+"""What a loop written for one process does by hand between a pipeline's steps: arithmetic with the weights and
+gradients of one rank's stages, updates of some ranks' weights only."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.state import ParallelState
+
+READ_EVERY = 64  # steps between two looks at an accelerator's numbers: each look waits for it
+
+
+class StageArithmetic:
+    """Warns of norms, counts and reductions by hand, between a pipeline's steps, of several weights or gradients.
+
+    Of one of them they are right, and nothing is said; together they are of this rank's stages, not the model's. The
+    same goes for norms, products and random draws of a weight that tensor ranks split. Each kind is told once.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._parameters = [p for module in modules for p in module.parameters()]
+        self._reduced_ids: set[int] = set()  # of parameters whose gradients were reduced
+        self._warned_of: set[str] = set()
+        self._by_hand = ByHand(self._hear, gradients=True, numbers=True)
+
+    def open(self, *, look_again: bool = False) -> None:
+        """Until `close`; look_again: for parameters that were replaced or added."""
+        if look_again:
+            self._parameters = [p for module in self._modules for p in module.parameters()]
+        self._reduced_ids.clear()
+        self._by_hand.open(self._parameters)
+
+    def close(self) -> None:
+        """A call of the pipeline begins: what it does with parameters is not by hand."""
+        self._by_hand.close()
+
+    def _hear(self, heard: Heard) -> None:
+        is_reduction = heard.kind == "reduction"
+        if heard.sees_only_shard:
+            self._warn_once("a shard", heard.message(*self._modules))
+        elif heard.kind == "combined" or (is_reduction and heard.joined and not heard.of_gradient):
+            self._warn_once(
+                "counts" if heard.name in ("numel", "nelement") else "weights",
+                f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
+                "parallel_state.get_pipeline_model_parallel_group()",
+            )
+        elif is_reduction and heard.of_gradient:
+            # one gradient alone may be looked at; two in a row are on their way to a norm
+            self._reduced_ids.add(id(heard.parameter))
+            if len(self._reduced_ids) > 1 or heard.joined:
+                self._warn_once(
+                    "gradients",
+                    "gradients were reduced by hand (norm, max, mean): together they are of this rank's stages. "
+                    "core.optimizer.get_grad_norm(parameters) is the model's norm, core.optimizer.clip_grad_norm_ "
+                    "clips by it",
+                )
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned_of:
+            self._warned_of.add(kind)
+            warnings.warn(message, stacklevel=5)
+
+
+class UpdateWatch:
+    """Finds an optimizer's step that some ranks made and others did not.
+
+    Each rank's decision (its own loss, infinities in its own gradients) would leave one model of two ages. Whether
+    this rank's weights were written since the last step travels with the step's result.
+    """
+
+    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
+        self._ps, self._modules, self._has_warned = ps, modules, False
+        self._versions: list[int] | None = None  # of the trainable parameters, when the last step ended
+        self._step, self._sums = 0, torch.zeros(2, dtype=torch.float64, device=ps.device)
+        self._differed = torch.zeros((), dtype=torch.bool, device=ps.device)
+
+    def with_numbers(self, total: Tensor) -> Tensor:
+        """float64 [n] -> [n + 2], to be summed over all ranks: whose weights were updated, whose could have been."""
+        before, self._versions = self._versions, [p._version for p in self._trainable()]
+        numbers = torch.zeros_like(self._sums)
+        if before and len(before) == len(self._versions):
+            numbers[0].fill_(float(before != self._versions))
+            numbers[1].fill_(1.0)
+        return torch.cat((total, numbers))
+
+    def look(self, sums: Tensor) -> None:
+        """Warns, once, on every rank. sums: [2], over all ranks."""
+        self._step += 1
+        updated, trainable = sums
+        self._differed |= (updated > 0) & (updated < trainable)
+        reads = self._ps.device.type == "cpu" or self._step % READ_EVERY == 0
+        if reads and not self._has_warned and self._differed:
+            self._has_warned = True
+            warnings.warn(
+                f"step {self._step}: since the step before, weights were updated on some ranks and not on others "
+                f"({int(updated)} of {int(trainable)} now): the model's stages are of different ages. Whether to "
+                "step must be decided by what all ranks share (the step's result, core.optimizer.GradScaler, "
+                "core.optimizer.get_grad_norm), not by one rank's own. Of stages that are not trained on purpose: "
+                "requires_grad_(False)",
+                stacklevel=4,
+            )
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for module in self._modules for p in module.parameters() if p.requires_grad]

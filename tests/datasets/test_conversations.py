@@ -1,0 +1,241 @@
+"""Chats and prompts as token files of which the answers are marked, and as rows that keep them apart."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from core.datasets import ByteTokenizer, ConversationBatches, GPTBatches, TokenFile, load_tokenizer, split_documents
+from core.datasets.packing import IGNORED_LABEL
+from core.datasets.prepare import main as prepare
+from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
+from core.training import ModelConfig
+from core.training.model.begin import build_stages
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And a cat ém?"},
+    {"role": "assistant", "content": "A cat — é."},
+]
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer of 300 tokens with a chat template, as a model's folder has it."""
+    import tokenizers
+
+    folder = tmp_path_factory.mktemp("model")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["Two and two? Four. And a cat? user assistant system"] * 3, trainer)
+    inner.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def written(tmp_path, rows, *options):
+    output = str(tmp_path / "chats")
+    status = prepare(["--input", lines(tmp_path / "rows.jsonl", rows), "--output", output, *options])
+    return TokenFile(output) if status == 0 else None
+
+
+def test_a_chat_is_what_the_template_writes_and_answers_are_the_assistants(tmp_path, folder):
+    from transformers import AutoTokenizer
+
+    file = written(tmp_path, [{"messages": TALK}], "--tokenizer", str(folder / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    tokens, answers = file.document(0), file.answers(0, file.num_tokens)
+    expected = theirs.apply_chat_template(TALK, tokenize=True)
+    expected = expected if isinstance(expected, list) else expected["input_ids"]
+    assert tokens.tolist() == [*expected, file.card.end_of_text]
+    ours = load_tokenizer(folder / "tokenizer.json")
+    texts, inside = [], False
+    for token, is_answer in zip(tokens.tolist(), answers, strict=True):
+        if is_answer and not inside:
+            texts.append([])
+        if is_answer:
+            texts[-1].append(token)
+        inside = is_answer
+    assert [ours.decode(text) for text in texts] == ["Four.<|im_end|>", "A cat — é.<|im_end|>"]
+    file.verify()
+
+
+def test_a_prompt_and_its_response_are_joined_and_the_end_is_learned(tmp_path):
+    rows = [{"prompt": "1 + 1 =", "response": " 2"}, {"prompt": "é", "completion": "ü"}]
+    file = written(tmp_path, rows)
+    first, second = file.document(0), file.document(1)
+    assert ByteTokenizer().decode(first.tolist()) == "1 + 1 = 2" and first[-1] == 256
+    assert file.answers(0, len(first)).tolist() == [False] * 7 + [True] * 3
+    assert file.answers(len(first), file.num_tokens).tolist() == [False] * 2 + [True] * 3
+    assert second.tolist() == [*"éü".encode(), 256]
+    prompts = [{"prompt": TALK[:2], "completion": TALK[2:3]}]
+    assert written(tmp_path, prompts) is None  # bytes have no chat template
+
+
+BAD = {
+    "no roles": ({"messages": [{"content": "a"}]}, "1 chats whose messages lack a role or a content"),
+    "no answer": ({"messages": TALK[:2]}, "1 chats without an answer of the assistant"),
+    "empty": ({"messages": []}, '1 rows without "messages" or a "prompt" with its "response"'),
+    "number": ({"prompt": 1, "response": "b"}, '1 rows without "messages" or a "prompt" with its "response"'),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_rows_that_cannot_be_used_are_counted(tmp_path, folder, capsys, case):
+    row, message = BAD[case]
+    tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
+    assert written(tmp_path, [row], *tokenizer) is None
+    assert f"0 chats or prompts in 1 files, skipped: {message}" in capsys.readouterr().err
+    file = written(tmp_path, [row, {"prompt": "a", "response": "b"}, row], *tokenizer)
+    assert file.num_documents == 1
+    assert f"skipped: {message.replace('1', '2', 1)}" in capsys.readouterr().out
+
+
+def test_what_is_refused(tmp_path, folder, capsys):
+    """A folder without a template, bytes, text beside chats, a vocabulary of one's own."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    chat, text = lines(tmp_path / "chat.jsonl", [{"messages": TALK}]), lines(tmp_path / "t.jsonl", [{"text": "a"}])
+    cases = {
+        "holds 0 of tokenizer_config.json, chat_template.jinja": [chat, "--tokenizer", str(bare / "tokenizer.json")],
+        "rows of messages need the tokenizer of a model with a chat template": [chat],
+        "1 of 2 files hold chats or prompts": [chat, text],
+        "--train-tokenizer 300: conversations fine-tune a model": [chat, "--train-tokenizer", "300"],
+    }
+    for message, words in cases.items():
+        assert prepare(["--input", *words, "--output", str(tmp_path / "no")]) == 1
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("no*"))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """100 prompts of many lengths."""
+    directory = tmp_path_factory.mktemp("prompts")
+    random = np.random.default_rng(5)
+    rows = []
+    for i in range(100):
+        prompt, response = ("".join(map(chr, random.integers(97, 123, random.integers(1, 20)))) for _ in range(2))
+        rows.append({"prompt": f"{i} {prompt}", "response": response})
+    output = str(directory / "prompts")
+    assert prepare(["--input", lines(directory / "rows.jsonl", rows), "--output", output]) == 0
+    return TokenFile(output)
+
+
+def batches(file, s=64, **more):
+    return ConversationBatches(
+        **{"token_file": file, "sequence_length": s, "global_batch_size": 4, "seed": 7, "end_of_text": 256} | more
+    )
+
+
+def test_rows_are_whole_conversations_and_labels_their_answers(file):
+    made = batches(file)
+    assert made.truncated == 0 and made.num_samples < 100
+    seen, answers = [], []
+    for batch in made.sequential(4):
+        for tokens, labels, positions in zip(batch["tokens"], batch["labels"], batch["position_ids"], strict=True):
+            starts = [*(positions == 0).nonzero().flatten().tolist(), 64]
+            for start, stop in pairwise(starts):
+                document, learned = tokens[start:stop], labels[start:stop]
+                if (document == 0).all():  # what is left of a row
+                    assert (learned == IGNORED_LABEL).all()
+                    continue
+                seen.append(document.tolist())
+                # a label is the next token, and never of another document
+                known = learned != IGNORED_LABEL
+                assert torch.equal(learned[:-1][known[:-1]], document[1:][known[:-1]]) and not known[-1]
+                answers.append(learned[known].tolist())
+    assert seen == [file.document(i).tolist() for i in range(100)]
+    for i, answer in enumerate(answers):
+        start = file.document_start(i)
+        tokens, marks = file.document(i), file.answers(start, file.document_start(i + 1))
+        assert answer == tokens[marks].tolist()
+    assert made.answer_tokens().tolist() == [token for answer in answers for token in answer]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_batches_do_not_depend_on_the_ranks_and_an_epoch_has_each_row_once(file, size):
+    made = batches(file)
+    rows = []
+    for step in range(-(-made.num_samples // 4)):
+        parts = [made.batch(step, rank, size) for rank in range(size)]
+        whole = made.batch(step)
+        for name, tensor in whole.items():
+            assert torch.equal(torch.cat([part[name] for part in parts]), tensor), name
+        rows += [tuple(row) for row in whole["tokens"].tolist()]
+    assert len(set(rows[: made.num_samples])) == made.num_samples
+    again = made.rows(6, 4)
+    assert torch.equal(again["tokens"][:2], made.batch(1)["tokens"][2:])
+
+
+def test_a_conversation_longer_than_a_row_loses_its_end_and_is_counted(file):
+    made = batches(file, s=16)
+    lengths = [len(file.document(i)) for i in range(100)]
+    assert made.truncated == sum(length > 16 for length in lengths) > 0
+    row = next(made.sequential(4))["tokens"][0].tolist()
+    assert row[: min(16, lengths[0])] == file.document(0)[:16].tolist()
+    last = next(i for i, length in enumerate(lengths) if length > 16)
+    firsts = made._first_documents
+    labels = made._windows(range(firsts.index(last), firsts.index(last) + 1))["labels"][0]
+    expected = file.document(last)[16] if file.answers(0, file.num_tokens)[file.document_start(last) + 16] else -100
+    assert labels[-1] == expected, "its last token predicts the one that is cut off"
+
+
+def test_text_and_conversations_are_not_taken_for_each_other(file, tmp_path):
+    with pytest.raises(ValueError, match="marks answers, and all tokens would be learned alike; use Conversation"):
+        GPTBatches(token_file=file, sequence_length=16, global_batch_size=4, seed=1)
+    with pytest.raises(ValueError, match="100 conversations of which the answers are marked"):
+        IndexedDataset(file.prefix)
+    (tmp_path / "a.txt").write_text("some text\n\nmore of it")
+    assert prepare(["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "text")]) == 0
+    with pytest.raises(ValueError, match="marks 0 answers; use GPTBatches"):
+        batches(TokenFile(tmp_path / "text"))
+    part, *_ = split_documents(file, "50,50,0")
+    assert part.marks_answers and batches(part).num_samples < batches(file).num_samples
+
+
+def test_packed_it_costs_what_each_conversation_costs_alone(file, single):
+    """The loss of every answer token, beside a model that sees one conversation at a time."""
+    torch.set_default_dtype(torch.float32)
+    config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    from core.training import PipelineConfig
+
+    model = build_stages(config, PipelineConfig(), 257, 64, single)[0].double().eval()
+    batch = next(batches(file).sequential(4))
+    packed = {name: tensor for name, tensor in batch.items() if name != "tokens"}
+    with torch.no_grad():
+        together = model(batch["tokens"], **packed).double()
+    labels = batch["labels"]
+    costs, alone = together[labels != IGNORED_LABEL].tolist(), []
+    for i in range(sum(int((positions == 0).sum()) for positions in batch["position_ids"])):
+        tokens = torch.from_numpy(file.document(i).astype(np.int64))
+        marks = torch.from_numpy(file.answers(file.document_start(i), file.document_start(i + 1)).copy())
+        with torch.no_grad():
+            losses = model(tokens[None, :-1], labels=tokens[None, 1:])[0]
+        alone += losses[marks[1:]].tolist()
+        if len(alone) >= len(costs):
+            break
+    assert alone == pytest.approx(costs, rel=1e-9)
