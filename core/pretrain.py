@@ -43,6 +43,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
+    corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)

@@ -9,7 +9,6 @@ from torch import nn
 from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState
 from core.parallel_state.random import seeded
-from core.pipeline.run.step import forward_arguments
 from core.training.functions import function_of
 
 if TYPE_CHECKING:
@@ -36,20 +35,7 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
             f"model.build={name} returned stages {sorted(modules)}, pipeline rank {ps.index('pp')} of {ranks} holds "
             f"{expected} under schedule={run.pipeline.schedule}; return {{stage: nn.Module}} of these"
         )
-    refuse_ignored_documents(modules, run)
     for module in modules.values():
         if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
             module.to(ps.device, run.model.dtype)
     return modules
-
-
-def refuse_ignored_documents(stages: Mapping[int, nn.Module], run: "RunConfig") -> None:
-    """Raise ValueError where no stage takes what `data.reset_attention_mask` puts into batches."""
-    taken = [name for module in stages.values() for name in forward_arguments(module)]
-    if run.data.reset_attention_mask and stages and "document_begin" not in taken:
-        kinds = ", ".join(type(module).__name__ for module in stages.values())
-        raise ValueError(
-            f"data.reset_attention_mask gives document_begin [b, s], which forward of {kinds} does not take among "
-            f"its {len(taken)} arguments: attention would cross documents; take it (visible_mask of "
-            "core.context_parallel makes a bool mask of it), or turn reset_attention_mask off"
-        )

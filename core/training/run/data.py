@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.datasets import (
     AnyTokenizer,
@@ -32,6 +32,7 @@ from core.datasets.token_file import Array
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.parallel_state import ParallelState, context_batch
 from core.parallel_state.collectives import all_gather_objects
+from core.pipeline.run.step import forward_arguments
 from core.training.config import DataConfig, TrainingConfig
 from core.training.log.validation import MAIN
 
@@ -66,6 +67,18 @@ class Corpus:
     data: DataConfig
     training: TrainingConfig
     valid_sets: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+
+    def check_stages(self, stages: Mapping[int, nn.Module]) -> None:
+        """Raise ValueError where none of these stages takes what batches tell of documents."""
+        tells = self.data.reset_attention_mask or any(source.marks_answers for _, source in self.train_parts)
+        taken = [name for module in stages.values() for name in forward_arguments(module)]
+        if tells and stages and "document_begin" not in taken:
+            kinds = ", ".join(type(module).__name__ for module in stages.values())
+            raise ValueError(
+                "batches tell where documents begin (reset_attention_mask, conversations) by document_begin [b, s], "
+                f"which forward of {kinds} does not take among its {len(taken)} arguments: attention would cross "
+                "documents; take it (visible_mask of core.context_parallel makes a bool mask of it)"
+            )
 
     @cached_property
     def train(self) -> GPTBatches | BlendedBatches:

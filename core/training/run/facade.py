@@ -19,7 +19,6 @@ from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.config.texts import with_token_files
 from core.training.model.begin import began_as, begin
-from core.training.model.own import refuse_ignored_documents
 from core.training.model.weights import load_weights
 from core.training.resume.batch_plan import PlannedBatches
 from core.training.run.build import build_executor, build_sharded
@@ -187,7 +186,7 @@ def _stages(
             corpus.check_model(module.vocab_size, module.max_sequence_length, run.data.sequence_length)
         stages[index] = module
     if corpus is not None:
-        refuse_ignored_documents(stages, run)
+        corpus.check_stages(stages)
     weights = run.checkpoint.weights
     if weights is not None and not from_first(run.checkpoint.resumes, ps):
         load_weights(stages, weights, ps, _say_on_first_rank(ps))
