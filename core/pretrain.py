@@ -22,6 +22,7 @@ from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
+from core.training.log.profile import StepProfiler
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.run.build import build_executor, build_sharded
@@ -64,7 +65,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         cut_as_planned(executor, checkpoints.plan, step, run.training, size)
         return here(batches.batch(step, rank, size))
 
-    with console, checkpoints, open_log(run, start, ps) as log:
+    profiler = StepProfiler(run.training, ps, console.say)
+    with console, checkpoints, open_log(run, start, ps) as log, profiler:
         first = train(
             executor,
             optimizer,
@@ -79,6 +81,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
+            profiler=profiler,
         )
     if skipped := optimizer.skipped_steps:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
@@ -90,7 +93,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
-        for line in comparisons(first, start, log.records, run, corpus, parameters):
+        for line in comparisons(first, start, log.records, run, corpus, parameters, ps.device):
             console.say(line)
 
 
@@ -103,7 +106,7 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     with errors_as_one_line():
         run = checked(loaded, started_processes())
         loaded = replace(loaded, run=replace(loaded.run, data=run.data))  # run.toml names what text became
-        with parallel_state.launch(run.device) as device, errors_as_one_line():
+        with parallel_state.launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))
 

@@ -20,10 +20,12 @@ NO_DEFERRAL = torch.tensor(0)  # the number that stands for no bag
 class Ticket:
     """What a compiled graph takes instead of an object: a number, in a tensor, so that it is an input of the graph.
 
-    A copy of the object, or a pickle, has none.
+    A copy of the object, or a pickle, has none. has_owner: whether the parameter that it stands for had a
+    `main_grad`; one that comes later is right too, and takes the gradient from autograd.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, has_owner: bool = False) -> None:
+        self.has_owner = has_owner
         number = next(_numbers)
         _object_of_number[number] = target
         self.number = torch.from_numpy(np.asarray(number))  # no operation that a dispatch mode would see

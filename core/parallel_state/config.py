@@ -61,6 +61,10 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split the sequence over the tensor ranks between the matrix products."""
 
+    backend: str | None = None
+    """Of torch.distributed; default: the device's own (nccl on CUDA, gloo on CPUs). "gloo" on an accelerator lets
+    several processes share one device, with messages through host memory: to prove a layout, not to train fast."""
+
     def __post_init__(self) -> None:
         raise_all("ParallelConfig", self._rules())
 

@@ -102,7 +102,9 @@ class CoreAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]
         visible = None if attention_mask is None else ~attention_mask
-        causal = visible is None and queries == keys
+        causal = False
+        if visible is None and queries == keys:  # a branch: compiled code with lengths that vary has no bool of them
+            causal = True
         if visible is None and 1 < queries < keys:
             visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         return F.scaled_dot_product_attention(

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from core.parallel_state import ContextRows
 from core.parallel_state.collectives import Group, all_gather_objects
+from core.parallel_state.environment import reading_waits
 
 
 def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
     """Every value in [0, size), or equal to `ignored`: tables and losses would take some others silently."""
     if values.numel() == 0 or values.is_meta or torch.compiler.is_exporting():
         return
-    if values.device.type != "cpu":
+    if reading_waits(values.device):
         is_valid = (values >= 0) & (values < size)
         if ignored is not None:
             is_valid |= values == ignored

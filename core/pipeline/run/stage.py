@@ -14,6 +14,7 @@ from core.autograd import NullGradSync, StageContext, WeightGradBag, apply_recom
 from core.autograd.linear import make_compilable
 from core.autograd.module_state import ModuleState, StateBefore
 from core.autograd.notes import Notes
+from core.autograd.proxy import has_compiled_code
 from core.autograd.regions import check_keeps
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
@@ -107,10 +108,7 @@ class Stage:
     def prepare(self) -> None:
         """Before a step: note what is trained, which buffers exist and whether parts are compiled by torch."""
         self._module_state.refresh(list(self.module.modules()))
-        self._has_compiled_code = any(
-            submodule._compiled_call_impl is not None or hasattr(submodule, "_orig_mod")
-            for submodule in self.module.modules()
-        )
+        self._has_compiled_code = any(map(has_compiled_code, self.module.modules()))
         self._params_without_grad = [parameter for parameter in self.parameters if parameter.grad is None]
         self._outputs_want_grad = None
         self._trained_flags = tuple(parameter.requires_grad for parameter in self.module.parameters())

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from core.autograd import GradSync, apply_recompute
+from core.autograd.compiled import check_compiler, compile_layers
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedOptimizer, build_optimizer
 from core.optimizer.by_name import is_frozen, patterns_of, unmatched
@@ -69,9 +70,16 @@ def build_executor(
     ps: ParallelState,
     grad_sync: GradSync,
 ) -> SingleStage | Pipeline:
-    """A `Pipeline` over several ranks, a `SingleStage` on one, with activation checkpointing as set. Collective."""
+    """A `Pipeline` over several ranks, a `SingleStage` on one, with activation checkpointing and compilation as set.
+
+    Collective. Raises ValueError: `compile` without a compiler, or of a model without layers.
+    """
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
+    if training.compile == "layer":
+        check_compiler(ps.device)
+        for stage in stages.values():
+            compile_layers(stage, may_break=training.compile_fallback or None)
     # activation checkpointing is installed on the model here; a Pipeline does it stage by stage
     if ps.size("pp") == 1:
         (model,) = stages.values()

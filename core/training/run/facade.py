@@ -66,7 +66,7 @@ def initialize(
     world_size = started_processes() if joins_world else world()[1]
     run = _checked(_run_config(config), model, world_size)
     # configuration first: its mistakes are reported before any process group exists
-    device = join_world(run.device)
+    device = join_world(run.device, backend=run.parallel.backend)
     if joins_world and is_initialized():
         atexit.register(destroy_world)
     same_on_all_ranks(run)
