@@ -134,6 +134,7 @@ class StageContext:
     bag: where weight gradients of the current microbatch are deferred to; None computes them at once.
     seed, step, microbatch: what every random number is a function of. `microbatch` is the *global* index.
     driven: an executor sets these; otherwise the model draws a seed for each forward from torch's generator.
+    whole_sequences: the model is given whole sequences on every context rank, not this rank's rows (generation).
     drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
         checkpoint, the generator's own seed is that seed.
     loss_scale: what an executor multiplies each token's loss by: auxiliary losses start their backward with it.
@@ -151,6 +152,7 @@ class StageContext:
     drawn: bool = False
     loss_scale: float | Tensor = 1.0
     scale_of_plain_loop: Tensor | None = None
+    whole_sequences: bool = False
 
     def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
         """An executor takes over for one microbatch."""
@@ -161,7 +163,7 @@ class StageContext:
         self.bag, self.driven = None, False
 
     def snapshot(self) -> tuple:
-        """All but `drawn`, which stays true, for a region that will be run again."""
+        """All but `drawn` and `whole_sequences`, which stay, for a region that will be run again."""
         return self.bag, self.seed, self.step, self.microbatch, self.driven
 
     def restore(self, snapshot: tuple) -> None:

@@ -185,6 +185,8 @@ def _stages(
         if corpus is not None:
             corpus.check_model(module.vocab_size, module.max_sequence_length, run.data.sequence_length)
         stages[index] = module
+    if corpus is not None:
+        corpus.check_stages(stages)
     weights = run.checkpoint.weights
     if weights is not None and not from_first(run.checkpoint.resumes, ps):
         load_weights(stages, weights, ps, _say_on_first_rank(ps))
