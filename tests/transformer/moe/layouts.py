@@ -8,6 +8,7 @@ from core.autograd import apply_recompute
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages, moe_spec
 from core.parallel_state import ParallelState
+from core.parallel_state.context import context_batch
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
@@ -91,5 +92,6 @@ def step(facts, zero=0, schedule="none", recompute="none", **sizes):
         executor = SingleStage(model, ps=ps, num_microbatches=rows, grad_sync=shard, seed=SEED)
     mine = {key: value[ps.index("dp") * rows :][:rows] for key, value in batch().items()}
     shard.zero_grad()
+    mine = context_batch(mine, ps)
     result = executor.step(mine, next_token_loss)
     return whole_gradients(shard), result.loss.item(), norm(shard, result.num_tokens)

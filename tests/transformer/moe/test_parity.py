@@ -38,6 +38,8 @@ FOUR = [
         {"pp": 2, "tp": 2, "sp": True, "expert": 2, "schedule": "1f1b", "zero": 3},
     ),
     ({"balancing": "sequence", "router": "groups"}, {"expert": 2, "zero": 2}),
+    ({"balancing": "sequence", "shared": True}, {"cp": 2, "expert": 2, "zero": 1, "recompute": "layer"}),
+    ({"balancing": "microbatch"}, {"cp": 2, "tp": 2, "sp": True, "expert": 4, "zero": 3}),
 ]
 
 
@@ -56,6 +58,6 @@ def test_experts_on_one_and_two_ranks(ranks, world, cases):
     assert not any(ranks(compare, cases, world=world, timeout=300))
 
 
-@pytest.mark.parametrize("cases", [FOUR[:3], FOUR[3:]])
+@pytest.mark.parametrize("cases", [FOUR[:4], FOUR[4:]])
 def test_experts_on_four_ranks(ranks, cases):
     assert not any(ranks(compare, cases, world=4, timeout=300))
