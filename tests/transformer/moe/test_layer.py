@@ -11,7 +11,6 @@ from core.models.gpt import GPTModel, moe_spec
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.training import next_token_loss
-from core.transformer import TransformerConfig
 from core.transformer.moe import dispatch
 from core.transformer.moe.router import Router
 from tests.parity.whole import assert_same
@@ -198,6 +197,8 @@ BAD = [
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "1 of 4 groups leave 1"),
     ({"moe_layer_freq": (1,)}, "moe_layer_freq names 1 layers, num_layers=2"),
     ({"moe_layer_freq": (1, 2)}, r"moe_layer_freq holds \[2\]"),
+    ({"moe_layer_freq": (0, 1)}, "some of num_layers=2 layers only, which a checkpoint cannot hold yet"),
+    ({"moe_layer_freq": 2}, "some of num_layers=2 layers only, which a checkpoint cannot hold yet"),
     ({"moe_aux_loss_coeff": -1.0}, "must not be negative"),
     ({"add_bias_linear": True}, "experts have no biases"),
     ({"moe_router_score_function": "tanh"}, "known: softmax, sigmoid"),
@@ -209,15 +210,6 @@ BAD = [
 def test_what_contradicts_is_refused(facts, says):
     with pytest.raises(ValueError, match=says):
         config(**facts)
-
-
-def test_layers_that_have_experts():
-    facts = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "add_bias_linear": False}
-    assert [TransformerConfig(**facts).has_experts(layer) for layer in range(4)] == [False] * 4
-    facts |= {"num_moe_experts": 4}
-    for frequency, want in ((1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0, 1, 1, 0], [0, 1, 1, 0])):
-        made = TransformerConfig(**facts, moe_layer_freq=frequency)
-        assert [int(made.has_experts(layer)) for layer in range(4)] == want
 
 
 def plain_loop():
