@@ -24,6 +24,7 @@ from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
+from core.training.resume.same_run import refuse_another_run
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
@@ -42,6 +43,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     here = moved_to(ps.device)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
+    refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
