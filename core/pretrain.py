@@ -22,13 +22,14 @@ from core.training.log.console import Console, errors_as_one_line
 from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
+from core.training.log.profile import StepProfiler
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
-from core.training.run.data import moved_to, open_corpus
+from core.training.run.data import local_batches, open_corpus
 from core.training.run.evaluate import validate
 from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
@@ -40,11 +41,12 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
     console = Console(ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s)
-    here = moved_to(ps.device)
+    here = local_batches(ps)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
+    corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
@@ -65,7 +67,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         cut_as_planned(executor, checkpoints.plan, step, run.training, size)
         return here(batches.batch(step, rank, size))
 
-    with console, checkpoints, open_log(run, start, ps) as log:
+    profiler = StepProfiler(run.training, ps, console.say)
+    with console, checkpoints, open_log(run, start, ps) as log, profiler:
         first = train(
             executor,
             optimizer,
@@ -80,6 +83,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
+            profiler=profiler,
         )
     if skipped := optimizer.skipped_steps:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
@@ -91,7 +95,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
-        for line in comparisons(first, start, log.records, run, corpus, parameters):
+        for line in comparisons(first, start, log.records, run, corpus, parameters, ps.device):
             console.say(line)
 
 
@@ -104,7 +108,7 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     with errors_as_one_line():
         run = checked(loaded, started_processes())
         loaded = replace(loaded, run=replace(loaded.run, data=run.data))  # run.toml names what text became
-        with parallel_state.launch(run.device) as device, errors_as_one_line():
+        with parallel_state.launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
             same_on_all_ranks(run)
             pretrain(loaded, run, ParallelState.build(run.parallel, device=device))
 

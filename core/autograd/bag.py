@@ -20,10 +20,12 @@ NO_DEFERRAL = torch.tensor(0)  # the number that stands for no bag
 class Ticket:
     """What a compiled graph takes instead of an object: a number, in a tensor, so that it is an input of the graph.
 
-    A copy of the object, or a pickle, has none.
+    A copy of the object, or a pickle, has none. has_owner: whether the parameter that it stands for had a
+    `main_grad`; one that comes later is right too, and takes the gradient from autograd.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, has_owner: bool = False) -> None:
+        self.has_owner = has_owner
         number = next(_numbers)
         _object_of_number[number] = target
         self.number = torch.from_numpy(np.asarray(number))  # no operation that a dispatch mode would see
@@ -132,6 +134,7 @@ class StageContext:
     bag: where weight gradients of the current microbatch are deferred to; None computes them at once.
     seed, step, microbatch: what every random number is a function of. `microbatch` is the *global* index.
     driven: an executor sets these; otherwise the model draws a seed for each forward from torch's generator.
+    whole_sequences: the model is given whole sequences on every context rank, not this rank's rows (generation).
     drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
         checkpoint, the generator's own seed is that seed.
 
@@ -145,6 +148,7 @@ class StageContext:
     microbatch: int = 0
     driven: bool = False
     drawn: bool = False
+    whole_sequences: bool = False
 
     def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
         """An executor takes over for one microbatch."""
@@ -155,7 +159,7 @@ class StageContext:
         self.bag, self.driven = None, False
 
     def snapshot(self) -> tuple:
-        """All but `drawn`, which stays true, for a region that will be run again."""
+        """All but `drawn` and `whole_sequences`, which stay, for a region that will be run again."""
         return self.bag, self.seed, self.step, self.microbatch, self.driven
 
     def restore(self, snapshot: tuple) -> None:

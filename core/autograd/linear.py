@@ -126,7 +126,8 @@ def _is_ours_or_plain(parameter: Tensor) -> bool:
 def make_compilable(parameter: Parameter) -> None:
     """Make this parameter's linear compilable: outside of the graph, at its first call."""
     if parameter.is_leaf and not _has_hooks(parameter) and _is_ours_or_plain(parameter):
-        parameter._deferral = Ticket(parameter)  # type: ignore[attr-defined]
+        has_owner = getattr(parameter, "main_grad", None) is not None
+        parameter._deferral = Ticket(parameter, has_owner)  # type: ignore[attr-defined]
 
 
 @torch.library.custom_op("paracore::linear", mutates_args=())
@@ -139,7 +140,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, bag: Te
     return x.new_empty((*x.shape[:-1], matrix_of(weight).shape[0]))
 
 
-@torch.library.custom_op("paracore::defer", mutates_args=())
+# a CUDA graph would replay the kernels of a thunk that was put elsewhere
+@torch.library.custom_op("paracore::defer", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _defer(x: Tensor, gy: Tensor, weight: Tensor, parameter: Tensor, bag: Tensor) -> None:
     """Put a thunk with clones into the bag: the compiler reuses the memory of tensors that it no longer needs."""
     owner, target_bag = object_of(parameter), object_of(bag)
@@ -207,12 +209,15 @@ def _compiled_linear(x: Tensor, weight: Parameter, bias: Tensor | None, stage: S
     if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device_type))
     bag = stage.bag
-    if bag is None and getattr(weight, "main_grad", None) is None:
+    ticket = getattr(weight, "_deferral", None)
+    # what the ticket knows is not asked of the tensor: a graph would be bound to the strides of its `main_grad`
+    has_owner = ticket.has_owner if ticket is not None else getattr(weight, "main_grad", None) is not None
+    if bag is None and not has_owner:
         flat_bias = None if bias is None else bias.reshape(-1).to(x.dtype)
         return F.linear(x, matrix_of(weight).to(x.dtype), flat_bias)
     if not CAN_COMPILE:
         return None
-    if getattr(weight, "_deferral", None) is None:
+    if ticket is None:
         make_compilable(weight)
         return None
     if bag is None:
@@ -221,7 +226,7 @@ def _compiled_linear(x: Tensor, weight: Parameter, bias: Tensor | None, stage: S
         bag_number = bag.ticket.number
     else:  # a copied bag
         return None
-    return _linear(x, weight, bias, weight._deferral.number, bag_number)  # type: ignore[attr-defined]
+    return _linear(x, weight, bias, ticket.number, bag_number)
 
 
 def deferred_linear(

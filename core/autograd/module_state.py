@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from core.autograd.proxy import has_compiled_code
+
 SMALL = 1 << 16  # bytes that are always copied, rather than asked whether they were written
 _ABSENT: Any = object()
 _HOLDERS = (list, tuple, dict, set)
@@ -102,7 +104,7 @@ class ModuleState:
     @property
     def compiled(self) -> bool:
         """Whether submodules are compiled: no dispatch mode of torch sees what those do."""
-        return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self._modules)
+        return any(map(has_compiled_code, self._modules))
 
     @property
     def scripted(self) -> bool:

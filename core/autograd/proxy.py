@@ -10,7 +10,10 @@ class LinearProxy:
     """Stands in for a module's `forward`. A method and not a closure: a copy of the model must run its own.
 
     replaced: the forward it stands in for, another proxy's; None for the class's own forward.
+    is_compiled: whether it runs compiled code.
     """
+
+    is_compiled = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -41,6 +44,13 @@ class LinearProxy:
             self.module.forward = self.replaced
         else:
             del self.module.forward
+
+
+def has_compiled_code(module: nn.Module) -> bool:
+    """Whether this module itself, not its children, is compiled by torch or runs a compiled forward."""
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        return True
+    return "forward" in module.__dict__ and any(proxy.is_compiled for proxy in proxies_of(module))
 
 
 def proxies_of(module: nn.Module) -> Iterator[LinearProxy]:

@@ -96,7 +96,7 @@ class DataParallel(GradSync):
         if on_meta:
             fill_all(module, ps, on_meta, self.buffers, init)
         if overlap is None:  # worth it where a backend needs no cores of ours, or memory is to be bounded
-            runs_beside_us = any(b.ranks is not None and not b.ranks.composed for b in self.buffers)
+            runs_beside_us = any(b.ranks is not None and ps.device.type not in b.ranks.gloo for b in self.buffers)
             overlap = runs_beside_us or zero_stage >= 2 or backward_passes is not None
         self.overlap = overlap
 

@@ -3,17 +3,19 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from core.parallel_state.collectives import groups as pg
 
 
-def local_device(kind: str | None = None) -> torch.device:
+def local_device(kind: str | None = None, *, shared: bool = False) -> torch.device:
     """This process's device: an accelerator (cuda, npu, xpu, ...) if there is one, else the CPU; or one of `kind`.
 
     The accelerator's index is the one that the process has chosen, or else torchrun's LOCAL_RANK, which is
-    then made the current one.
+    then made the current one. shared: more processes than devices take them in turn (gloo's staged path).
     Raises ValueError: an accelerator that this machine lacks, a local rank beyond its devices.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -31,13 +33,41 @@ def local_device(kind: str | None = None) -> torch.device:
     count = torch.accelerator.device_count()
     if requested.index is None and index == 0 and count > 1:  # nobody chose, and there is something to choose
         index = int(os.environ.get("LOCAL_RANK", 0))  # as torchrun numbers the processes of a host
+    if shared and requested.index is None:
+        index = int(os.environ.get("LOCAL_RANK", 0)) % count
     if index >= count:
         raise ValueError(
             f"this process wants device {index} of type {requested.type}, this machine has {count}; start fewer "
-            "processes, name one as device='type:index', or use device='cpu'"
+            "processes, name one as device='type:index', or use device='cpu'. To prove a layout on fewer devices let "
+            "processes share them, with messages through host memory: --parallel.backend gloo (slow)"
         )
     torch.accelerator.set_device_index(index)
     return torch.device(requested.type, index)
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Whether reading a value of this device makes the host wait for all that was asked of it before."""
+    return device.type != "cpu"
+
+
+class HostCopy:
+    """One number on its way to the host; `read()` waits for this copy alone, not for what was asked after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrival: Any = None
+        if tensor.device.type == "cpu":
+            self._copy = tensor.detach().clone()
+            return
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(tensor.detach(), non_blocking=True)
+        self._arrival = torch.Event(tensor.device)
+        self._arrival.record()
+
+    def read(self) -> float:
+        """The number."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._copy)
 
 
 def started_processes() -> int:
@@ -62,15 +92,29 @@ def expect_world(world_size: int) -> None:
         )
 
 
+def check_backend(backend: str | None) -> None:
+    """Raise ValueError for a backend, or one in "cpu:gloo,cuda:nccl", that this torch was built without."""
+    names = [] if backend is None else [part.rpartition(":")[2] for part in backend.lower().split(",")]
+    available = pg.available_backends()
+    missing = [name for name in names if name in pg.BUILT_IN and name not in available]
+    if missing:
+        raise ValueError(
+            f"backend {backend!r}: this torch was built without {', '.join(missing)}; it has "
+            f"{', '.join(available) or 'none'}. Leave parallel.backend out for the device's own"
+        )
+
+
 def join_world(
     device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S
 ) -> torch.device:
     """Join torchrun's world (WORLD_SIZE and RANK set) if nobody did; a single process has none. This rank's device.
 
-    The backend is gloo for CPU tensors and the accelerator's own beside it.
-    Raises ValueError: a device that is not there.
+    The backend is gloo for CPU tensors and the accelerator's own beside it. `backend="gloo"` with an accelerator is
+    the staged path: processes may share a device, and their messages travel through host memory.
+    Raises ValueError: a device that is not there, a backend that this torch was built without.
     """
-    this_device = local_device(device)
+    check_backend(backend)
+    this_device = local_device(device, shared=backend == "gloo")
     if started_processes() > 1 and not pg.is_initialized():
         pg.init_world(backend or ("gloo" if this_device.type == "cpu" else None), timeout_s)
     return this_device

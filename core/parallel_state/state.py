@@ -184,6 +184,9 @@ class ParallelState:
                 self._links[sender, receiver] = group = Group(
                     "link", ranks, ranks.index(self.rank), process_group, timedelta(seconds=self._timeout_s)
                 )
+                if self.device.type not in group.gloo:
+                    group.add_host_group(self._timeout_s)
+                    greet(group.on_host, ranks.index(sender), torch.device("cpu"))
                 greet(group, ranks.index(sender), self.device)
         return {link: self._links[link] for link in own_links}
 
@@ -208,7 +211,8 @@ class ParallelState:
         unique_groups = {g.ranks: g.process_group for g in self.groups.values()}
         if self.world is not None:
             unique_groups.pop(self.world.ranks, None)
-        others = [g.process_group for g in (*self._alone.values(), *self._links.values())]
+        links = [*self._links.values(), *(link.on_host for link in self._links.values())]
+        others = [g.process_group for g in (*self._alone.values(), *links)]
         for process_group in (*unique_groups.values(), *others):
             pg.destroy_group(process_group)
         self.groups.clear()
@@ -224,7 +228,7 @@ class ParallelState:
         for group in (*groups, self.world):
             if group is not None:
                 group.close()
-        pg.destroy_world()
+        pg.abandon_world()
 
 
 def checked_device(device: torch.device | str | None, served: dict[str, str]) -> torch.device:

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names, given = _texts(options.data, trained)
     loaded = load_run(flags, defaults={**trained.settings, **given})
     run = checked(replace(loaded, run=_fitted(loaded, options.max_batches)), started_processes())
-    with launch(run.device) as device, errors_as_one_line():
+    with launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
         same_on_all_ranks(run)
         ps = ParallelState.build(run.parallel, device=device)
         corpus = open_corpus(run.data, run.training, ps)

@@ -18,8 +18,7 @@ from tests.states import state
 
 def stages(ps):
     torch.manual_seed(1)
-    made = [nn.Linear(4, 4) for _ in range(2)]
-    return made[ps.index("pp")]
+    return [nn.Linear(4, 4) for _ in range(2)][ps.index("pp")]
 
 
 def loss(y, part):
@@ -143,8 +142,7 @@ def updated_by_hand(clipped_by):
     ps = state(pp=2)
     model = stages(ps)
     pipeline = Pipeline([model], ps=ps, num_microbatches=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             pipeline.step(batch(step), loss)
             factor = clipped_by(model, ps)
@@ -184,8 +182,7 @@ def given(different):
     """What is told of batches that differ between the ranks of a pipeline."""
     ps = state(pp=2)
     pipeline = Pipeline([stages(ps)], ps=ps, num_microbatches=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             rows = {"input": batch(10 * ps.rank * different + step)}
             rows["mine"] = torch.ones(8, 1 + ps.rank)  # of a shape of its own
@@ -210,8 +207,7 @@ def penalized(of_weights, step_after):
             y
         )
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         pipeline.step(batch(), with_penalty)
         if step_after:
             sum(0.1 * p.square().sum() for p in model.parameters()).backward()
@@ -325,8 +321,7 @@ def said_of(what, before):
     look = TOGETHER.get(what, one_by_one)
     ps = state(pp=2)
     model = stages(ps)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         pipeline = Pipeline([model], ps=ps, num_microbatches=2)
         if before:
             look(model)
@@ -384,8 +379,7 @@ def skipping(who, when, frozen=False):
         model.requires_grad_(False)
     pipeline = Pipeline([model], ps=ps, num_microbatches=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(8):
             pipeline.step(batch(step), loss)
             if step % 2 and not (step == when and ps.rank in who):  # two steps of the pipeline, one of the optimizer

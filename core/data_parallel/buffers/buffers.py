@@ -163,7 +163,8 @@ class Buffer(Weights):
     @property
     def holds_scratch(self) -> bool:
         """Whether a sum under way holds memory beside the buffer's own, so that few should be."""
-        return self.stage >= 2 or self._reduce_dtype is not None or (self.ranks is not None and self.ranks.composed)
+        composed = self.ranks is not None and self.ps.device.type in self.ranks.gloo
+        return self.stage >= 2 or self._reduce_dtype is not None or composed
 
     def wait_sum(self) -> None:
         """Wait for this rank's shard of the sum; stages 2, 3: add it to `gradients` and free the full gradients."""

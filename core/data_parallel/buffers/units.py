@@ -166,8 +166,7 @@ class StageUnits:
     @property
     def may_wait_at_use(self) -> bool:
         """Whether gathers that are under way may stay so until the weights are used."""
-        groups = [b.ranks for unit in (self.root, *self.layers) for b in unit.buffers]
-        return any(group is not None and not group.composed for group in groups)
+        return any(_runs_beside_us(buffer) for unit in (self.root, *self.layers) for buffer in unit.buffers)
 
     def remove(self) -> None:
         """Take the hooks out."""
@@ -176,12 +175,16 @@ class StageUnits:
         self._hooks = []
 
 
+def _runs_beside_us(buffer: Buffer) -> bool:
+    """Whether collectives of this bucket need no CPU cores of ours."""
+    return buffer.ranks is not None and buffer.ps.device.type not in buffer.ranks.gloo
+
+
 def needs_units(buffers: Sequence[Buffer], zero_stage: int, overlap: bool) -> bool:
     """Whether weights or gradients come and go, or gathered weights are waited for where they are used."""
-    groups = [buffer.ranks for buffer in buffers if buffer.ranks is not None]
-    if not groups:
+    if all(buffer.ranks is None for buffer in buffers):
         return False
-    waits_at_use = overlap and zero_stage >= 1 and any(not group.composed for group in groups)
+    waits_at_use = overlap and zero_stage >= 1 and any(map(_runs_beside_us, buffers))
     return waits_at_use or zero_stage >= 2
 
 

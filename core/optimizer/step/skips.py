@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from core.parallel_state.environment import reading_waits
+
 ALL_SKIPPED = 100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says
 
 
@@ -37,7 +39,7 @@ class Skips:
         self._steps_here += 1
         limit = self._most or (ALL_SKIPPED if self._steps_here == ALL_SKIPPED else 0)
         # reading the count waits for an accelerator, so there only every `limit` steps
-        looks = limit and (self._device.type == "cpu" or step % limit == 0)
+        looks = limit and (not reading_waits(self._device) or step % limit == 0)
         if looks and (in_row := int(self._in_row.item())) >= limit:
             raise RuntimeError(
                 f"step {step}: {in_row} steps in a row were skipped, max_skipped_steps={self._most}: {reason()}"

@@ -9,9 +9,10 @@ from torch import Tensor
 from core.data_parallel import Buffer
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.state import ParallelState
 
-READ_EVERY = 64  # steps between two looks at an accelerator's flags: each look waits for it
+READ_EVERY = 64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
 
 
 class GradientWatch:
@@ -22,7 +23,7 @@ class GradientWatch:
 
     def __init__(self, buffers: Sequence[Buffer], ps: ParallelState) -> None:
         self._buffers, self._ps = buffers, ps
-        self._eager = ps.device.type == "cpu"
+        self._eager = not reading_waits(ps.device)
         # (parameter name, buffer, first, last): the elements that this rank counts in the norm, by parameter
         self._slices: list[tuple[str, Buffer, int, int]] = []
         for buffer in buffers:
@@ -102,11 +103,21 @@ class Agreement:
                 first_of[number, list(ranks)] = ranks[0]
         self._first = first_of.to(ps.device)  # [2, ranks]: with whom each rank is compared
         self._differed = torch.zeros_like(self._first, dtype=torch.bool)
+        self._flag: HostCopy | None = None  # of an accelerator, under way
 
     def message(self, missing_bits: Tensor, options_number: float, changes_by_hand: Tensor) -> Tensor:
         """`missing_bits`, and this rank's two numbers; 0 of options that lie on a device."""
         options = missing_bits.new_full((1,), options_number)
         return torch.cat((missing_bits, options, changes_by_hand.reshape(1)))
+
+    def _any_differed(self, step: int) -> bool:
+        """Whether ranks differed in any step so far; of an accelerator what was known `READ_EVERY` steps ago."""
+        if not reading_waits(self._ps.device):
+            return bool(self._differed.any())
+        if step % READ_EVERY:
+            return False
+        before, self._flag = self._flag, HostCopy(self._differed.any())
+        return before is not None and bool(before.read())
 
     def compare(self, rows: Sequence[Tensor], step: int) -> None:
         """Raises ValueError, on every rank, before the update."""
@@ -114,7 +125,7 @@ class Agreement:
             return
         numbers = torch.stack(list(rows))[:, -2:].t()
         self._differed |= numbers != numbers.gather(1, self._first)
-        if (self._ps.device.type == "cpu" or step % READ_EVERY == 0) and self._differed.any():
+        if self._any_differed(step):
             which, rank = self._differed.nonzero()[0].tolist()
             holder = int(self._first[which, rank])
             raise ValueError(f"step {step + 1}: {self._messages[which].format(rank=rank, holder=holder)}")

@@ -1,5 +1,6 @@
 """Process groups: joining the world, creating groups once in one order, what each of them carried."""
 
+import copy
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT_S = 600.0
+BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")  # backends that a torch is built with, or without
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Group:
     `rank` is this process's index in `ranks` (global ranks, ascending). `timeout` bounds every wait. `checked`
     compares every call across the ranks before it is made (debugging; slow). `under_way`: messages that nobody has
     waited for yet, each with a `forget()`.
+    `gloo`: the types of device whose tensors gloo carries, with CPU cores of ours and waits of the host; `staged`:
+    those of them that travel through host memory, because gloo has no messages of theirs.
     """
 
     name: str
@@ -59,7 +63,10 @@ class Group:
 
     def __post_init__(self) -> None:
         self.size = len(self.ranks)
-        self.composed = "gloo" in backends(self.process_group).values()
+        served = backends(self.process_group)
+        self.gloo = frozenset(device_type for device_type, backend in served.items() if backend == "gloo")
+        self.staged = self.gloo - {"cpu"}
+        self._on_host: Group | None = None
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of ranks {self.ranks})"
@@ -67,17 +74,40 @@ class Group:
     def __deepcopy__(self, memo: dict) -> "Group":
         return self  # a copied model talks to the same peers
 
+    @property
+    def on_host(self) -> "Group":
+        """The same ranks for what lies in host memory: copies of what is `staged`, and forms of messages.
+
+        gloo carries both; beside another backend a link has a gloo group for it (`ParallelState.connect`).
+        """
+        if self._on_host is None:
+            self._on_host = copy.copy(self)
+            self._on_host.staged = frozenset()
+        return self._on_host
+
+    def add_host_group(self, timeout_s: float) -> None:
+        """Beside a backend that knows accelerators only: a gloo group of these ranks, for `on_host`. Collective."""
+        process_group = create_group(self.name, self.ranks, timeout_s, "gloo")
+        self._on_host = Group(self.name, self.ranks, self.rank, process_group, self.timeout)
+        self._on_host.gloo, self._on_host.staged = frozenset({"cpu"}), frozenset()
+
     def close(self) -> None:
         """Leave the group; calls of ranks that still wait in it fail at once. Nothing can be sent afterwards."""
         while self.under_way:  # who holds one of them holds the connection
             self.under_way.pop().forget()
         group, self.process_group = self.process_group, Closed(self.name)  # type: ignore[assignment]
+        if (host_group := self._on_host) is not None:
+            other, host_group.process_group = host_group.process_group, self.process_group
+            if isinstance(other, ProcessGroup) and other is not group:
+                abandon_group(other)
         if isinstance(group, ProcessGroup):
-            destroy_group(group)
+            abandon_group(group)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Bound how long a collective of this group may wait; a later call that waits longer fails loudly."""
         self.timeout = timedelta(seconds=timeout_s)
+        if self._on_host is not None:
+            self._on_host.timeout = self.timeout
         for device in self.process_group._device_types:
             self.process_group._get_backend(device)._set_default_timeout(self.timeout)
 
@@ -97,8 +127,7 @@ def available_backends() -> list[str]:
     """The backends of torch.distributed that this torch was built with."""
     if not dist.is_available():
         return []
-    names = ("gloo", "nccl", "xccl", "ucc", "mpi")
-    return [name for name in names if getattr(dist, f"is_{name}_available", bool)()]
+    return [name for name in BUILT_IN if getattr(dist, f"is_{name}_available", bool)()]
 
 
 def default_backend(device_type: str) -> str:
@@ -162,8 +191,10 @@ def world_timeout_s() -> float:
     return min(timeouts, default=DEFAULT_TIMEOUT_S)
 
 
-def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> ProcessGroup:
+def create_group(name: str, ranks: tuple[int, ...], timeout_s: float, backend: str | None = None) -> ProcessGroup:
     """A new group of `ranks`; only they take part, so every rank must create its groups in one order.
+
+    backend: default: the world's.
 
     torch names such a group by how many groups this process has, which differs between ranks as soon as a
     user has groups of their own: the rendezvous would hang. The name is therefore ours: the world's, the ranks,
@@ -185,6 +216,7 @@ def create_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> Process
         group = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s),
+            backend=backend,
             use_local_synchronization=True,
             group_desc=f"{name}:{members}",
         )
@@ -198,6 +230,25 @@ def destroy_group(group: ProcessGroup) -> None:
     """Leave one group, unless it went with the world it was made from."""
     if is_initialized() and group in c10d._world.pg_map:
         dist.destroy_process_group(group)
+
+
+def can_abort(group: ProcessGroup | None = None) -> bool:
+    """Whether a group's backends end calls under way when they are told to. gloo's end with its connections."""
+    return any(backend != "gloo" for backend in backends(group).values())
+
+
+def abandon_group(group: ProcessGroup) -> None:
+    """Leave one group after a failure. NCCL's own `shutdown` would wait for kernels whose peers never come."""
+    if is_initialized() and group in c10d._world.pg_map:
+        leave = c10d._abort_process_group if can_abort(group) else dist.destroy_process_group
+        leave(group)
+
+
+def abandon_world() -> None:
+    """Leave the default group after a failure, and all that are left, without waiting for what is under way."""
+    if is_initialized() and can_abort():
+        c10d._abort_process_group()
+    destroy_world()
 
 
 def mesh(groups: list[ProcessGroup], device_type: str, ranks: Any, names: tuple[str, ...]) -> DeviceMesh:

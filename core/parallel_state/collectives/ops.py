@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.groups import Group
+from core.parallel_state.collectives.staged import Staged, to_host
 
 TAG = 0x7A11  # of the messages inside a composed collective, so that they never match a user's
 
@@ -55,13 +56,15 @@ class Done:
 
 def composes(x: Tensor, group: Group) -> bool:
     """Whether this collective is made of messages: CPU tensors over gloo."""
-    return group.composed and x.device.type == "cpu"
+    return x.device.type == "cpu" and "cpu" in group.gloo
 
 
 def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
     """Reduce `x` in place over `group` with sum, max or min; every rank gets the same bits. Returns `x`."""
     if group is None:
         return x
+    if x.device.type in group.staged:
+        return Staged(Done(all_reduce(to_host(x), group.on_host, op)), x).wait()
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(f"all_reduce[{op}]", x, group)
@@ -83,7 +86,7 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
 
 def start_all_reduce(x: Tensor, group: Group | None) -> PendingCollective:
     """Sum `x` in place over `group` beside other work; `wait()` returns it."""
-    if group is None or composes(x, group):  # gloo's copying competes for CPU cores: no overlap
+    if group is None or x.device.type in group.gloo:  # gloo's copying competes for CPU cores: no overlap
         return Done(all_reduce(x, group))
     if group.checked:
         compare_across_ranks("start_all_reduce", x, group)
@@ -100,6 +103,9 @@ def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
     """`all_gather` beside other work; `wait()` returns the whole."""
     if group is None:
         return Done(x)
+    if x.device.type in group.staged:
+        gathered = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+        return Staged(start_all_gather(to_host(x), group.on_host), gathered)
     start_time = perf_counter()
     x = x.contiguous()
     if group.checked:
@@ -135,6 +141,9 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
             f"reduce_scatter: dim 0 of {tuple(x.shape)} does not divide over {group.size} ranks; pad it to "
             f"{-(-x.shape[0] // group.size) * group.size}"
         )
+    if x.device.type in group.staged:
+        local_sum = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+        return Staged(start_reduce_scatter(to_host(x), group.on_host), local_sum)
     x = x.contiguous()
     if group.checked:
         compare_across_ranks("reduce_scatter", x, group)
@@ -183,11 +192,15 @@ def all_to_all(
     """[n, ...] -> [m, ...]: rows go to the ranks in order, `send_rows[j]` of them to rank j (default: equal)."""
     if group is None:
         return x
+    rows = sum(receive_rows) if receive_rows is not None else x.shape[0]
+    if x.device.type in group.staged:
+        received = x.new_empty((rows, *x.shape[1:]))
+        host = all_to_all(to_host(x), group.on_host, send_rows=send_rows, receive_rows=receive_rows)
+        return Staged(Done(host), received).wait()
     start_time = perf_counter()
     x = x.contiguous()
     if group.checked and send_rows is None:
         compare_across_ranks("all_to_all", x, group)
-    rows = sum(receive_rows) if receive_rows is not None else x.shape[0]
     received = x.new_empty((rows, *x.shape[1:]))
     dist.all_to_all_single(received, x, receive_rows, send_rows, group=group.process_group)
     group.traffic.add(x.nbytes, perf_counter() - start_time)
@@ -198,6 +211,8 @@ def broadcast(x: Tensor, group: Group | None, source: int = 0) -> Tensor:
     """Copy `x` in place from the group's rank `source` (its index in the group) to all. Returns `x`."""
     if group is None:
         return x
+    if x.device.type in group.staged:
+        return Staged(Done(broadcast(to_host(x), group.on_host, source)), x).wait()
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks("broadcast", x, group)

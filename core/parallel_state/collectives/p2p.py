@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.parallel_state.collectives.groups import Group
+from core.parallel_state.collectives.staged import host_memory, to_host
 
 DTYPES = (
     torch.float64,
@@ -27,14 +28,26 @@ MAX_DIMS = 8
 class Received:
     """A message on its way; `wait()` returns its tensor."""
 
-    def __init__(self, tensor: Tensor, work: Any, group: Group) -> None:
-        self._tensor, self._work, self._group = tensor, work, group
+    def __init__(self, tensor: Tensor, work: Any, group: Group, into: Tensor | None = None) -> None:
+        self._tensor, self._work, self._group, self._into = tensor, work, group, into
 
     def wait(self) -> Tensor:
-        """Block until the message is here (bounded by the group's timeout)."""
+        """Wait until the message is here, at most the group's timeout; on an accelerator its stream waits for it.
+
+        A staged message goes on to its device.
+        """
         group = self._group
-        self._work.wait(group.timeout)
-        return self._tensor
+        _wait(self._work, self._tensor, group)
+        return self._tensor if self._into is None else self._into.copy_(self._tensor, non_blocking=True)
+
+
+def _wait(work: Any, tensor: Tensor, group: Group) -> None:
+    """Wait for a message. With a time, NCCL's `wait` would block the host until the message is here; without, the
+    stream waits, and the group's own timeout ends it."""
+    if tensor.device.type in group.gloo:
+        work.wait(group.timeout)
+    else:
+        work.wait()
 
 
 class Sent:
@@ -54,7 +67,8 @@ class Sent:
             tensor is not None and tensor.device.type != "cpu"
         ):  # on an accelerator the stream waits, not the host
             for work in self._works:
-                work.wait(group.timeout)
+                assert tensor is not None
+                _wait(work, tensor, group)
         if tensor is not None and version_of(tensor) != self._version:
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} was written while it was being sent; clone what is "
@@ -76,6 +90,8 @@ def _header(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool = True) -> Sent:
     """Start sending to the group's rank `peer`. With `header` the receiver checks shape and dtype first."""
+    if tensor.device.type in group.staged:
+        return isend(to_host(tensor), peer, group.on_host, tag=tag, header=header)
     tensor = tensor.contiguous()
     header_tensor = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device) if header else None
     works = [group.process_group.send([part], peer, tag) for part in (header_tensor, tensor) if part is not None]
@@ -97,26 +113,35 @@ def irecv(
 
     Raises ValueError: the sender announces another shape or dtype (both are named).
     """
-    if header:
-        expected = _header(tuple(shape), dtype)
-        header_tensor = torch.empty_like(expected, device=device)
-        group.process_group.recv([header_tensor], peer, tag).wait(group.timeout)
-        dtype_index, num_dims, *sent = header_tensor.tolist()
-        if header_tensor.tolist() != expected.tolist():
-            raise ValueError(
-                f"rank {group.ranks[peer]} sends shape {tuple(sent[:num_dims])} of {DTYPES[dtype_index]}, rank "
-                f"{group.ranks[group.rank]} expects {tuple(shape)} of {dtype}: both sides must agree"
-            )
+    if (device.type if device is not None else "cpu") in group.staged:
+        into = torch.empty(shape, dtype=dtype, device=device)
+        host, on_host = host_memory(into), group.on_host
+        if header:
+            _expect_header(host, peer, on_host, tag)
+        return Received(host, group.process_group.recv([host], peer, tag), on_host, into)
     tensor = torch.empty(shape, dtype=dtype, device=device)
+    if header:
+        _expect_header(tensor, peer, group, tag)
     return Received(tensor, group.process_group.recv([tensor], peer, tag), group)
+
+
+def _expect_header(tensor: Tensor, peer: int, group: Group, tag: int) -> None:
+    """Wait for a header. Raises ValueError: it announces something else than goes into `tensor`."""
+    expected = _header(tuple(tensor.shape), tensor.dtype)
+    header_tensor = torch.empty_like(expected, device=tensor.device)
+    _wait(group.process_group.recv([header_tensor], peer, tag), header_tensor, group)
+    dtype_index, num_dims, *sent = header_tensor.tolist()
+    if header_tensor.tolist() != expected.tolist():
+        raise ValueError(
+            f"rank {group.ranks[peer]} sends shape {tuple(sent[:num_dims])} of {DTYPES[dtype_index]}, rank "
+            f"{group.ranks[group.rank]} expects {tuple(tensor.shape)} of {tensor.dtype}: both sides must agree"
+        )
 
 
 def greet(group: Group, sender: int, device: torch.device) -> None:
     """One message from the group's rank `sender` to the other one: connects them."""
-    byte, other = torch.zeros(1, device=device), 1 - group.rank
-    process_group = group.process_group
+    other = 1 - group.rank
     if group.rank == sender:
-        work = process_group.send([byte], other, 0)
+        isend(torch.zeros(1, dtype=torch.uint8, device=device), other, group, header=False).wait()
     else:
-        work = process_group.recv([byte], other, 0)
-    work.wait(group.timeout)
+        irecv((1,), torch.uint8, other, group, device=device, header=False).wait()

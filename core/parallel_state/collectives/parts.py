@@ -15,6 +15,7 @@ from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.groups import Group
 from core.parallel_state.collectives.ops import TAG, Done, PendingCollective, composes
+from core.parallel_state.collectives.staged import Staged, to_host
 
 
 class _PeerMessages:
@@ -103,6 +104,9 @@ def start_sum_into_own(
         return Done(x)
     if x.dim() != 1 or x.shape[0] % group.size:
         raise ValueError(f"a buffer of shape {list(x.shape)} does not divide into {group.size} equal parts; pad it")
+    if x.device.type in group.staged:
+        on_host = start_sum_into_own(to_host(x), group.on_host, reduce_dtype=reduce_dtype, tag=tag, label=label)
+        return Staged(on_host, own_part(x, group))
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(label, x, group)
@@ -133,6 +137,8 @@ def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, label: s
     """x [n * size] of which each rank has filled its own shard; after `wait()` all are there, on every rank."""
     if group is None:
         return Done(x)
+    if x.device.type in group.staged:
+        return Staged(start_gather_parts(to_host(x), group.on_host, tag=tag, label=label), x)
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(label, x, group)

@@ -1,7 +1,8 @@
 """Messages between stages: received in the sender's order, posted ahead, sends kept until they have arrived.
 
 gloo loses a send whose handle is dropped, cannot be polled, and accepts any number of bytes for any other. So
-handles are kept, nothing is polled, and shapes are sent once per step, before the first message of a boundary.
+handles are kept, nothing is polled, and shapes are sent once per step, before the first message of a boundary. Shapes
+travel from host to host (`Group.on_host`): reading them never waits for an accelerator.
 """
 
 import pickle
@@ -220,10 +221,10 @@ class Channel:
     def _send_header(self, form: Form, group: Group, destination: int) -> list[Sent]:
         numbers, description = form.header()
         rows = -1 if self._rows is None else self._rows  # -1: this rank was given no batch
-        messages = [torch.tensor([*numbers, rows], device=self._device)]
+        messages = [torch.tensor([*numbers, rows])]
         if description:
-            messages.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self._device))
-        return [isend(message, destination, group, header=False) for message in messages]
+            messages.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
+        return [isend(message, destination, group.on_host, header=False) for message in messages]
 
     def take(self, action: Action) -> Any:
         """Wait for a message: an output of the previous stage (RECV_F), or the gradients that it wants (RECV_B).
@@ -282,8 +283,8 @@ class Channel:
             self.forms[boundary] = Form.from_header(numbers)
             return
         # any other nesting: its pickled description follows the header
-        message = irecv((length,), torch.uint8, inbox.source, inbox.group, device=self._device, header=False)
-        self.forms[boundary] = pickle.loads(message.wait().cpu().numpy().tobytes())
+        message = irecv((length,), torch.uint8, inbox.source, inbox.group.on_host, header=False)
+        self.forms[boundary] = pickle.loads(message.wait().numpy().tobytes())
 
     def _compare_rows(self, sender_rows: int, peer: int) -> None:
         """Raise ValueError unless the batches have as many rows: microbatches would not belong together."""
@@ -300,7 +301,7 @@ class Channel:
     def _expect_header(self, inbox: _Inbox) -> None:
         if inbox.header is None:
             shape = (HEADER_LENGTH + 1,)
-            inbox.header = irecv(shape, torch.int64, inbox.source, inbox.group, device=self._device, header=False)
+            inbox.header = irecv(shape, torch.int64, inbox.source, inbox.group.on_host, header=False)
 
     def _post_ahead(self, inbox: _Inbox) -> None:
         """Prefetch: post receives until `prefetch_depth` are under way, as far as their shapes are known."""

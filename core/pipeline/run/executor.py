@@ -1,13 +1,14 @@
 """The executor: one loop over the actions of one rank. What a schedule says is what happens, in that order."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core.parallel_state.ranges import named, profiled
 from core.pipeline.run.channel import Channel
 from core.pipeline.run.microbatch import StepContext
 from core.pipeline.run.stage import Stage
@@ -83,7 +84,10 @@ class Executor:
 
     def run(self, clock: Clock) -> None:
         """Every action in order, then wait until everything sent has arrived."""
-        compute = self._compute
+        compute: Callable[[Action], None] = self._compute
+        communicate: Callable[[Action], None] = self._communicate
+        if profiled():
+            compute, communicate = self._named(compute), self._named(communicate)
         if self._watch is not None:  # in one step only, so that all others pay nothing
             compute = partial(self._compute_watched, self._watch)
         for action in self.plan.order:
@@ -93,9 +97,19 @@ class Executor:
                 compute(action)
                 clock.add(action, start)
             else:
-                self._communicate(action)
+                communicate(action)
         self.current_action = None
         self.channel.finish()
+
+    def _named(self, run: Callable[[Action], None]) -> Callable[[Action], None]:
+        """`run` inside a range of the action's name, such as F2.5 (stage 2, microbatch 5), for a profiler."""
+
+        def run_in_range(action: Action) -> None:
+            kind, stage, microbatch = action
+            with named(f"{kind}{stage}" if microbatch is None else f"{kind}{stage}.{microbatch}"):
+                run(action)
+
+        return run_in_range
 
     @property
     def position(self) -> str:

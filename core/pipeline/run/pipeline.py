@@ -12,6 +12,7 @@ from core.autograd import GradSync, NullGradSync
 from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.random import generators_of
+from core.parallel_state.ranges import named
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.channel import Channel
 from core.pipeline.run.checks.arguments import (
@@ -51,6 +52,7 @@ class Pipeline:
         and how long rank 0 may search while the others wait.
     recompute: "none", "selective", "layer" (see `apply_recompute`), "stage" (the whole stage, as an action of
         the schedule), or a list with one of these (or names and classes of modules) per stage of the model.
+    recompute_keeps: "attention" or "nothing", see `apply_recompute`.
     grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
     receive_ahead: receives posted beyond the one that is needed (default: 4 on CPUs, else 2).
     step_index: of the next step; set it to resume.
@@ -72,6 +74,7 @@ class Pipeline:
         schedule: ScheduleLike = "1f1b",
         num_microbatches: int = 1,
         recompute: str | Sequence[Any] = "none",
+        recompute_keeps: str = "attention",
         grad_sync: GradSync | None = None,
         seed: int = 0,
         memory_limit: float | None = None,
@@ -80,9 +83,8 @@ class Pipeline:
     ) -> None:
         self.ps, self._microbatches, self.seed = ps, num_microbatches, seed
         # prefetching gains more with gloo; on an accelerator a posted receive occupies part of the device
-        if receive_ahead is None:
-            receive_ahead = 4 if ps.device.type == "cpu" else 2
-        self.receive_ahead = receive_ahead
+        default = 4 if ps.device.type == "cpu" else 2
+        self.receive_ahead = default if receive_ahead is None else receive_ahead
         tuner = Tuner(ps, num_microbatches, memory_limit, self.receive_ahead, search_seconds)
         self._tuner = tuner if schedule == "auto" else None
         # the number of the next step, and of calls so far: ranks compare the latter when one of them fails
@@ -98,11 +100,11 @@ class Pipeline:
         self._position = ""  # the action under way when a call failed
 
         # every rank must reach both agreements, whatever goes wrong on it: otherwise the others would deadlock there
-        self._agree(describe_arguments(schedule, num_microbatches, recompute))
+        self._agree(describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))
         problem: Exception | None = None
         resolved: list[str] = []
         try:
-            self._build(stages, schedule, recompute, without_sync=grad_sync is None)
+            self._build(stages, schedule, recompute, recompute_keeps, without_sync=grad_sync is None)
             resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
@@ -148,12 +150,7 @@ class Pipeline:
         self._connect(schedule)
 
     def _build(
-        self,
-        stages: Modules,
-        schedule: ScheduleLike,
-        recompute: str | Sequence[Any],
-        *,
-        without_sync: bool,
+        self, stages: Modules, schedule: ScheduleLike, recompute: Any, keeps: str, *, without_sync: bool
     ) -> None:
         """Schedule and stages. Raises ValueError, on this rank: see the class."""
         ps, modules = self.ps, list(modules_of(stages).values())
@@ -185,7 +182,8 @@ class Pipeline:
         for index, module in zip(self.schedule.stages_of(ps.index("pp")), modules, strict=True):
             policy = policies[index]
             refuse_nested_recompute(index, module, policy, self.schedule)
-            self.stages[index] = Stage(module, index, count, policy=policy, seed=self.seed, device=ps.device)
+            how = {"policy": policy, "keeps": keeps, "seed": self.seed, "context_rank": ps.index("cp")}
+            self.stages[index] = Stage(module, index, count, device=ps.device, **how)
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -214,16 +212,16 @@ class Pipeline:
                     deliveries[parameter] = deliveries.get(parameter, 0) + self.num_microbatches
             self.grad_sync.begin_step(deliveries, split=True)
             without_sync = isinstance(self.grad_sync, NullGradSync)
-            tied_grads = {}
-            if without_sync:
-                tied_grads = detach_tied_gradients(list(deliveries), self.schedule.placement)
+            placement = self.schedule.placement
+            tied_grads = detach_tied_gradients(list(deliveries), placement) if without_sync else {}
 
             executor = self._executor(self.schedule, step, batch)
             clock = Clock(self.ps.device)
             self._run(executor, clock)
 
             # gradients over replicas, then over the two ends of a tied table, then the result over all ranks
-            self.grad_sync.finish()
+            with named("sums"):
+                self.grad_sync.finish()
             sum_tied_gradients(tied_grads, self.ps)
             result = self._global_result(executor.total(self.ps.device), self._plain_loop)
             clock.stop()

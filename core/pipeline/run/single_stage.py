@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from core.autograd import GradSync, NullGradSync, StageContext
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.random import seeded
+from core.parallel_state.ranges import named
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.step import (
     Batch,
@@ -99,14 +100,14 @@ class SingleStage:
         try:
             for index, microbatch in enumerate(microbatches):
                 sync.before_forward(model)
-                with self._begin_microbatch(index):
+                with named(f"F0.{index}"), self._begin_microbatch(index):
                     output = call_stage(model, microbatch, self._forward_arguments)
                     loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
                 del output  # before backward: the graph holds what it needs
                 # gradient accumulation: backward adds to the gradients of the microbatches before
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
-                    with without_autocast(self.ps.device):
+                    with named(f"B0.{index}"), without_autocast(self.ps.device):
                         loss_sum.backward(scale_like(loss_sum, loss_scale))
                 sync.after_input_grad(model)
                 sync.after_weight_grad(model)
@@ -114,8 +115,9 @@ class SingleStage:
         finally:
             self.stage.release()
         # all-reduce or reduce-scatter of what is left, then wait for all of it
-        sync.stage_done(model)
-        sync.finish()
+        with named("sums"):
+            sync.stage_done(model)
+            sync.finish()
         self.step_index += 1
         return self._global_result(sums)
 
@@ -158,7 +160,8 @@ class SingleStage:
         """Tell our operations which microbatch runs; torch's generator is seeded meanwhile, for foreign modules."""
         global_index = self.ps.index("dp") * self.num_microbatches + index
         self.stage.begin(seed=self.seed, step=self.step_index, microbatch=global_index)
-        return seeded(self.ps.device, stage_seed(self.seed, self.step_index, global_index))
+        seed = stage_seed(self.seed, self.step_index, global_index, context=self.ps.index("cp"))
+        return seeded(self.ps.device, seed)
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value`: the last stage is here."""

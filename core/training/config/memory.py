@@ -58,7 +58,7 @@ class _PlannedGroup(Group):
     """A group of processes that nobody has started: only its ranks are read."""
 
     def __post_init__(self) -> None:
-        self.size, self.composed = len(self.ranks), False
+        self.size, self.gloo, self.staged = len(self.ranks), frozenset(), frozenset()
 
 
 def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:

@@ -157,6 +157,16 @@ class TrainingConfig:
     recompute: Literal["none", "selective", "layer", "stage"] = "none"
     """Activations that are computed again in backward instead of being kept (activation checkpointing)."""
 
+    recompute_keeps: Literal["attention", "nothing"] = "attention"
+    """What is kept all the same: attention's output, which costs one activation per layer and saves its kernel a
+    second run; selective recomputation keeps nothing."""
+
+    compile: Literal["none", "layer"] = "none"
+    """Layers as code that torch compiles in the first steps (inductor; one graph for all layers of a kind)."""
+
+    compile_fallback: bool = False
+    """A foreign layer that does not become one graph may become several, with eager code between; else an error."""
+
     log_interval: int = 10
     """Steps between two records of loss, gradient norm and rates."""
 
@@ -172,6 +182,10 @@ class TrainingConfig:
     output: str = "runs/pretrain"
     """Directory of metrics, report and the resolved configuration."""
 
+    compare_first_step: bool | None = None
+    """Repeat the first step in one process on the CPU after the run, and tell how far it is off; default: of small
+    models that train on CPUs."""
+
     compare_with: str | None = None
     """Another run's metrics.jsonl: report how far this run's losses are from its."""
 
@@ -180,6 +194,12 @@ class TrainingConfig:
 
     wandb_project: str | None = None
     """Write the records to this project of Weights & Biases too; offline unless WANDB_MODE says otherwise."""
+
+    profile: str | None = None
+    """Steps in torch's profiler, as 20:25 for steps 20 to 24 (from 0): a trace of every rank under output/profile."""
+
+    profile_nvtx: bool = False
+    """Give the profile's ranges to a profiler around the process (nsys; CUDA only) instead of writing traces."""
 
     peak_tflops: float | None = None
     """Peak of one device in TFLOP/s, for the utilisation (MFU) in the log; default: known by name, or measured."""
@@ -198,8 +218,26 @@ class TrainingConfig:
         known = ("none", "selective", "layer", "stage")
         megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
+        keeps = self.recompute_keeps
+        yield keeps in ("attention", "nothing"), f"unknown recompute_keeps {keeps!r}; known: attention, nothing"
+        yield self.compile in ("none", "layer"), f"unknown compile {self.compile!r}; known: none, layer"
+        yield from self._profile_rules()
         peak = self.peak_tflops
         yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
+
+    def _profile_rules(self) -> Iterator[tuple[bool, str]]:
+        yield self.profile is not None or not self.profile_nvtx, "profile_nvtx needs profile=start:stop; give both"
+        if self.profile is None:
+            return
+        steps = self.profiled_steps
+        if steps is None:
+            yield False, f"profile={self.profile!r} must be start:stop, such as 20:25 for the steps 20 to 24 (from 0)"
+            return
+        yield (
+            steps[1] <= self.train_steps,
+            f"profile={self.profile} ends after the run's train_steps={self.train_steps}; use steps from 0 to "
+            f"{self.train_steps}",
+        )
 
     def _ramp_rules(self) -> Iterator[tuple[bool, str]]:
         words = self.rampup_batch_size
@@ -216,6 +254,14 @@ class TrainingConfig:
             f"{given} does not lead to global_batch_size={whole} in steps of {increment}; use a start that lies a "
             "multiple of the increment below it",
         )
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first step of the profile, from 0, and the one after its last; None: no profile."""
+        first, _, stop = (self.profile or "").partition(":")
+        if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+            return None
+        return int(first), int(stop)
 
     @property
     def ramp(self) -> tuple[int, int, int] | None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from core.autograd import GradSync, apply_recompute
+from core.autograd.compiled import check_compiler, compile_layers
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedOptimizer, build_optimizer
 from core.optimizer.by_name import is_frozen, patterns_of, unmatched
@@ -69,13 +70,21 @@ def build_executor(
     ps: ParallelState,
     grad_sync: GradSync,
 ) -> SingleStage | Pipeline:
-    """A `Pipeline` over several ranks, a `SingleStage` on one, with activation checkpointing as set. Collective."""
+    """A `Pipeline` over several ranks, a `SingleStage` on one, with activation checkpointing and compilation as set.
+
+    Collective. Raises ValueError: `compile` without a compiler, or of a model without layers.
+    """
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
+    if training.compile == "layer":
+        check_compiler(ps.device)
+        for stage in stages.values():
+            compile_layers(stage, may_break=training.compile_fallback or None)
     # activation checkpointing is installed on the model here; a Pipeline does it stage by stage
     if ps.size("pp") == 1:
         (model,) = stages.values()
-        apply_recompute(model, training.recompute, stage=getattr(model, "stage", None))
+        context, keeps = getattr(model, "stage", None), training.recompute_keeps
+        apply_recompute(model, training.recompute, stage=context, keeps=keeps)
         return SingleStage(model, ps=ps, num_microbatches=num_microbatches, grad_sync=grad_sync, seed=training.seed)
     return Pipeline(
         stages,
@@ -83,6 +92,7 @@ def build_executor(
         schedule=pipeline.generator(),
         num_microbatches=num_microbatches,
         recompute=training.recompute,
+        recompute_keeps=training.recompute_keeps,
         grad_sync=grad_sync,
         seed=training.seed,
         memory_limit=pipeline.memory_limit,

@@ -8,8 +8,6 @@ from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, SupportsFloat
 
-import torch
-
 from core.dist_checkpointing.manager import CheckpointManager
 from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.reading.loading import load
@@ -17,11 +15,12 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
-from core.parallel_state.collectives import all_reduce
+from core.parallel_state.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
 from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer
 from core.training.resume.same_run import changes_of_order, compare_models, order_of
+from core.training.run.stop import StopFlag
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -30,7 +29,8 @@ class Checkpoints(AbstractContextManager):
     """The checkpoints of one run; every method is collective.
 
     `resume()` before the loop, `after_step` as its hook, the context around it. SIGTERM and Ctrl-C then end the run
-    after the step under way, with a checkpoint, on all ranks at the same step; `stopped` is True from then on.
+    after the step under way (on an accelerator one later: `StopFlag`), with a checkpoint, on all ranks at the same
+    step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
     began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
     run: what else every manifest says of the run (`facts_of_run`).
@@ -53,6 +53,7 @@ class Checkpoints(AbstractContextManager):
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
         self._terminated, self.stopped = False, False
+        self._stop_flag = StopFlag(ps)
         self._saved_step: int | None = None
         self._previous_save_failed, self._average_begins = False, False
         self._previous_handlers: dict[int, Any] = {}  # of signals
@@ -219,15 +220,16 @@ class Checkpoints(AbstractContextManager):
         """
         if self.manager is None:
             return False
-        stop = self.stopped = self._any_rank_terminated()
+        stop = self.stopped = self._stop_flag.look(self._terminated)
         every = self.config.every
         # the last step and a terminated one are saved at once: there is no next step to save beside
         is_due = last or stop or (every > 0 and step % every == 0)
         if is_due and step != self._saved_step:
-            if self.config.asynchronous and not (last or stop):
-                self._save_asynchronously(step, metrics)
-            else:
-                self._save_at_once(step, metrics)
+            save = (
+                self._save_asynchronously if self.config.asynchronous and not (last or stop) else self._save_at_once
+            )
+            with named("save"):
+                save(step, metrics)
             self._saved_step = step
         # every rank ends after the same step, so that nobody waits in the next one's collectives
         if stop:
@@ -266,11 +268,6 @@ class Checkpoints(AbstractContextManager):
         except RuntimeError as error:
             self.say(f"warning: {error}; saving again")
             self.manager.save(step, self.state(step), metrics)
-
-    def _any_rank_terminated(self) -> bool:
-        """One flag, all-reduced over the world, so that all ranks stop after the same step."""
-        flag = torch.tensor([int(self._terminated)], device=self.ps.device)
-        return bool(all_reduce(flag, self.ps.world, "max").item())
 
 
 def _describe_layout(layout: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
@@ -43,17 +44,27 @@ def first_step_alone(full_model: nn.Module, training: TrainingConfig, batches: B
 
 
 def comparisons(
-    first: FirstStep, start: int, records: Sequence[StepRecord], run: RunConfig, corpus: Corpus, parameters: int
+    first: FirstStep,
+    start: int,
+    records: Sequence[StepRecord],
+    run: RunConfig,
+    corpus: Corpus,
+    parameters: int,
+    device: torch.device,
 ) -> Iterator[str]:
     """A line for step 0 against one process (`first`: what it saw, of a run that did not resume at `start`), and one
     against `compare_with` for the steps that this run made. Raises ValueError: as `against_run`.
 
-    parameters: of the whole model, which one process would hold: a large one is not compared.
+    parameters: of the whole model, which one process would hold: a large one, and one that trains on an accelerator
+    (`device`), is compared on request only.
     """
     tokens = run.training.global_batch_size * run.data.sequence_length
-    if start == 0 and (parameters > MOST_PARAMETERS or 6 * parameters * tokens > MOST_FLOP):
+    asked = run.training.compare_first_step
+    if start or asked is False or (asked is None and device.type != "cpu"):
+        pass
+    elif not asked and (parameters > MOST_PARAMETERS or 6 * parameters * tokens > MOST_FLOP):
         yield (f"first step not compared with one process: {parameters:,} parameters, {tokens:,} tokens are too much")
-    elif start == 0:
+    else:
         single = ParallelState.single("cpu")
         stages = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False)
         freeze(stages, run.optimizer, single)

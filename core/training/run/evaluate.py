@@ -13,7 +13,7 @@ from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, StepResult
 from core.training.config.data import OF_AVERAGE
-from core.training.run.data import Corpus, moved_to
+from core.training.run.data import Corpus, local_batches
 
 PROGRESS_S = 10.0  # between two lines about a long validation
 
@@ -80,7 +80,7 @@ def evaluate_bits_per_byte(executor: StepExecutor, batches: Iterable[Mapping[str
 
 def evaluate_texts(executor: StepExecutor, corpus: Corpus, ps: ParallelState) -> dict[str, TextLoss]:
     """Name -> loss of each validation text of a corpus. Collective."""
-    here, rank, size = moved_to(ps.device), ps.index("dp"), ps.size("dp")
+    here, rank, size = local_batches(ps), ps.index("dp"), ps.size("dp")
     found = {}
     for name, text in corpus.validation_texts.items():
         batches = _told(text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0)

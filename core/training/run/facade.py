@@ -67,7 +67,7 @@ def initialize(
     world_size = started_processes() if joins_world else world()[1]
     run = _checked(_run_config(config), model, world_size)
     # configuration first: its mistakes are reported before any process group exists
-    device = join_world(run.device)
+    device = join_world(run.device, backend=run.parallel.backend)
     if joins_world and is_initialized():
         atexit.register(destroy_world)
     same_on_all_ranks(run)
@@ -188,6 +188,8 @@ def _stages(
         if corpus is not None:
             corpus.check_model(module.vocab_size, module.max_sequence_length, run.data.sequence_length)
         stages[index] = module
+    if corpus is not None:
+        corpus.check_stages(stages)
     weights = run.checkpoint.weights
     if weights is not None and not from_first(run.checkpoint.resumes, ps):
         load_weights(stages, weights, ps, _say_on_first_rank(ps))

@@ -8,9 +8,12 @@ from typing import Protocol, SupportsFloat
 from torch import Tensor
 
 from core.optimizer import StepStats
+from core.parallel_state.environment import HostCopy, reading_waits
+from core.parallel_state.ranges import named
 from core.pipeline import StepResult
 from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
+from core.training.log.profile import StepProfiler
 from core.training.log.validation import MAIN, ValidationRecord
 from core.training.run.evaluate import StepExecutor, TextLoss, next_token_loss
 
@@ -129,6 +132,20 @@ class _Meter:
         self._last_read += seconds
 
 
+class _Progress:
+    """Tells a progress bar each step's loss: of an accelerator that of the step before, which is known already."""
+
+    def __init__(self) -> None:
+        self._before: HostCopy | None = None
+
+    def show(self, step: int, loss: Tensor, every_step: Callable[[int, float], None]) -> None:
+        """`step` updates are made, the last one with `loss`."""
+        latest = HostCopy(loss)
+        shown = latest if self._before is None or not reading_waits(loss.device) else self._before
+        self._before = latest
+        every_step(step, shown.read())
+
+
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and (step + 1) % interval == 0
 
@@ -148,41 +165,40 @@ def train(
     checkpoints: CheckpointHook | None = None,
     start: int = 0,
     tokens_per_step: int = 0,
+    profiler: StepProfiler | None = None,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
     Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
-    may end the run early. tokens_per_step: of all ranks, for the records; 0: not told.
+    may end the run early. tokens_per_step: of all ranks, for the records; 0: not told. profiler: of some steps.
     Returns what the first step computed. Raises RuntimeError: a loss that is NaN. ValueError: no step left to run.
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
     executor.step_index = start  # dropout seeds are a function of the step
+    progress = _Progress()
     first_step, meter = None, _Meter(start, flops_per_token, peak_flops, tokens_per_step)
     for step in range(start, config.train_steps):
-        # forward, backward, gradient reduction; gradient clipping and the update are the optimizer's
-        optimizer.zero_grad()
+        if profiler is not None:
+            profiler.before(step)
         learning_rate = optimizer.learning_rate
-        result = executor.step(batch_of(step), next_token_loss, optimizer.loss_scale)
-        if checkpoints is not None:
-            checkpoints.before_update()
-        stats = optimizer.step(num_tokens=result.num_tokens)
+        result, stats = _update(executor, optimizer, batch_of, step, checkpoints)
         meter.add(result.num_tokens, stats.skipped)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
         is_logged = last or step == start or _is_due(step, config.log_interval)
         is_validated = validate is not None and (last or _is_due(step, config.eval_interval))
-        if is_logged or is_validated or every_step is not None:  # otherwise nothing waits for the device
+        if is_logged or is_validated:  # otherwise nothing waits for the device
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
                 record = meter.record(step, loss, learning_rate, stats, result.num_tokens)
                 _log_step(record, stats, optimizer, config, log, say)
-            if every_step is not None:
-                every_step(step + 1, loss)
+        if every_step is not None:
+            progress.show(step + 1, result.loss, every_step)
 
         # validate and save, outside of the throughput
         begin = time.perf_counter()
@@ -193,6 +209,25 @@ def train(
             break
     assert first_step is not None
     return first_step
+
+
+def _update(
+    executor: StepExecutor,
+    optimizer: Optimizer,
+    batch_of: Callable[[int], Mapping[str, Tensor]],
+    step: int,
+    checkpoints: CheckpointHook | None,
+) -> tuple[StepResult, StepStats]:
+    """Forward, backward, gradient reduction; gradient clipping and the update are the optimizer's."""
+    optimizer.zero_grad()
+    with named("data"):
+        batch = batch_of(step)
+    result = executor.step(batch, next_token_loss, optimizer.loss_scale)
+    if checkpoints is not None:
+        checkpoints.before_update()
+    with named("optimizer"):
+        stats = optimizer.step(num_tokens=result.num_tokens)
+    return result, stats
 
 
 def _log_step(

@@ -1,0 +1,105 @@
+"""Layers that run as code which torch compiled: one graph for all layers of a kind, under hooks and regions."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.autograd.linear import make_compilable
+from core.autograd.proxy import LinearProxy
+from core.autograd.regions import outermost
+
+
+class CompiledForward(LinearProxy):
+    """Runs a module's forward as compiled code in training mode, and as it is in eval mode.
+
+    Only the forward is compiled, not the call: hooks (ZeRO-3 gathers in one) and regions stay around the graph.
+
+    name: of the module, for errors. may_break: whether the graph may be cut where torch cannot trace on.
+    """
+
+    is_compiled = True
+
+    def __init__(self, module: nn.Module, name: str, *, backend: Any, may_break: bool) -> None:
+        super().__init__(module)
+        self._name, self._may_break = name, may_break
+        # the class's function and not a bound method: modules of one class share their graphs
+        forward = type(module).forward if self.replaced is None else self.replaced
+        self._arguments = (module,) if self.replaced is None else ()
+        self._compiled = torch.compile(forward, backend=backend, fullgraph=not may_break)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled forward. Raises ValueError: it is not one graph, and has to be."""
+        if not self.module.training:  # validation, generation: other shapes with every token
+            return self.call_replaced(*args, **kwargs)
+        try:
+            return self._compiled(*self._arguments, *args, **kwargs)
+        except RuntimeError as error:
+            if not isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
+                raise
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise ValueError(
+                f"compile=layer: {self._name}, a {type(self.module).__name__}, does not become 1 graph: {reason}. "
+                "Mend its forward, allow graphs in parts (training.compile_fallback=true), or use "
+                "training.compile=none"
+            ) from error
+
+
+class CompileHandle:
+    """The layers that were compiled; `remove()` gives them their own forward back."""
+
+    def __init__(self, names: list[str], forwards: list[CompiledForward]) -> None:
+        self.names, self._forwards = names, forwards
+
+    def remove(self) -> None:
+        """Undo: layers run as they are written."""
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ValueError where torch.compile has no compiler for this device."""
+    if device.type != "cpu":
+        if find_spec("triton") is None:
+            raise ValueError(
+                f"compile=layer needs triton for device {device.type}, which is not installed; pip install triton, "
+                "or training.compile=none"
+            )
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ValueError(
+            "compile=layer needs a C++ compiler on the CPU, and 0 were found; install g++ or clang++, or set CXX, or "
+            "training.compile=none"
+        ) from None
+
+
+def compile_layers(module: nn.Module, *, backend: Any = "inductor", may_break: bool | None = None) -> CompileHandle:
+    """Compile every layer (each element of a ModuleList or ModuleDict), in place; parameter names unchanged.
+
+    Before `apply_recompute` and the executor, so that regions run the compiled code. Graphs are made in the first
+    two steps. may_break: whether a layer may become several graphs; default: only layers of this package, which break
+    at the collectives of tensor parallelism and at dropout.
+    Raises ValueError: a module without layers.
+    """
+    try:
+        layers = outermost(module, "layer")
+    except ValueError:
+        raise ValueError(
+            f"compile=layer: {type(module).__name__} has 0 layers (elements of a ModuleList or ModuleDict); use "
+            "training.compile=none, and torch.compile it yourself"
+        ) from None
+    forwards = []
+    for name, layer in layers.items():
+        breaks = type(layer).__module__.startswith("core.") if may_break is None else may_break
+        forwards.append(CompiledForward(layer, name, backend=backend, may_break=breaks))
+        forwards[-1].install()
+        for parameter in layer.parameters():
+            make_compilable(parameter)
+    return CompileHandle(list(layers), forwards)

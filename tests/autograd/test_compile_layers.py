@@ -1,0 +1,180 @@
+"""`compile_layers`: the gradients of eager layers, one graph for all layers, no break inside one, none made again."""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from core.autograd import apply_recompute
+from core.autograd.compiled import check_compiler, compile_layers
+from core.data_parallel import DataParallel
+from core.models.gpt import GPTModel, gpt_stages
+from core.optimizer import OptimizerConfig, ShardedAdamW
+from core.pipeline import Pipeline, SingleStage
+from core.pipeline.schedule import schedules as named
+from core.training import next_token_loss
+from tests.models.gpt import POSITIONS, VOCAB, config
+from tests.parity import pipelines
+from tests.parity.shards import whole_gradients
+from tests.parity.whole import assert_same
+from tests.states import state
+
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its own compiler
+LAYERS, MICROBATCHES = 2, 2
+
+
+def batch(s):
+    tokens, labels = torch.randint(VOCAB, (2, 4, s), generator=torch.Generator().manual_seed(s))
+    return {"tokens": tokens, "labels": labels}
+
+
+def built(ps, backend, *, zero=1, recompute="none", schedule="1f1b", style="llama", **facts):
+    """(executor, optimizer, bucket owner), compiled with `backend`, None: as it is."""
+    spec, made = pipelines.spec(style), config(style, num_layers=LAYERS * ps.size("pp"), **facts)
+    if ps.size("pp") == 1:
+        stages = {0: GPTModel(made, spec, VOCAB, POSITIONS, parallel=ps)}
+    else:
+        placement = named.placement(schedule, ps.size("pp"))
+        stages = gpt_stages(made, spec, VOCAB, POSITIONS, placement=placement, parallel=ps)
+    shard = DataParallel(stages if ps.size("pp") > 1 else stages[0], ps, zero_stage=zero)
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))
+    if backend is not None:
+        for stage in stages.values():
+            compile_layers(stage, backend=backend)
+    common = {"ps": ps, "num_microbatches": MICROBATCHES, "grad_sync": shard, "seed": 3}
+    if ps.size("pp") == 1:
+        apply_recompute(stages[0], recompute, stage=stages[0].stage)
+        return SingleStage(stages[0], **common), optimizer, shard
+    return Pipeline(stages, schedule=schedule, recompute=recompute, **common), optimizer, shard
+
+
+def gradients(executor, optimizer, shard, lengths):
+    """Whole gradients of the last of several steps, of sequences of these lengths; and recompilations by step."""
+    made, ps, found = [], shard.ps, None
+    for number, length in enumerate(lengths):
+        executor.step_index = 0
+        optimizer.zero_grad()
+        rows = {name: rows.chunk(ps.size("dp"))[ps.index("dp")] for name, rows in batch(length).items()}
+        result = executor.step(rows, next_token_loss)
+        if number == len(lengths) - 1:
+            found = whole_gradients(shard)
+        optimizer.step(num_tokens=result.num_tokens)
+        made.append(counters["stats"]["unique_graphs"])
+    return found, made
+
+
+def compared(backend, tp=1, pp=1, sp=False, lengths=(8, 8), **facts):
+    """Gradients of compiled layers are those of eager ones; what was compiled, and where graphs broke."""
+    ps = state(tp=tp, pp=pp, sp=sp)
+    executor, optimizer, shard = built(ps, None, **facts)
+    expected, _ = gradients(executor, optimizer, shard, lengths[-1:])
+    torch._dynamo.reset()
+    counters.clear()
+    counting = CompileCounterWithBackend(backend)
+    executor, optimizer, shard = built(ps, counting, **facts)
+    found, made = gradients(executor, optimizer, shard, lengths)
+    assert_same(found, expected, 1e-10)
+    breaks = {reason: count for reason, count in counters["graph_break"].items() if count}
+    torch._dynamo.reset()
+    return made, breaks, counting.frame_count
+
+
+def test_layers_of_one_kind_are_one_graph_without_a_break():
+    """One graph for all layers, microbatches and steps. The first change of the length makes it a variable; later
+    ones are run by the same graph."""
+    made, breaks, frames = compared("aot_eager", lengths=(8, 8, 6, 4, 8, 5))
+    assert not breaks
+    assert made == [1, 1, 2, 2, 2, 2] and frames == 2
+
+
+CASES = [
+    ({"zero": 3, "recompute": "layer"}, 2),
+    ({"tp": 2}, 2),
+    ({"recompute": "selective"}, 1),
+    ({"style": "gpt2", "dropout": 0.1}, 1),
+    ({"zero": 3}, 2),
+    ({"zero": 2}, 2),
+    ({"zero": 0}, 2),
+    ({"pp": 2, "schedule": "zb-v", "recompute": "stage"}, 2),
+    ({"pp": 2, "schedule": "zb-h1", "recompute": "layer", "zero": 2}, 4),
+    ({"tp": 2, "sp": True, "zero": 3}, 4),
+]
+QUICK = 2  # the first ones; the rest in full
+
+
+@pytest.mark.parametrize(
+    "facts, world",
+    [pytest.param(*case, marks=[] if index < QUICK else [pytest.mark.full]) for index, case in enumerate(CASES)],
+    ids=str,
+)
+def test_gradients_on_every_layout(ranks, facts, world):
+    for made, breaks, frames in ranks(compared, "aot_eager", world=world, lengths=(8, 8, 8), **facts):
+        assert made[1] == made[2] and frames >= 1
+        if not {"tp", "dropout"} & facts.keys() and facts.get("recompute") != "selective":
+            assert not breaks
+        if "tp" in facts:
+            # a linear with its collectives, and the sum of a gradient over the tensor ranks
+            at_collectives = [re.search(r"`<function (_eagerly|sum_gradient) at", reason) for reason in breaks]
+            assert breaks and all(at_collectives), breaks
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler found")
+@pytest.mark.parametrize("facts, world", [({}, 1), ({"zero": 3, "recompute": "layer"}, 2), ({"tp": 2}, 2)], ids=str)
+def test_inductor(ranks, facts, world):
+    ranks(compared, "inductor", world=world, timeout=300, **facts)
+
+
+class Breaks(nn.Module):
+    """Somebody's layer, which asks for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y if y.sum().item() > 1e9 else y.tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList([kind(), kind()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_foreign_layer_that_is_no_graph_is_named():
+    model, x = Stack(Breaks), torch.randn(2, 4)
+    expected = model(x)
+    handle = compile_layers(model, backend="aot_eager")
+    assert handle.names == ["layers.0", "layers.1"]
+    with pytest.raises(ValueError, match=r"layers.0, a Breaks, does not become 1 graph: .*compile_fallback=true"):
+        model(x)
+    assert torch.equal(model.eval()(x), expected), "eval mode runs what is written"
+    handle.remove()
+    compile_layers(model.train(), backend="aot_eager", may_break=True)
+    torch.testing.assert_close(model(x), expected)
+    handle.remove()
+
+
+def test_a_model_without_layers_and_a_machine_without_a_compiler(monkeypatch):
+    with pytest.raises(ValueError, match="Linear has 0 layers"):
+        compile_layers(nn.Linear(2, 2))
+    monkeypatch.setattr("core.autograd.compiled.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs triton for device cuda"):
+        check_compiler(torch.device("cuda"))
+    monkeypatch.setenv("CXX", "no_such_compiler")
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no_such_compiler"))
+    with pytest.raises(ValueError, match="needs a C"):
+        check_compiler(torch.device("cpu"))
