@@ -25,10 +25,11 @@ from core.training.log.page import Sample
 from core.training.log.profile import StepProfiler
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
+from core.training.resume.same_run import refuse_another_run
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
-from core.training.run.data import moved_to, open_corpus
+from core.training.run.data import local_batches, open_corpus
 from core.training.run.evaluate import validate
 from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
@@ -40,10 +41,12 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
     console = Console(ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s)
-    here = moved_to(ps.device)
+    here = local_batches(ps)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
+    refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
+    corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)

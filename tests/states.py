@@ -12,7 +12,8 @@ def _state(world, **config):
     return ParallelState.build(ParallelConfig(**config), device="cpu")
 
 
-def state(tp=1, pp=1, cp=1, sp=False, expert=1, replicate=1):
-    """The state of this rank; the data axis takes what is left of the job's world."""
+def state(tp=1, pp=1, cp=1, sp=False, expert=1, replicate=1, **how):
+    """The state of this rank; the data axis takes what is left of the job's world. `how`: cp_comm_type, ulysses."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return _state(world, tensor=tp, pipeline=pp, context=cp, expert=expert, replicate=replicate, sequence_parallel=sp)
+    sizes = {"tensor": tp, "pipeline": pp, "context": cp, "expert": expert, "replicate": replicate}
+    return _state(world, **sizes, sequence_parallel=sp, **how)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"parallel_state", "autograd", "testing"},
-    {"tensor_parallel", "pipeline", "data_parallel", "dist_checkpointing", "datasets"},
+    {"tensor_parallel", "context_parallel", "pipeline", "data_parallel", "dist_checkpointing", "datasets"},
     {"transformer", "optimizer"},
     {"models", "planner"},
     {"training"},

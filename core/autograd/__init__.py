@@ -4,6 +4,7 @@ from core.autograd.bag import StageContext, WeightGradBag
 from core.autograd.embedding import deferred_embedding
 from core.autograd.gradients import main_grad_of
 from core.autograd.linear import deferred_linear
+from core.autograd.notes import Notes, note, notes_activations
 from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
 from core.autograd.recompute import recompute
@@ -13,6 +14,7 @@ from core.autograd.reroute import RerouteHandle, reroute
 __all__ = [
     "Comm",
     "GradSync",
+    "Notes",
     "NullGradSync",
     "RerouteHandle",
     "StageContext",
@@ -22,6 +24,8 @@ __all__ = [
     "deferred_linear",
     "has_regions",
     "main_grad_of",
+    "note",
+    "notes_activations",
     "recompute",
     "reroute",
 ]

@@ -134,6 +134,7 @@ class StageContext:
     bag: where weight gradients of the current microbatch are deferred to; None computes them at once.
     seed, step, microbatch: what every random number is a function of. `microbatch` is the *global* index.
     driven: an executor sets these; otherwise the model draws a seed for each forward from torch's generator.
+    whole_sequences: the model is given whole sequences on every context rank, not this rank's rows (generation).
     drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
         checkpoint, the generator's own seed is that seed.
 
@@ -147,6 +148,7 @@ class StageContext:
     microbatch: int = 0
     driven: bool = False
     drawn: bool = False
+    whole_sequences: bool = False
 
     def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
         """An executor takes over for one microbatch."""
@@ -157,7 +159,7 @@ class StageContext:
         self.bag, self.driven = None, False
 
     def snapshot(self) -> tuple:
-        """All but `drawn`, which stays true, for a region that will be run again."""
+        """All but `drawn` and `whole_sequences`, which stay, for a region that will be run again."""
         return self.bag, self.seed, self.step, self.microbatch, self.driven
 
     def restore(self, snapshot: tuple) -> None:

@@ -127,10 +127,12 @@ class RegionHistory:
     `Submodules`.
     early_stop_tries: how often its second run may still skip the last product (core/autograd/lazy_product.py) in
     vain. Two, because a first run may be kept alive by chance: an error caught in some import keeps its frames.
+    keeps_activations: whether activations that operations note are kept for the second run (core/autograd/notes.py).
     """
 
     all_parameters_named = False
     early_stop_tries = 2
+    keeps_activations = False
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.state = ModuleState(None)

@@ -22,6 +22,7 @@ from core.autograd.bag import StageContext
 from core.autograd.lazy_product import LazyProduct, RegionLinears, linears_of_region
 from core.autograd.leaving import LeakWatch, RegionHistory, call_with_graph, in_torch_func, is_plain
 from core.autograd.module_state import Autocast, random_state, set_random_state
+from core.autograd.notes import Notes
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.
@@ -56,7 +57,7 @@ class _Region:
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, stage: StageContext | None) -> None:
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.fn, self.stage = fn, stage
+        self.fn, self.stage, self.notes = fn, stage, Notes()
         # a tensor passed twice stays one tensor in the second run (attention asks `query is key`)
         index_of: dict[int, int] = {}
         self.tensor_indices: list[int | None] = []  # of each leaf; None of a constant
@@ -104,7 +105,8 @@ class _Region:
         self.state_before = self.history.state.before()
         token = linears_of_region.set(self.linears)
         try:
-            outputs = self.call(tensors)
+            with self.notes.first_run():
+                outputs = self.call(tensors)
         finally:
             linears_of_region.reset(token)
         self.history.state.after(self.state_before)
@@ -155,7 +157,7 @@ class _Region:
             bag.open = False
         token, outer_linears = recomputed_region.set(self), linears_of_region.set(count)
         try:
-            with torch.enable_grad(), self.history.state.with_state(self.state_before):
+            with torch.enable_grad(), self.history.state.with_state(self.state_before), self.notes.second_run():
                 yield
         finally:
             recomputed_region.reset(token)
@@ -283,7 +285,7 @@ def _run_with_graph(
     region.state_before = history.state.before()
     token = recomputed_region.set(region)  # regions inside are part of it
     try:
-        with watch or nullcontext():
+        with watch or nullcontext(), region.notes.first_run():
             results = call_with_graph(region.fn, args, kwargs, region.as_first, tensors)
     finally:
         recomputed_region.reset(token)
@@ -314,7 +316,7 @@ def run_region(
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs, stage)
     region.remember(parameters)
-    region.history = history
+    region.history, region.notes.keeps_activations = history, history.keeps_activations
     tensors, region.tensors = region.tensors, []
     if history.leaks_tensors is None and history.state.scripted:
         history.leaks_tensors = False

@@ -20,9 +20,10 @@ Policy = str | Sequence[Selector]
 class _RecomputedForward(LinearProxy):
     """Runs the module's forward as a region."""
 
-    def __init__(self, module: nn.Module, stage: StageContext | None) -> None:
+    def __init__(self, module: nn.Module, stage: StageContext | None, *, keeps_activations: bool) -> None:
         super().__init__(module)
         self.stage, self.history = stage, RegionHistory()
+        self.history.keeps_activations = keeps_activations
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward as a region."""
@@ -104,14 +105,28 @@ def outermost(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     return {name: children[name] for name in names}
 
 
-def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | None = None) -> RecomputeHandle:
+KEEPS = ("attention", "nothing")
+
+
+def check_keeps(keeps: str) -> None:
+    """Raise ValueError unless `keeps` is known."""
+    if keeps not in KEEPS:
+        raise ValueError(f"recompute_keeps={keeps!r} is none of the {len(KEEPS)} known: {', '.join(KEEPS)}")
+
+
+def apply_recompute(
+    module: nn.Module, policy: Policy, *, stage: StageContext | None = None, keeps: str = "attention"
+) -> RecomputeHandle:
     """Recompute regions of any module, in place, parameter names unchanged.
 
     policy: "none"; "layer" (every element of a ModuleList or ModuleDict); "selective" (every
     `core_attention`); or names (full, last part, or a pattern such as "*.mlp") and module classes.
+    keeps: "attention": the output of attention is kept, so that no attention kernel runs twice, for one activation
+    [s, b, h/tp] per layer; "nothing": all runs twice. "selective" keeps nothing: it recomputes attention alone.
     A region inside a region is not wrapped again: everything runs at most twice.
     Raises ValueError: an unknown policy, a name or class that matches nothing, or a model with a policy already.
     """
+    check_keeps(keeps)
     if policy == "none":
         return RecomputeHandle([], [])
     if isinstance(policy, str) and policy not in ("layer", "selective"):
@@ -126,7 +141,8 @@ def apply_recompute(module: nn.Module, policy: Policy, *, stage: StageContext | 
     except ValueError as error:
         raise ValueError(f"recompute: {error}") from None
     names = list(chosen)
-    forwards = [_RecomputedForward(child, stage) for child in chosen.values()]
+    keeps_activations = keeps == "attention" and policy != "selective"
+    forwards = [_RecomputedForward(child, stage, keeps_activations=keeps_activations) for child in chosen.values()]
     for forward in forwards:
         forward.install()
     return RecomputeHandle(names, forwards)

@@ -84,7 +84,7 @@ class GPTBatches:
     def batch(self, step: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
         """`tokens` and `labels`, int64 `[b/size, s]`: the rank's rows of the global batch number `step`.
 
-        With them `position_ids`, int64 `[b/size, s]`, and `attention_mask`, bool `[b/size, 1, s, s]`, if asked for.
+        With them `position_ids`, int64 `[b/size, s]`, and `document_begin`, int64 `[b/size, s]`, if asked for.
         The global batch does not depend on `size`; rank r has its rows r*b/size .. (r+1)*b/size.
         Raises `ValueError` if the batch does not divide, the rank is not below size, or step is negative.
         """

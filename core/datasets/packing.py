@@ -36,7 +36,8 @@ class Packing:
 
         begin: where the document of each token begins in its row, `[b, s]`, where the tokens do not tell it.
 
-        position_ids: int64 `[b, s]`. attention_mask: bool `[b, 1, s, s]`, True = masked out, causal included.
+        position_ids: int64 `[b, s]`. document_begin: int64 `[b, s]`, the position in its row where the document of
+        each token begins; nothing of size s x s.
         """
         batch = {"tokens": tokens, "labels": labels}
         # Megatron's meaning: what follows the end of a document is not to be predicted from it
@@ -49,9 +50,7 @@ class Packing:
             if self.reset_position_ids:
                 batch["position_ids"] = positions - begin
             if self.reset_attention_mask:
-                # masked: keys after the query (causal), and keys before the query's document
-                key, query = positions, positions[:, None]
-                batch["attention_mask"] = (key > query) | (key < begin[:, None, :, None])
+                batch["document_begin"] = begin
         return batch
 
 

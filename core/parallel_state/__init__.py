@@ -9,6 +9,8 @@ from core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from core.parallel_state.config import ParallelConfig as ParallelConfig
+    from core.parallel_state.context import ContextRows as ContextRows
+    from core.parallel_state.context import context_batch as context_batch
     from core.parallel_state.current import current_state as current_state
     from core.parallel_state.current import destroy_model_parallel as destroy_model_parallel
     from core.parallel_state.current import initialize_model_parallel as initialize_model_parallel

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import isqrt, prod
 
 AXES = ("pp", "dp", "cp", "tp")
+CP_COMM_TYPES = ("all_gather", "p2p", "a2a", "a2a+p2p")
 _LARGEST_TRIED = 65536  # divisors are for messages: a mistyped number must not take minutes
 
 
@@ -37,6 +38,14 @@ class ParallelConfig:
     context: int = 1
     """Ranks that share each sequence."""
 
+    cp_comm_type: str = "all_gather"
+    """How context ranks see each other's keys: "all_gather" (gathered for each layer), "p2p" (a ring), "a2a" (each
+    rank computes some heads of the whole sequence), "a2a+p2p" (heads among `ulysses` ranks, a ring of those). No
+    number depends on it."""
+
+    ulysses: int | None = None
+    """Context ranks that exchange heads, for "a2a+p2p"; "a2a": all of them, else none."""
+
     data: int | None = None
     """Ranks that share each batch; default: derived from the world size. Give it only to have it checked."""
 
@@ -68,10 +77,39 @@ class ParallelConfig:
             f"replicate={self.replicate} with context={self.context} would need more than 8 groups per rank; use "
             "replicate=1, or context=1",
         )
+        yield from self._context_rules()
         yield (
             sorted(self.order) == sorted(AXES),
             f"order={self.order} must name each of {AXES} once, outermost first (Megatron lists the innermost first)",
         )
+
+    def _context_rules(self) -> Iterator[tuple[bool, str]]:
+        kind, ulysses, context = self.cp_comm_type, self.ulysses, self.context
+        yield kind in CP_COMM_TYPES, f"unknown cp_comm_type {kind!r}; known: {', '.join(CP_COMM_TYPES)}"
+        if kind != "a2a+p2p":
+            whole = context if kind == "a2a" else 1
+            yield (
+                ulysses in (None, whole),
+                f"ulysses={ulysses} with cp_comm_type={kind}: {whole} of context={context} ranks exchange heads; "
+                "leave ulysses out, or use cp_comm_type=a2a+p2p",
+            )
+            return
+        inner = divisors(context)[1:-1]
+        yield (
+            ulysses in inner,
+            f"ulysses={ulysses} with cp_comm_type=a2a+p2p over context={context} ranks; valid: "
+            f"{_listed(inner) or 'none, use a2a or p2p'}",
+        )
+        yield (
+            self.expert == 1,
+            f"cp_comm_type=a2a+p2p with expert={self.expert} would need 9 groups per rank, at most 8 are made; use "
+            "a2a, p2p or all_gather",
+        )
+
+    @property
+    def ulysses_ranks(self) -> int:
+        """Context ranks that exchange heads; 1: none do."""
+        return self.context if self.cp_comm_type == "a2a" else self.ulysses or 1
 
     @property
     def model_ranks(self) -> int:

@@ -13,6 +13,8 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     *,
     context_parallel_size: int = 1,
+    cp_comm_type: str = "all_gather",
+    ulysses: int | None = None,
     expert_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
     order: str = "pp-dp-cp-tp",
@@ -23,6 +25,7 @@ def initialize_model_parallel(
     """Build the parallel state, make it current and return it. Collective over the default process group.
 
     The data-parallel size is what is left of the world. `order` is outermost to innermost, "pp-dp-cp-tp".
+    cp_comm_type, ulysses: how context ranks see each other's keys, see `ParallelConfig`.
     Without a default process group this is a single process, and no group is created.
     Raises ValueError with every wrong combination and the nearest valid ones, before any group is created.
     """
@@ -31,6 +34,8 @@ def initialize_model_parallel(
         tensor=tensor_model_parallel_size,
         pipeline=pipeline_model_parallel_size,
         context=context_parallel_size,
+        cp_comm_type=cp_comm_type,
+        ulysses=ulysses,
         expert=expert_model_parallel_size,
         sequence_parallel=sequence_parallel,
         order=tuple(order.split("-")),

@@ -10,7 +10,8 @@ from core.parallel_state.config import ParallelConfig
 # The collective groups a rank may take part in, in the one order in which all ranks create them.
 # `dp-cp` sums gradients; `embedding` ties the first and the last stage; `ep`, `edp` are the expert view. `shard` and
 # `replicate` are the two axes of `dp-cp`: the ranks that share one copy of what is sharded, and one per copy.
-GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "embedding", "ep", "edp", "shard", "replicate")
+# `ulysses`: the context ranks that exchange heads.
+GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "embedding", "ep", "edp", "shard", "replicate", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class Grid:
                 return ranks[position % copy_size :: copy_size]
             first = position // copy_size * copy_size
             return ranks[first : first + copy_size]
+        if group == "ulysses":
+            ranks, size = self._vary(rank, ("cp",)), self.config.ulysses_ranks
+            first = ranks.index(rank) // size * size
+            return ranks[first : first + size]
         if unknown := set(group.split("-")) - set(self.config.order):
             raise ValueError(f"unknown axis {sorted(unknown)}; known: {', '.join(GROUPS)}")
         return self._vary(rank, group.split("-"))

@@ -1,12 +1,13 @@
 """Text from a model: the prompts run once, then each new token alone; keys and values of earlier ones are kept."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from core.autograd import StageContext
 from core.models.gpt import GPTModel
 from core.pipeline.run.step import evaluating
 from core.training.sampling import Sampling
@@ -68,7 +69,8 @@ def generate_batch(
     cache: without it the full prefix runs again for every token, as it does under sequence parallelism and with an
         attention of your own that has no `cache_of_layer`.
     on_token(number of the prompt, token): called for each new token.
-    Collective over the tensor and pipeline ranks: every one of them calls it and gets the same tokens. Under
+    Collective over the tensor and pipeline ranks: every one of them calls it and gets the same tokens. So do context
+    ranks, each of which runs whole texts. Under
     sequence parallelism the positions that can be used are a multiple of the tensor ranks.
     Raises ValueError: an empty prompt, or one longer than the model's positions.
     """
@@ -96,6 +98,20 @@ def _can_cache(model: nn.Module) -> bool:
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     layers = [layer for block in blocks for layer in block.layers.values()]
     return all(any(hasattr(part, "cache_of_layer") for part in layer.modules()) for layer in layers)
+
+
+@contextmanager
+def _whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, every context rank runs the whole text: a new token has no rows to share."""
+    stages = [getattr(module, "stage", None) for module in modules]
+    contexts = [stage for stage in stages if isinstance(stage, StageContext)]
+    for context in contexts:
+        context.whole_sequences = True
+    try:
+        yield
+    finally:
+        for context in contexts:
+            context.whole_sequences = False
 
 
 class _Text:
@@ -170,8 +186,10 @@ class _Batch:
         """Around all calls of `advance`: the model in eval mode, its attentions with the cache."""
         # the model warns of logits that are split over tensor ranks; here they are gathered
         warns_of_columns, self._model.tells_of_columns = self._model.tells_of_columns, False
+        modules = [self._model] if self._executor is None else [*self._executor.modules.values()]
         try:
             with ExitStack() as stack:
+                stack.enter_context(_whole_sequences(modules))
                 for module in self._cached_modules:
                     stack.enter_context(self._cache.used_by(module))
                 if self._executor is None:

@@ -8,6 +8,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from core.autograd import notes_activations
+from core.context_parallel import (
+    Documents,
+    Exchange,
+    context_attention,
+    document_rows,
+    has_kernel,
+    visible_mask,
+    within_window,
+)
 from core.parallel_state import Init, seeded
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, sum_gradients_of_foreign
 from core.transformer.dropout import Dropout
@@ -19,12 +29,15 @@ STRIP = 1024  # most queries of one strip under a window: the mask of a strip is
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters, no collectives.
+    """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters.
 
     `softmax_scale` of the configuration takes the place of 1 / sqrt(d).
 
     In a layer with a window a token sees that many tokens, itself included (Mistral 7B, arXiv 2310.06825).
+    Context ranks exchange keys, or heads; at cp 1 there are no collectives.
     """
+
+    knows_context = True  # its queries are this context rank's rows, their keys lie on all context ranks
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -32,18 +45,46 @@ class CoreAttention(nn.Module):
         self.grouped, self.softmax_scale = config.groups != config.num_attention_heads, config.softmax_scale
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
         self.window = config.windows[build.layer] if config.windows is not None else None
+        self.exchange, self.stage = Exchange(build.parallel), build.stage
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None" = None) -> Tensor:
         """q [b, a/tp, n, d], k and v [b, g/tp, t, d] -> [b, a/tp, n, d]; the n queries are the last of t tokens.
 
-        attention_mask: None is causal, else bool [b, 1, n, t], True = masked out.
+        Over context ranks n = t = s/cp. attention_mask: None is causal, else documents, or bool [b, 1, n, t], True =
+        masked out (on one context rank).
         """
         p = self.dropout.p if self.training else 0.0
+        documents = attention_mask if isinstance(attention_mask, Documents) else None
+        if documents is not None and p > 0:  # no kernel that merges blocks drops out
+            attention_mask, documents = visible_mask(documents.begin), None
+        splits_rows = self.exchange.rows.size > 1 and not self.stage.whole_sequences
+        if splits_rows or documents is not None or self._keeps_output(q, k, attention_mask, p):
+            return self._attend_rows(q, k, v, documents)
+        assert not isinstance(attention_mask, Documents)
         if p > 0:
             return self._attend_with_dropout(q, k, v, attention_mask, p)
         if self._has_long_strips(k):
             return self._attend_in_strips(q, k, v, attention_mask, 0.0)
         return self._attend(q, k, v, attention_mask, 0.0)
+
+    def _keeps_output(self, q: Tensor, k: Tensor, attention_mask: "Tensor | Documents | None", p: float) -> bool:
+        """Whether a recomputed forward takes over the output, which torch's own attention does not hand out whole."""
+        causal = attention_mask is None and q.shape[2] == k.shape[2]
+        if p > 0 or not causal or torch.compiler.is_compiling() or not notes_activations():
+            return False
+        return has_kernel(q, k)
+
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        """This rank's rows with the keys that each of them sees, wherever these are."""
+        kind = q.device.type
+        if torch.is_autocast_enabled(kind):  # as for torch's own attention
+            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+        if self.window is not None:
+            rows = self.exchange.rows
+            numbers = document_rows(q.shape[2] * rows.size, rows)
+            documents = within_window(documents, self.window, numbers, q.device)
+        scale = self.softmax_scale if self.softmax_scale is not None else q.shape[3] ** -0.5
+        return context_attention(q, k, v, self.exchange, documents=documents, scale=scale)
 
     def _has_long_strips(self, k: Tensor) -> bool:
         """Whether there are keys that some query does not see because of the window."""
@@ -104,6 +145,7 @@ class SelfAttention(nn.Module):
     parallelism is a plain slice of groups. linear_proj.weight [h, a d/tp].
     """
 
+    knows_context = True
     cache_of_layer: LayerCache | None  # while tokens are generated: see `KVCache.used_by`
 
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
@@ -134,7 +176,9 @@ class SelfAttention(nn.Module):
             if submodule is not None:  # whatever it is, it sees this rank's heads only
                 sum_gradients_of_foreign(submodule, place.group)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: "Tensor | Documents | None" = None, rotary: Tables | None = None
+    ) -> Tensor:
         """See the class; `rotary` is (cos, sin), each [b or 1, 1, s, d/2]."""
         y = self.linear_qkv(x)
         # Qwen3 normalises query and key heads before they are rotated; without norms both happen in one pass.

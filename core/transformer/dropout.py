@@ -12,14 +12,16 @@ class Dropout(nn.Module):
     """Drops with probability `p` while training. `site` tells the places of one layer apart.
 
     Where every tensor rank holds other elements (`sharded`: heads, sequence shards) each draws its own mask;
-    replicated tensors get the same one.
+    replicated tensors get the same one. Context ranks hold other tokens: each has its own mask.
     """
 
     def __init__(self, build: Build, p: float, site: str, *, sharded: bool) -> None:
         super().__init__()
         self.p, self.stage = p, build.stage
         # Another mask per layer, per site in the layer and, where ranks hold other elements, per tensor rank.
-        self.key = (build.layer + 1, site, build.place.rank if sharded else 0)
+        self.key: tuple[int | str, ...] = (build.layer + 1, site, build.place.rank if sharded else 0)
+        if build.parallel.size("cp") > 1:
+            self.key += ("context", build.parallel.index("cp"))
 
     def seed(self) -> int:
         """The seed of this site in the current microbatch.

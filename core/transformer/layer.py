@@ -14,6 +14,8 @@ from core.transformer.spec import Build, TransformerLayerSpec
 class TransformerLayer(nn.Module):
     """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).  [s, b, h] -> [s, b, h], sharded alike."""
 
+    knows_context = True  # rows meet in its attention only
+
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
         super().__init__()
         size = build.config.hidden_size
@@ -41,6 +43,8 @@ class PostNormLayer(nn.Module):
     [s, b, h] -> [s, b, h], sharded alike.
     """
 
+    knows_context = True
+
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
         super().__init__()
         size = build.config.hidden_size
@@ -60,6 +64,8 @@ class PostNormLayer(nn.Module):
 
 class SandwichNormLayer(TransformerLayer):
     """x + drop(norm(attention(norm(x)))), then x + drop(norm(mlp(norm(x)))): norms on both sides (Gemma 3)."""
+
+    knows_context = True
 
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
         super().__init__(build, spec)

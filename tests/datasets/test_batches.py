@@ -118,7 +118,7 @@ def test_documents_are_told_in_training_and_in_validation(tmp_path):
         assert batch["tokens"].tolist() == [[1, 2, 8, 3]]
         assert batch["labels"].tolist() == [[2, 8, -100, 8]]
         assert batch["position_ids"].tolist() == [[0, 1, 2, 0]]
-        assert batch["attention_mask"][0, 0, 3].tolist() == [True, True, True, False]
+        assert batch["document_begin"].tolist() == [[0, 0, 0, 3]]
 
 
 def test_another_seed_is_another_order(tmp_path):

@@ -116,8 +116,8 @@ def test_sequential_reads_each_part_once(tmp_path):
 def test_packing_options_hold_for_the_blend(tmp_path):
     batches = blend(tmp_path, end_of_text=5, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     batch = batches.batch(0)
-    assert batch.keys() == {"tokens", "labels", "position_ids", "attention_mask"}
-    assert batch["attention_mask"].shape == (4, 1, 2, 2)
+    assert batch.keys() == {"tokens", "labels", "position_ids", "document_begin"}
+    assert batch["document_begin"].shape == (4, 2)
 
 
 def test_mistakes_are_told_together(tmp_path):

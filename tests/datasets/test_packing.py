@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.context_parallel import visible_mask
 from core.datasets.packing import IGNORED_LABEL, Packing
 
 END = 7
@@ -34,11 +35,12 @@ def test_everything_is_megatrons(rows, s, seed):
     labels = torch.randint(0, END + 1, (rows, s), generator=generator)
     packing = Packing(end_of_text=END, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     batch = packing.batch(tokens, labels.clone())
-    assert batch["attention_mask"].shape == (rows, 1, s, s)
+    hidden = visible_mask(batch["document_begin"])
+    assert hidden.shape == (rows, 1, s, s)
     assert batch["position_ids"].dtype == torch.int64
     for row in range(rows):
         mask, loss_mask, position_ids = megatron(tokens[row])
-        assert torch.equal(batch["attention_mask"][row, 0], mask)
+        assert torch.equal(hidden[row, 0], mask)
         assert torch.equal(batch["position_ids"][row], position_ids)
         assert torch.equal(batch["labels"][row], torch.where(loss_mask > 0, labels[row], IGNORED_LABEL))
 
@@ -48,7 +50,7 @@ def test_everything_is_megatrons(rows, s, seed):
     [
         ({}, set()),
         ({"reset_position_ids": True}, {"position_ids"}),
-        ({"reset_attention_mask": True}, {"attention_mask"}),
+        ({"reset_attention_mask": True}, {"document_begin"}),
         ({"eod_mask_loss": True}, set()),
     ],
 )
@@ -62,7 +64,8 @@ def test_only_what_is_asked_for(option, keys):
 
 def test_no_row_is_masked_out_altogether():
     packing = Packing(end_of_text=0, reset_attention_mask=True)
-    mask = packing.batch(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int64))["attention_mask"]
+    batch = packing.batch(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int64))
+    mask = visible_mask(batch["document_begin"])
     assert torch.equal(mask[0, 0], ~torch.eye(5, dtype=torch.bool)), "padding that is the end of text sees itself"
 
 

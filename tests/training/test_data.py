@@ -133,7 +133,7 @@ def test_documents_are_kept_apart_if_asked(made, single):
     asked = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     corpus = open_corpus(data_config(made, **asked), training_config(), single)
     batch = corpus.train.batch(0)
-    assert batch.keys() == {"tokens", "labels", "position_ids", "attention_mask"}
+    assert batch.keys() == {"tokens", "labels", "position_ids", "document_begin"}
     ends = batch["tokens"] == corpus.tokenizer.end_of_text
     assert ends.any() and (batch["labels"][ends] == -100).all()
     assert (batch["position_ids"][:, 1:][ends[:, :-1]] == 0).all()

@@ -50,7 +50,12 @@ WRONG = {
         1,
         "recompute=stage is an action of a pipeline's schedule, pipeline=1 has 0 of them; use recompute=layer",
     ),
-    "context": ({"parallel": ParallelConfig(context=2)}, 2, "context=2, expert=1: no layer splits the sequence"),
+    "context": (
+        {"parallel": ParallelConfig(context=3)},
+        3,
+        "is not a multiple of 2 x context(3) = 6; use",
+    ),
+    "experts": ({"parallel": ParallelConfig(expert=2)}, 2, "expert=2: no layer has experts yet; use 1"),
     "stages": (
         {"parallel": ParallelConfig(pipeline=8)},
         8,

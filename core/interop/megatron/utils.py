@@ -50,5 +50,8 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     from core.parallel_state import current_state
 
     if current_state().size("cp") > 1:
-        raise ValueError(f"context_parallel_size={current_state().size('cp')}: batches are not cut by this; use 1")
+        raise ValueError(
+            f"context_parallel_size={current_state().size('cp')}: batches are "
+            "not cut by this; use core.parallel_state.context_batch"
+        )
     return batch

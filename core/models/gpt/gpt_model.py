@@ -7,10 +7,27 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd import StageContext
+from core.context_parallel import Documents, begin_of_rows, visible_mask
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
-from core.models.gpt.inputs import FirstInputs, check_optional, check_tokens, check_values, one_of_two
-from core.parallel_state import ParallelState, current_state, initialize_parameters, layout_of, mix32, seeded
+from core.models.gpt.inputs import (
+    FirstInputs,
+    check_context,
+    check_documents,
+    check_optional,
+    check_tokens,
+    check_values,
+    one_of_two,
+)
+from core.parallel_state import (
+    ContextRows,
+    ParallelState,
+    current_state,
+    initialize_parameters,
+    layout_of,
+    mix32,
+    seeded,
+)
 from core.parallel_state.collectives import broadcast
 from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
@@ -23,7 +40,7 @@ from core.tensor_parallel import (
 )
 from core.tensor_parallel.watch import SplitWatch, watch_optimizers
 from core.transformer.layer import TransformerBlock
-from core.transformer.rules import check_layout
+from core.transformer.rules import check_layout, knows_context
 from core.transformer.spec import Build, TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 
@@ -68,7 +85,7 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel = ps = parallel if parallel is not None else current_state()
-        check_layout(config, ps.config)
+        check_layout(config, ps.config, transformer_layer_spec)
         self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         self.pre_process = ps.is_first_stage if pre_process is None else pre_process
         self.post_process = ps.is_last_stage if post_process is None else post_process
@@ -140,20 +157,28 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         *,
         input_ids: Tensor | None = None,
+        document_begin: Tensor | None = None,
     ) -> Tensor:
         """Per-token loss [b, s] with labels (already shifted; -100 gives loss 0), else logits.
 
         tokens (or input_ids, its name elsewhere): int64 [b, s]; on a stage that does not embed, the previous stage's
         output [s, b, h].
         position_ids: [b, s], default 0 .. s-1. attention_mask: None is causal, else bool [b, 1, s, s], True =
-        masked out. Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
+        masked out. document_begin: int64 [b, s] instead of a mask, the row where each token's document begins:
+        attention stays inside documents.
+        Logits are [b, s, v_padded/tp], padded columns at the dtype's minimum; at tp 1, or without
         `parallel_output`, exactly [b, s, v]. A stage that does not end returns [s, b, h], or
         [s/tp, b, h] under sequence parallelism where another stage follows.
+        Over context ranks s is s/cp everywhere: this rank's rows of each sequence, as `context_batch` cuts them, with
+        their `position_ids`; document_begin counts rows of the whole sequence.
         Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype; a token,
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
         tokens = one_of_two("tokens", tokens, "input_ids", input_ids)
         s = self._check(tokens, position_ids, attention_mask, labels)
+        mask: Tensor | Documents | None = attention_mask
+        if document_begin is not None:
+            mask = self._documents(document_begin, tokens, attention_mask)
         if self._watch is not None:
             if torch.compiler.is_exporting():
                 raise ValueError(
@@ -167,9 +192,9 @@ class GPTModel(nn.Module):
         if self._draws and self.training and not self.stage.driven:
             self.stage.drawn = True
             with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
-                output = self._run_layers(s, tokens, position_ids, attention_mask, labels)
+                output = self._run_layers(s, tokens, position_ids, mask, labels)
         else:
-            output = self._run_layers(s, tokens, position_ids, attention_mask, labels)
+            output = self._run_layers(s, tokens, position_ids, mask, labels)
         in_plain_loop = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
         if self._watch is not None and in_plain_loop:
             replicated = self._output_is_replicated(labels is not None)
@@ -181,7 +206,7 @@ class GPTModel(nn.Module):
         s: int,
         tokens: Tensor,
         position_ids: Tensor | None,
-        attention_mask: Tensor | None,
+        attention_mask: "Tensor | Documents | None",
         labels: Tensor | None,
     ) -> Tensor:
         # On a later pipeline stage `tokens` is the residual stream that the stage before handed over.
@@ -266,10 +291,11 @@ class GPTModel(nn.Module):
                     f"{self.config.params_dtype}, got {tuple(tokens.shape)} of {tokens.dtype}"
                 )
             s, b = tokens.shape[0] * tp, tokens.shape[1]
-        if s > self.max_sequence_length:
+        ranks = 1 if self.stage.whole_sequences else self.parallel.size("cp")
+        if s * ranks > self.max_sequence_length:
             raise ValueError(
-                f"sequence length {s} is more than max_sequence_length={self.max_sequence_length}; shorten the "
-                "sequences or build the model with more positions"
+                f"sequence length {s * ranks} is more than max_sequence_length={self.max_sequence_length}; shorten "
+                "the sequences or build the model with more positions"
             )
         if s % tp:
             raise ValueError(
@@ -277,10 +303,28 @@ class GPTModel(nn.Module):
                 "or turn sequence_parallel off"
             )
         check_optional(b, s, position_ids, attention_mask, labels)
+        if ranks > 1:
+            check_context(s, ranks, position_ids, attention_mask)
+            if self.pre_process and not torch.compiler.is_compiling() and (group := self.parallel.group("cp")):
+                assert position_ids is not None
+                self._first_inputs.check_context(tokens, position_ids, group)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
             self._first_inputs.check_first(tokens if self.pre_process else None, attention_mask, labels)
         return s
+
+    @torch.compiler.disable
+    def _documents(
+        self, document_begin: Tensor, tokens: Tensor, attention_mask: Tensor | None
+    ) -> "Documents | Tensor":
+        """What the layers take of document_begin [b, s/cp]; parts that do not know it get a bool mask."""
+        ps, spec = self.parallel, self.transformer_layer_spec
+        tp = self.place.tp if self.place.splits_sequence else 1
+        shape = tuple(tokens.shape) if self.pre_process else (tokens.shape[1], tokens.shape[0] * tp)
+        check_documents(document_begin, shape, ContextRows.of_state(ps), attention_mask)
+        if all(map(knows_context, (spec.layer, spec.attention, spec.core_attention))):
+            return begin_of_rows(document_begin, ps)
+        return visible_mask(document_begin.to(ps.device))
 
     @torch.compiler.disable
     def _drawn_seed(self) -> int:

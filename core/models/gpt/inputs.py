@@ -1,10 +1,13 @@
 """Checks what a model is called with: on the CPU values are compared, on an accelerator asserted without waiting."""
 
+import hashlib
 import warnings
 
 import torch
 from torch import Tensor
 
+from core.parallel_state import ContextRows
+from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.environment import reading_waits
 
 
@@ -72,16 +75,75 @@ def check_optional(
         raise ValueError(f"labels must be int64 [b, s] = {(b, s)}, got {labels.dtype} {tuple(labels.shape)}")
 
 
+def check_context(s: int, ranks: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
+    """Raise ValueError for rows [b, s] of one of `ranks` context ranks that do not say which rows they are."""
+    if s % 2:
+        raise ValueError(
+            f"{s} rows on each of {ranks} context ranks: a sequence is cut into {2 * ranks} chunks, of which each "
+            f"rank holds 2; use sequences of a multiple of {2 * ranks} tokens"
+        )
+    if position_ids is None:
+        raise ValueError(
+            f"a batch without position_ids over context={ranks} ranks: its {s} rows are not rows 0 to {s - 1}; "
+            "context_batch(batch, ps) cuts a batch of whole sequences and fills them in"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            f"a bool attention_mask of size s x s over context={ranks} ranks, which hold s/{ranks} rows each; give "
+            "document_begin [b, s], or use context=1"
+        )
+
+
+def check_documents(
+    document_begin: Tensor, shape: tuple[int, ...], rows: ContextRows, attention_mask: Tensor | None
+) -> None:
+    """Raise ValueError unless document_begin fits tokens [b, s/cp] of these rows: ascending, none after its token."""
+    if attention_mask is not None:
+        raise ValueError("attention_mask and document_begin are given, 2 masks; give one of them")
+    if document_begin.dtype != torch.int64 or tuple(document_begin.shape) != shape:
+        raise ValueError(
+            f"document_begin must be int64 [b, s] = {shape}, got {document_begin.dtype} {tuple(document_begin.shape)}"
+        )
+    numbers = rows.rows(shape[1] * rows.size).to(document_begin.device)
+    wrong = (document_begin > numbers) | (document_begin < 0)
+    wrong[:, 1:] |= document_begin[:, 1:] < document_begin[:, :-1]
+    if document_begin.device.type != "cpu":
+        torch._assert_async(~wrong.any(), "document_begin after its token, or decreasing")
+    elif wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"document_begin[{row}, {column}] is {int(document_begin[row, column])} for row {int(numbers[column])} "
+            "of its sequence; a document begins at its token or before, at 0 at least, and begins never decrease"
+        )
+
+
 class FirstInputs:
     """Checks the first labels and the first mask: mistakes from other libraries' conventions that raise no error."""
 
     def __init__(self) -> None:
-        self._labels_seen = self._mask_seen = False  # seen
+        self._labels_seen = self._mask_seen = self._context_seen = False
 
     @property
     def done(self) -> bool:
         """Whether both were checked."""
         return self._labels_seen and self._mask_seen
+
+    @torch.compiler.disable
+    def check_context(self, tokens: Tensor, position_ids: Tensor, group: Group) -> None:
+        """The first rows of the ranks of one sequence: raises ValueError on all of them where they are the same rows.
+
+        All-gather of objects over cp, once.
+        """
+        if self._context_seen:
+            return
+        self._context_seen = True
+        rows = torch.cat((tokens.flatten(), position_ids.flatten())).cpu().numpy().tobytes()
+        hashes = all_gather_objects(hashlib.sha256(rows).hexdigest(), group)
+        if len(set(hashes)) == 1:
+            raise ValueError(
+                f"{group.size} context ranks were given the same {tokens.shape[1]} rows, which are not parts of one "
+                "sequence; context_batch(batch, ps) cuts each rank's rows out of a batch of whole sequences"
+            )
 
     @torch.compiler.disable
     def check_first(self, tokens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:

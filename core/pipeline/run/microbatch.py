@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from core.autograd import GradSync, WeightGradBag
+from core.autograd import GradSync, Notes, WeightGradBag
 from core.autograd.module_state import StateBefore
 from core.pipeline.run.step import LossFn
 
@@ -48,4 +48,5 @@ class MicrobatchState:
     loss_gradient: list[Tensor] = field(default_factory=list)  # on the last stage: what backward starts from
     input_versions: list[int] = field(default_factory=list)  # in-place write counters before F, compared by R
     modules_before: StateBefore = field(default_factory=StateBefore)  # buffers and attributes before F
+    notes: Notes | None = None  # what F noted for R
     writable_copy: Any = None  # of (received, microbatch), for an F that may write into them

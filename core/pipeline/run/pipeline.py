@@ -52,6 +52,7 @@ class Pipeline:
         and how long rank 0 may search while the others wait.
     recompute: "none", "selective", "layer" (see `apply_recompute`), "stage" (the whole stage, as an action of
         the schedule), or a list with one of these (or names and classes of modules) per stage of the model.
+    recompute_keeps: "attention" or "nothing", see `apply_recompute`.
     grad_sync: collects and sums gradients; by default nobody sums them over replicas, and they stay in `.grad`.
     receive_ahead: receives posted beyond the one that is needed (default: 4 on CPUs, else 2).
     step_index: of the next step; set it to resume.
@@ -73,6 +74,7 @@ class Pipeline:
         schedule: ScheduleLike = "1f1b",
         num_microbatches: int = 1,
         recompute: str | Sequence[Any] = "none",
+        recompute_keeps: str = "attention",
         grad_sync: GradSync | None = None,
         seed: int = 0,
         memory_limit: float | None = None,
@@ -98,11 +100,11 @@ class Pipeline:
         self._position = ""  # the action under way when a call failed
 
         # every rank must reach both agreements, whatever goes wrong on it: otherwise the others would deadlock there
-        self._agree(describe_arguments(schedule, num_microbatches, recompute))
+        self._agree(describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))
         problem: Exception | None = None
         resolved: list[str] = []
         try:
-            self._build(stages, schedule, recompute, without_sync=grad_sync is None)
+            self._build(stages, schedule, recompute, recompute_keeps, without_sync=grad_sync is None)
             resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
@@ -148,12 +150,7 @@ class Pipeline:
         self._connect(schedule)
 
     def _build(
-        self,
-        stages: Modules,
-        schedule: ScheduleLike,
-        recompute: str | Sequence[Any],
-        *,
-        without_sync: bool,
+        self, stages: Modules, schedule: ScheduleLike, recompute: Any, keeps: str, *, without_sync: bool
     ) -> None:
         """Schedule and stages. Raises ValueError, on this rank: see the class."""
         ps, modules = self.ps, list(modules_of(stages).values())
@@ -185,7 +182,8 @@ class Pipeline:
         for index, module in zip(self.schedule.stages_of(ps.index("pp")), modules, strict=True):
             policy = policies[index]
             refuse_nested_recompute(index, module, policy, self.schedule)
-            self.stages[index] = Stage(module, index, count, policy=policy, seed=self.seed, device=ps.device)
+            how = {"policy": policy, "keeps": keeps, "seed": self.seed, "context_rank": ps.index("cp")}
+            self.stages[index] = Stage(module, index, count, device=ps.device, **how)
 
     @property
     def modules(self) -> dict[int, nn.Module]:

@@ -160,7 +160,8 @@ class SingleStage:
         """Tell our operations which microbatch runs; torch's generator is seeded meanwhile, for foreign modules."""
         global_index = self.ps.index("dp") * self.num_microbatches + index
         self.stage.begin(seed=self.seed, step=self.step_index, microbatch=global_index)
-        return seeded(self.ps.device, stage_seed(self.seed, self.step_index, global_index))
+        seed = stage_seed(self.seed, self.step_index, global_index, context=self.ps.index("cp"))
+        return seeded(self.ps.device, seed)
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value`: the last stage is here."""

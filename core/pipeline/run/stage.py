@@ -1,5 +1,6 @@
 """One pipeline stage on its rank: forward, recomputation, input gradients and weight gradients of microbatches."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.utils import _pytree as pytree
 from core.autograd import NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.linear import make_compilable
 from core.autograd.module_state import ModuleState, StateBefore
+from core.autograd.notes import Notes
 from core.autograd.proxy import has_compiled_code
+from core.autograd.regions import check_keeps
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
@@ -41,12 +44,22 @@ class Stage:
     """Runs any `nn.Module` as stage `index` of `stage_count`.
 
     policy: activation recomputation: "none", "layer", "selective", names or classes (see `apply_recompute`), or
-    "stage": the schedule recomputes the whole stage by R actions.
+    "stage": the schedule recomputes the whole stage by R actions. keeps: see `apply_recompute`.
     """
 
     def __init__(
-        self, module: nn.Module, index: int, stage_count: int, *, policy: Any, seed: int, device: torch.device
+        self,
+        module: nn.Module,
+        index: int,
+        stage_count: int,
+        *,
+        policy: Any,
+        seed: int,
+        device: torch.device,
+        keeps: str = "attention",
+        context_rank: int = 0,
     ) -> None:
+        check_keeps(keeps)
         lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
         if lazy:
             raise ValueError(
@@ -62,12 +75,13 @@ class Stage:
         self._patches: list[Any] = [reroute(module, self.context)]
         if policy not in ("none", "stage"):
             try:
-                self._patches.append(apply_recompute(module, policy, stage=self.context))
+                self._patches.append(apply_recompute(module, policy, stage=self.context, keeps=keeps))
             except Exception:
                 self.close()
                 raise
 
-        self._forward_arguments = forward_arguments(module)
+        self._context_rank = context_rank
+        self._forward_arguments, self._keeps_activations = forward_arguments(module), keeps == "attention"
         self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
         self._has_compiled_code, self._module_state = False, ModuleState(module)
         self._outputs_want_grad: list[bool] | None = None  # per output tensor, once known in this step
@@ -136,13 +150,15 @@ class Stage:
         if will_recompute:
             state.input_versions = _write_counts(received, step.microbatches[microbatch])
             state.modules_before = self._module_state.before()
+            state.notes = Notes(keeps_activations=self._keeps_activations)
         step.sync.before_forward(self.module)
 
         # activation checkpointing runs F without a graph. Only the very first such F makes one, and drops it at its
         # end: it tells which outputs want a gradient, and so what the next stage must send back
         wants_unknown = will_recompute and not self.last and self._outputs_want_grad is None
         with_graph = keep_graph or (wants_unknown and not self._recall_wants(received))
-        with torch.set_grad_enabled(with_graph):
+        noting = state.notes.first_run() if state.notes is not None else nullcontext()
+        with torch.set_grad_enabled(with_graph), noting:
             output = self._call(microbatch, state, step, will_recompute=will_recompute)
         if not step.training:
             return self._evaluation_output(output, step)
@@ -201,7 +217,9 @@ class Stage:
                 "clone it in the stage, or use recompute='none'"
             )
         step.sync.before_forward(self.module)
-        with torch.enable_grad(), self._module_state.with_state(state.modules_before):
+        notes, state.notes = state.notes, None
+        assert notes is not None
+        with torch.enable_grad(), self._module_state.with_state(state.modules_before), notes.second_run():
             output = self._call(microbatch, state, step)
         if self.last:
             self._remember_loss_edge(state, output, step)
@@ -225,7 +243,7 @@ class Stage:
         """The module's output; on the last stage (loss_sum, num_tokens), unless R will compute the loss."""
         # every random number is a function of seed, step and microbatch, so that R draws the dropout mask of F
         self.context.begin(seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag)
-        seed = stage_seed(self.seed, step.step, state.global_index, self.index)
+        seed = stage_seed(self.seed, step.step, state.global_index, self.index, self._context_rank)
         for generator in generators_of(self.device):  # for foreign modules; the pipeline restores them after the step
             generator.manual_seed(seed)
 

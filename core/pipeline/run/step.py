@@ -34,9 +34,13 @@ class StepResult:
         return self.loss_sum / self.num_tokens
 
 
-def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0) -> int:
-    """The seed of a module that draws from torch's own generator; `microbatch` is the global index."""
-    return mix32(seed, "stage", stage, step, microbatch)
+def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0, context: int = 0) -> int:
+    """The seed of a module that draws from torch's own generator; `microbatch` is the global index.
+
+    context: the context rank, which holds other tokens than the others.
+    """
+    parts = ("context", context) if context else ()
+    return mix32(seed, "stage", stage, step, microbatch, *parts)
 
 
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:

@@ -157,6 +157,10 @@ class TrainingConfig:
     recompute: Literal["none", "selective", "layer", "stage"] = "none"
     """Activations that are computed again in backward instead of being kept (activation checkpointing)."""
 
+    recompute_keeps: Literal["attention", "nothing"] = "attention"
+    """What is kept all the same: attention's output, which costs one activation per layer and saves its kernel a
+    second run; selective recomputation keeps nothing."""
+
     compile: Literal["none", "layer"] = "none"
     """Layers as code that torch compiles in the first steps (inductor; one graph for all layers of a kind)."""
 
@@ -214,6 +218,8 @@ class TrainingConfig:
         known = ("none", "selective", "layer", "stage")
         megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
+        keeps = self.recompute_keeps
+        yield keeps in ("attention", "nothing"), f"unknown recompute_keeps {keeps!r}; known: attention, nothing"
         yield self.compile in ("none", "layer"), f"unknown compile {self.compile!r}; known: none, layer"
         yield from self._profile_rules()
         peak = self.peak_tflops

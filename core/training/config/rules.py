@@ -11,6 +11,7 @@ from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
+from core.parallel_state.context import wrong_length
 from core.training.config.data import DataConfig
 from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
 from core.training.functions import function_of
@@ -138,12 +139,15 @@ def batch_solved(training: TrainingConfig, parallel: ParallelConfig) -> str:
 
 
 def _sequence_rules(data: DataConfig, parallel: ParallelConfig) -> Rules:
-    length, ranks = data.sequence_length, parallel.tensor
-    next_multiple = -(-length // ranks) * ranks
+    length, ranks, context = data.sequence_length, parallel.tensor, parallel.context
+    wrong = wrong_length(length, context)
+    yield wrong is None, f"data.sequence_length: {wrong}"
+    next_multiple = -(-length // (context * ranks)) * context * ranks
     yield (
-        not parallel.sequence_parallel or length % ranks == 0,
-        f"sequence_length={length} does not divide over tensor={ranks}, as sequence_parallel needs; use "
-        f"{next_multiple}",
+        not parallel.sequence_parallel or length % (context * ranks) == 0,
+        f"sequence_length={length} does not divide over "
+        + (f"context={context} x " if context > 1 else "")
+        + f"tensor={ranks}, as sequence_parallel needs; use {next_multiple}",
     )
 
 

@@ -83,7 +83,8 @@ def build_executor(
     # activation checkpointing is installed on the model here; a Pipeline does it stage by stage
     if ps.size("pp") == 1:
         (model,) = stages.values()
-        apply_recompute(model, training.recompute, stage=getattr(model, "stage", None))
+        context, keeps = getattr(model, "stage", None), training.recompute_keeps
+        apply_recompute(model, training.recompute, stage=context, keeps=keeps)
         return SingleStage(model, ps=ps, num_microbatches=num_microbatches, grad_sync=grad_sync, seed=training.seed)
     return Pipeline(
         stages,
@@ -91,6 +92,7 @@ def build_executor(
         schedule=pipeline.generator(),
         num_microbatches=num_microbatches,
         recompute=training.recompute,
+        recompute_keeps=training.recompute_keeps,
         grad_sync=grad_sync,
         seed=training.seed,
         memory_limit=pipeline.memory_limit,

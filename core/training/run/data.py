@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.datasets import (
     AnyTokenizer,
@@ -19,6 +19,7 @@ from core.datasets import (
     TokenRange,
     TokenSource,
     check_tokenizer,
+    first_documents,
     gzip_bits_per_byte,
     load_tokenizer,
     open_blend,
@@ -30,8 +31,9 @@ from core.datasets import (
 from core.datasets.card import sampled_hash, tokenizer_path
 from core.datasets.token_file import Array
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
-from core.parallel_state import ParallelState
+from core.parallel_state import ParallelState, context_batch
 from core.parallel_state.collectives import all_gather_objects
+from core.pipeline.run.step import forward_arguments
 from core.training.config import DataConfig, TrainingConfig
 from core.training.log.validation import MAIN
 
@@ -66,6 +68,18 @@ class Corpus:
     data: DataConfig
     training: TrainingConfig
     valid_sets: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+
+    def check_stages(self, stages: Mapping[int, nn.Module]) -> None:
+        """Raise ValueError where none of these stages takes what batches tell of documents."""
+        tells = self.data.reset_attention_mask or any(source.marks_answers for _, source in self.train_parts)
+        taken = [name for module in stages.values() for name in forward_arguments(module)]
+        if tells and stages and "document_begin" not in taken:
+            kinds = ", ".join(type(module).__name__ for module in stages.values())
+            raise ValueError(
+                "batches tell where documents begin (reset_attention_mask, conversations) by document_begin [b, s], "
+                f"which forward of {kinds} does not take among its {len(taken)} arguments: attention would cross "
+                "documents; take it (visible_mask of core.context_parallel makes a bool mask of it)"
+            )
 
     @cached_property
     def train(self) -> GPTBatches | BlendedBatches:
@@ -118,6 +132,23 @@ class Corpus:
         # in order and not shuffled: bits per byte are of the text as it stands
         rows = self.valid.sequential(self.training.global_batch_size, rank, size)
         return islice(rows, self.training.eval_batches or None)
+
+    @property
+    def validation_batches(self) -> int:
+        """How many `validation` gives."""
+        valid, rows = self.valid, self.training.global_batch_size
+        parts = [part for _, part in valid.parts] if isinstance(valid, BlendedBatches) else [valid]
+        batches = sum(-(-part.num_samples // rows) for part in parts if part is not None)
+        return min(batches, self.training.eval_batches or batches)
+
+    def shortened(self, num_tokens: int) -> "Corpus":
+        """With the first documents of each validation text only, of about `num_tokens`: the same on any layout."""
+
+        def first(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+            return tuple((weight, first_documents(source, num_tokens)) for weight, source in parts)
+
+        sets = {name: first(parts) for name, parts in self.valid_sets.items()}
+        return replace(self, valid_parts=first(self.valid_parts), valid_sets=sets)
 
     def _validation_tokens(self) -> Iterator[Array]:
         """The tokens that `validation` reads, one text after the other."""
@@ -332,5 +363,16 @@ def _split(files: Sequence[tuple[float | None, TokenFile]], split: str) -> tuple
 
 
 def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A function that moves a batch to `device`."""
-    return lambda batch: {name: tensor.to(device) for name, tensor in batch.items()}
+    """A function that moves a batch to `device`; where documents begin stays on the host, which chooses by it what
+    attention computes."""
+
+    def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x if name == "document_begin" else x.to(device) for name, x in batch.items()}
+
+    return move
+
+
+def local_batches(ps: ParallelState) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """A function that cuts this context rank's rows out of a batch of whole sequences, and moves them."""
+    move = moved_to(ps.device)
+    return lambda batch: move(context_batch(batch, ps))

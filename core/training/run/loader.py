@@ -9,7 +9,7 @@ from torch import Tensor
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline.run.step import split_microbatches
-from core.training.run.data import BatchSource, moved_to
+from core.training.run.data import BatchSource, local_batches
 
 
 class Scheduler:
@@ -69,7 +69,7 @@ class Loader:
         self.gave_whole, self._microbatches = False, microbatches
         self.batches, self.train_steps, self.step, self.stopped = batches, train_steps, step, stopped
         self._data_rank, self._data_size = ps.index("dp"), ps.size("dp")
-        self._to_device = moved_to(ps.device)
+        self._to_device = local_batches(ps)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # `stopped` is asked before every batch: after SIGTERM the loop ends where all ranks end

@@ -17,13 +17,16 @@ ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 POLICIES = ("none", "selective", "layer", "stage")
 
 
-def describe_arguments(schedule: ScheduleLike, microbatches: int, recompute: str | Sequence[Any]) -> list[str]:
+def describe_arguments(
+    schedule: ScheduleLike, microbatches: int, recompute: str | Sequence[Any], keeps: str
+) -> list[str]:
     """What the user asked for, to be compared between ranks; a function's schedule is compared once it is made."""
     if isinstance(schedule, Schedule):
         schedule_text = schedule.text()
     else:
         schedule_text = schedule if isinstance(schedule, str) else "a function"
-    return [f"schedule {schedule_text}", f"num_microbatches={microbatches}", f"recompute={recompute!r}"]
+    asked = [f"schedule {schedule_text}", f"num_microbatches={microbatches}", f"recompute={recompute!r}"]
+    return [*asked, f"recompute_keeps={keeps!r}"]
 
 
 def resolve_schedule(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microbatches: int) -> Schedule:

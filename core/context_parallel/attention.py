@@ -1,0 +1,101 @@
+"""Causal attention of a rank's rows with the keys of all context ranks, by any way of exchanging them."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.autograd import note, notes_activations
+from core.autograd.gradients import no_second_derivative
+from core.context_parallel import gathered, ring
+from core.context_parallel.documents import Documents
+from core.context_parallel.heads import from_heads, to_heads
+from core.context_parallel.rows_attention import RowsOfRing
+from core.parallel_state import ContextRows, ParallelState
+from core.parallel_state.collectives import Group
+
+
+class Exchange:
+    """How the context ranks of `ps` see each other's keys; at cp 1 there is nothing to exchange."""
+
+    def __init__(self, ps: ParallelState) -> None:
+        self._ps, self.rows = ps, ContextRows.of_state(ps)
+        self.heads: Group | None = ps.group("ulysses")
+        self._travels = self.rows.ring > 1 and ps.config.cp_comm_type in ("p2p", "a2a+p2p")
+        self._group = ps.group("cp") if self.rows.ring > 1 else None
+
+    @cached_property
+    def _ring(self) -> ring.Ring:
+        members, u = self._ps.grid.members(self._ps.rank, "cp"), self.rows.ulysses
+        return ring.Ring(self._ps, members[self.rows.rank % u :: u])
+
+    def of_rows(self, q: Tensor, documents: Documents | None, scale: float) -> RowsOfRing:
+        """q [b, a/u, n, d] once heads are exchanged."""
+        rows = self.rows
+        return RowsOfRing(rows.ring, rows.ring_rank, q.shape[2] * rows.ring, documents, scale)
+
+    def forward(self, rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp of the queries."""
+        if self._travels:
+            return ring.forward(rows, q, k, v, self._ring)
+        return gathered.forward(rows, q, k, v, self._group)
+
+    def backward(self, rows: RowsOfRing, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tensors: grad, q, k, v, out, logsumexp. Gradients of q, k, v."""
+        if self._travels:
+            return ring.backward(rows, *tensors, self._ring)  # type: ignore[call-arg, arg-type]
+        return gathered.backward(rows, *tensors, self._group)  # type: ignore[call-arg, arg-type]
+
+
+class _ContextAttention(torch.autograd.Function):
+    """Without parameters: all of its backward is I."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, documents: Documents | None, scale: float
+    ) -> Tensor:
+        ctx.exchange, ctx.documents, ctx.scale = exchange, documents, scale
+
+        def attend() -> tuple[Tensor, ...]:
+            here = to_heads((q, k, v), exchange.heads)
+            out, logsumexp = exchange.forward(exchange.of_rows(here[0], documents, scale), *here)
+            (back,) = from_heads((out,), exchange.heads)
+            return back, logsumexp, *here, out
+
+        # where the output is noted, a second run exchanges nothing: heads are exchanged in backward instead
+        ctx.by_heads = exchange.heads is not None and not notes_activations()
+        if ctx.by_heads:
+            result, logsumexp, *kept = attend()
+        else:
+            result, logsumexp = note(lambda: attend()[:2], activation=True)
+            kept = [q, k, v, result]
+        ctx.save_for_backward(*kept, logsumexp)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("attention over context ranks")
+        exchange, (*kept, logsumexp) = ctx.exchange, ctx.saved_tensors
+        if ctx.by_heads:
+            (grad,) = to_heads((grad,), exchange.heads)
+        else:
+            grad, *kept = to_heads((grad, *kept), exchange.heads)
+        rows = exchange.of_rows(kept[0], ctx.documents, ctx.scale)
+        gradients = exchange.backward(rows, grad, *kept, logsumexp)
+        return *from_heads(gradients, exchange.heads), None, None, None
+
+
+@torch.compiler.disable
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, *, documents: Documents | None = None, scale: float
+) -> Tensor:
+    """softmax(scale q k^T) v of this rank's rows: q [b, a/tp, s/cp, d], k, v [b, g/tp, s/cp, d] -> as q.
+
+    A query sees its own row and those before it, within its document. Each rank holds the rows of `ContextRows`.
+    Memory: q, k, v, the output and its logsumexp; beside them, for one layer at a time, what is exchanged (docs/
+    concepts/context_parallel.md). Collectives over the context ranks, in forward and in backward.
+    """
+    result: Tensor = _ContextAttention.apply(q, k, v, exchange, documents, scale)
+    return result
