@@ -69,3 +69,4 @@ benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.data_parallel
 	$(RUN) -m benchmarks.data
 	$(RUN) -m benchmarks.huggingface
+	$(RUN) -m benchmarks.accelerator --dry
