@@ -7,8 +7,14 @@ from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.family import Family, Fields, HuggingFaceModel
 
 # how a model is stored, initialised and trained, no facts of it
-_SETTINGS = ("params_dtype", "pipeline_dtype", "use_cpu_initialization")
-_SETTINGS += ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+_SETTINGS = (
+    "params_dtype",
+    "pipeline_dtype",
+    "use_cpu_initialization",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+)
 _OF_EXPERTS = ("moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax")
 
 

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Any
 
 from core.parallel_state.config import divisors
-
-if TYPE_CHECKING:
-    from core.transformer.transformer_config import TransformerConfig
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "none")
 
 
-def moe_rules(config: "TransformerConfig") -> Iterator[tuple[bool, str]]:
+ExpertFacts = Any  # a TransformerConfig, whose file imports this one
+
+
+def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
     """(holds, message) for every fact about experts."""
     experts, top_k = config.num_moe_experts, config.moe_router_topk
     if experts is None:
@@ -55,7 +55,7 @@ def moe_rules(config: "TransformerConfig") -> Iterator[tuple[bool, str]]:
     yield from _layer_rules(config)
 
 
-def _group_rules(config: "TransformerConfig", experts: int) -> Iterator[tuple[bool, str]]:
+def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]]:
     groups, best = config.moe_router_num_groups, config.moe_router_group_topk
     yield (
         (groups is None) == (best is None),
@@ -77,7 +77,7 @@ def _group_rules(config: "TransformerConfig", experts: int) -> Iterator[tuple[bo
     )
 
 
-def _layer_rules(config: "TransformerConfig") -> Iterator[tuple[bool, str]]:
+def _layer_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
     frequency = config.moe_layer_freq
     kinds = {config.has_experts(layer) for layer in range(config.num_layers)} if _is_whole(config) else {True}
     yield (
@@ -96,7 +96,7 @@ def _layer_rules(config: "TransformerConfig") -> Iterator[tuple[bool, str]]:
     yield not others, f"moe_layer_freq holds {others[:1]}; 1 is a layer with experts, 0 one without"
 
 
-def _is_whole(config: "TransformerConfig") -> bool:
+def _is_whole(config: ExpertFacts) -> bool:
     """Whether `moe_layer_freq` says something of every layer; another rule refuses it where not."""
     frequency = config.moe_layer_freq
     return frequency >= 1 if isinstance(frequency, int) else len(frequency) == config.num_layers
