@@ -1,6 +1,6 @@
 # make          sets up .venv once      make test      the tests       make pretrain   a GPT on 4 processes
 # make lint     ruff and mypy           make test-all  every product   make pretrain-long   below gzip
-# make docs     the documentation as a site in site/
+# make docs     the documentation as a site in site/   make test-versions   other versions of torch
 SHELL := /bin/bash
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -13,7 +13,7 @@ LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel
 	--optimizer.lr 2e-3 --optimizer.min-lr 2e-4
 TORCHRUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
-.PHONY: setup test test-all lint docs format pretrain pretrain-long benchmarks
+.PHONY: setup test test-all test-versions lint docs format pretrain pretrain-long benchmarks
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -28,6 +28,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(RUN) -m pytest --durations=10
+
+VERSIONS ?= 2.11.0 2.12.1 2.13.0 latest
+test-versions:
+	PYTHON=$(PYTHON) $(PYTHON) tests/versions.py $(VERSIONS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -65,3 +69,4 @@ benchmarks: $(STAMP)
 	$(RUN) -m benchmarks.data_parallel
 	$(RUN) -m benchmarks.data
 	$(RUN) -m benchmarks.huggingface
+	$(RUN) -m benchmarks.accelerator --dry

@@ -25,6 +25,7 @@ from core.training.log.page import Sample
 from core.training.log.profile import StepProfiler
 from core.training.model.begin import began_as, begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
+from core.training.resume.same_run import refuse_another_run
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
@@ -43,6 +44,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     here = local_batches(ps)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
+    refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
     corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)

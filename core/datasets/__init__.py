@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from core.datasets.packing import Packing as Packing
     from core.datasets.splits import TokenRange as TokenRange
     from core.datasets.splits import TokenSource as TokenSource
+    from core.datasets.splits import first_documents as first_documents
     from core.datasets.splits import split_documents as split_documents
     from core.datasets.token_file import TokenFile as TokenFile
     from core.datasets.token_file_writer import TokenFileWriter as TokenFileWriter

@@ -1,5 +1,6 @@
 """Parts of a token file, cut between documents: what to train on, to validate with, to test with."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -108,6 +109,17 @@ class TokenRange:
     def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of `tokens(start, stop)` are answers'."""
         return self.file.answers(self.first_token + start, self.first_token + stop)
+
+
+def first_documents(source: TokenSource, num_tokens: int) -> TokenRange:
+    """As many whole documents from the beginning of a text as have at most `num_tokens` tokens, at least one."""
+    if isinstance(source, TokenRange):
+        file, first = source.file, source.first_document
+    else:
+        assert isinstance(source, TokenFile)
+        file, first = source, 0
+    count = bisect_right(range(1, source.num_documents), num_tokens, key=source.document_start)
+    return TokenRange(file, first, first + max(1, count))
 
 
 def split_documents(file: TokenFile, split: str) -> tuple[TokenRange | None, TokenRange | None, TokenRange | None]:

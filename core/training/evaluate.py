@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         help="token files or text, each told by itself; default: the run's validation",
     )
     add("--source", metavar="HF_DIR", help="of a checkpoint that was imported: the folder with its configuration")
+    add("--max-tokens", type=int, default=0, metavar="N", help="of each text its first documents, about N tokens")
     add("--max-batches", type=int, default=0, metavar="N", help="of each text; default: all of it")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     return parser
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, flags = _parser().parse_known_args(arguments)
     if options.max_batches < 0:
         raise ValueError(f"--max-batches {options.max_batches} must be at least 0 (all)")
+    if options.max_tokens < 0 or (options.max_tokens and options.max_batches):
+        raise ValueError(
+            f"--max-tokens {options.max_tokens} beside --max-batches {options.max_batches}: give one of them, "
+            "at least 0"
+        )
     trained = find_trained(options.model, options.source, described="--config" in flags)
     names, given = _texts(options.data, trained)
     loaded = load_run(flags, defaults={**trained.settings, **given})
@@ -64,12 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ps = ParallelState.build(run.parallel, device=device)
         corpus = open_corpus(run.data, run.training, ps)
         _refuse_other_tokenizer(trained, corpus)
+        corpus = corpus.shortened(options.max_tokens) if options.max_tokens else corpus
         if not corpus.validation_texts:
             raise ValueError("the run has 0 validation texts; give --data PREFIX")
         stages = trained.load(run, corpus.tokenizer.vocab_size, ps)
         found = evaluate_texts(executor_of(stages, run, ps), corpus, ps)
         if ps.rank == 0:
-            _tell(trained.url, {names.get(name, name): text for name, text in found.items()}, options.json)
+            _tell(
+                trained.url,
+                {names.get(name, name): text for name, text in found.items()},
+                options.json,
+                options.max_batches > 0,
+            )
     return 0
 
 
@@ -119,7 +131,7 @@ def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
         )
 
 
-def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool) -> None:
+def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
     rows = {}
     for name, text in found.items():
         values = {"loss": text.loss, "perplexity": perplexity(text.loss), "bits_per_byte": text.bits_per_byte}
@@ -129,6 +141,8 @@ def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool) -> None:
         print(json.dumps({"model": url, "texts": rows}))
         return
     print(url)
+    if limited and len({text.tokens for text in found.values()}) > 1:
+        print("note: texts of different length, a batch is of one layout; --max-tokens takes as much of each")
     for name, text in found.items():
         print(
             f"{name}: loss {text.loss:.4f} nats per token, perplexity {perplexity(text.loss):.4g}, "

@@ -119,3 +119,28 @@ def test_every_layout_costs_the_same(run, capsys):
         found = json.loads(done.stdout.splitlines()[-1])["texts"]
         for name, values in want.items():
             assert found[name] == pytest.approx(values, rel=1e-5)
+
+
+def test_the_first_documents_of_each_text_are_of_one_length_whatever_the_batch(run, capsys):
+    whole = said(capsys, run / "out")["texts"]
+    short = said(capsys, run / "out", "--max-tokens", 300)["texts"]
+    assert 200 < short["other"]["tokens"] <= 300 and short["other"]["tokens"] < whole["other"]["tokens"]
+    again = said(capsys, run / "out", "--max-tokens", 300, "--training.global-batch-size", 8)["texts"]
+    for name, text in short.items():
+        assert again[name]["tokens"] == text["tokens"] and again[name]["bytes"] == text["bytes"]
+        assert again[name]["loss"] == pytest.approx(text["loss"], rel=1e-6)
+    with pytest.raises(ValueError, match="--max-tokens 5 beside --max-batches 2: give one of them"):
+        evaluate([str(run / "out"), "--max-tokens", "5", "--max-batches", "2"])
+    assert evaluate([str(run / "out"), "--max-batches", "2", "--device", "cpu"]) == 0
+    assert "note: texts of different length" not in capsys.readouterr().out, "two batches of each are as long"
+    assert evaluate([str(run / "out"), "--max-batches", "50", "--device", "cpu"]) == 0
+    assert "note: texts of different length, a batch is of one layout" in capsys.readouterr().out
+
+
+def test_a_long_validation_tells_how_far_it_is(capsys):
+    from core.training.run.evaluate import _told
+
+    assert list(_told(range(4), "books", 4, seconds=0.0)) == [0, 1, 2, 3]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [f"books: batch {n} of 4" for n in range(4)]
+    assert list(_told(range(4), "books", 0, seconds=0.0)) == [0, 1, 2, 3] and not capsys.readouterr().err

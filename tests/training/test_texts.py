@@ -164,3 +164,23 @@ def test_what_cannot_be_prepared_is_told(tmp_path, texts):
         initialize(config=run_of(tmp_path, texts, parallel__tensor=3))
     assert not (tmp_path / "prepared").exists() or not list((tmp_path / "prepared").glob("*.bin"))
     assert load_tokenizer(None).vocab_size == 257
+
+
+CHANGED = {
+    "data": ({"data__sequence_length": 16}, r"was trained with sequence_length=32 \(here 16\)"),
+    "batch": ({"training__global_batch_size": 8}, r"was trained with global_batch_size=4 \(here 8\)"),
+    "size": (
+        {"model__hidden_size": 64, "model__num_layers": 2},
+        r"of a model with num_layers=1 \(now 2\), hid",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_another_run_than_the_checkpoints_is_told_before_a_model_is_built(tmp_path, texts, monkeypatch, case):
+    kept = {"checkpoint__directory": str(tmp_path / "kept"), "training__train_steps": 1}
+    trained(run_of(tmp_path, texts, **kept))
+    monkeypatch.setattr("core.training.run.facade.begin", lambda *a, **k: pytest.fail("a model is built"))
+    fields, message = CHANGED[case]
+    with pytest.raises(ValueError, match=message):
+        initialize(config=run_of(tmp_path, texts, **kept | fields))

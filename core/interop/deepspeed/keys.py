@@ -112,7 +112,7 @@ IGNORED_SECTIONS: dict[str, str] = {
     "comms_logger": "ParallelState.traffic() counts calls and bytes",
     "timers": "every line of the log tells the step's time",
     "aio": FILES,
-    "compile": "layers are compiled one by one: layer.compile()",
+    "compile": "training.compile=layer compiles the layers",
     "nebula": "saves are asynchronous, in the background",
     "datastates_ckpt": "saves are asynchronous, in the background",
     "autotuning": "nothing is searched before a run",

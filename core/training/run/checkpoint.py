@@ -1,6 +1,5 @@
 """Saving and resuming a training run: what its state is, when it is saved, and what SIGTERM does."""
 
-import json
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -14,13 +13,13 @@ from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
-from core.models.gpt.description import differences
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
 from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer
+from core.training.resume.same_run import changes_of_order, compare_models, order_of
 from core.training.run.stop import StopFlag
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -50,13 +49,7 @@ class Checkpoints(AbstractContextManager):
         run: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
-        # everything that decides which sample comes next
-        self._order: dict[str, Any] = {
-            "global_batch_size": training.global_batch_size,
-            "sequence_length": data.sequence_length,
-            "data_seed": data.seed,
-            "seed": training.seed,
-        } | dict(order or {})
+        self._order = order_of(data, training, order)
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
         self._terminated, self.stopped = False, False
@@ -129,7 +122,7 @@ class Checkpoints(AbstractContextManager):
 
         Collective. Raises ValueError: it was another optimizer, and nobody said that it changes.
         """
-        self._compare_models(url)
+        compare_models(url, self._model, self.config.change, self.say)
         template = self.state(0)
         template["optimizer"], self._average_begins = fitted_average(template["optimizer"], url, self.ps)
         other_states = other_optimizer(template["optimizer"], url, self.ps)
@@ -142,18 +135,6 @@ class Checkpoints(AbstractContextManager):
             )
         self.say(f"new optimizer states: {other_states}")
         return {name: part for name, part in template.items() if name != "optimizer"}
-
-    def _compare_models(self, url: str) -> None:
-        """Raise ValueError for another model of the same shapes (a rotary base, an epsilon), where nobody said so."""
-        stored = StoredCheckpoint.open(url).run.get("model")
-        changed = differences(stored, self._model) if stored is not None and self._model is not None else []
-        if changed and "model" not in self.config.change:
-            raise ValueError(
-                f"{url} is of a model with {', '.join(changed)}; use the same, or say that it changes: "
-                f"checkpoint.change = {json.dumps(sorted({*self.config.change, 'model'}))}"
-            )
-        if changed:
-            self.say(f"changed, as checkpoint.change says: model, which was {', '.join(changed)}")
 
     def _refuse_newer_steps(self, start: int) -> int:
         """`start`, if no other run's checkpoints are newer: retention would keep those and drop this run's."""
@@ -194,20 +175,7 @@ class Checkpoints(AbstractContextManager):
 
     def _start_row(self, url: str, saved: Mapping[str, Any]) -> int:
         """The row that the next batch begins with. Raises ValueError: another order of the data, unsaid."""
-        # another order of the data would repeat some samples and skip others, silently
-        changed: dict[str, list[str]] = {}
-        for name, value in saved["order"].items():
-            if self._order.get(name) != value:
-                change = "batch" if name == "global_batch_size" else "data"
-                changed.setdefault(change, []).append(f"{name}={value} (here {self._order.get(name)})")
-        unsaid = [text for change, texts in changed.items() if change not in self.config.change for text in texts]
-        if unsaid:
-            needed = sorted({*self.config.change, *changed})
-            raise ValueError(
-                f"{url} was trained with {', '.join(unsaid)}: its next batch would not be the one that comes next; "
-                f"use the same, or say that it changes: checkpoint.change = {json.dumps(needed)}; a run from step 0 "
-                f"with these weights is checkpoint.weights={url}"
-            )
+        changed = changes_of_order(url, saved["order"], self._order, self.config.change)
         for change, texts in changed.items():
             self.say(f"changed, as checkpoint.change says: {change}, which was {', '.join(texts)}")
         return 0 if "data" in changed else int(saved["samples"])

@@ -19,6 +19,7 @@ from core.datasets import (
     TokenRange,
     TokenSource,
     check_tokenizer,
+    first_documents,
     gzip_bits_per_byte,
     load_tokenizer,
     open_blend,
@@ -131,6 +132,23 @@ class Corpus:
         # in order and not shuffled: bits per byte are of the text as it stands
         rows = self.valid.sequential(self.training.global_batch_size, rank, size)
         return islice(rows, self.training.eval_batches or None)
+
+    @property
+    def validation_batches(self) -> int:
+        """How many `validation` gives."""
+        valid, rows = self.valid, self.training.global_batch_size
+        parts = [part for _, part in valid.parts] if isinstance(valid, BlendedBatches) else [valid]
+        batches = sum(-(-part.num_samples // rows) for part in parts if part is not None)
+        return min(batches, self.training.eval_batches or batches)
+
+    def shortened(self, num_tokens: int) -> "Corpus":
+        """With the first documents of each validation text only, of about `num_tokens`: the same on any layout."""
+
+        def first(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+            return tuple((weight, first_documents(source, num_tokens)) for weight, source in parts)
+
+        sets = {name: first(parts) for name, parts in self.valid_sets.items()}
+        return replace(self, valid_parts=first(self.valid_parts), valid_sets=sets)
 
     def _validation_tokens(self) -> Iterator[Array]:
         """The tokens that `validation` reads, one text after the other."""

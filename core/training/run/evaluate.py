@@ -1,6 +1,8 @@
 """The loss of a batch, and of a text: per token, and in bits per byte."""
 
-from collections.abc import Iterable, Mapping
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +14,8 @@ from core.parallel_state import ParallelState
 from core.pipeline import LossFn, StepResult
 from core.training.config.data import OF_AVERAGE
 from core.training.run.data import Corpus, local_batches
+
+PROGRESS_S = 10.0  # between two lines about a long validation
 
 
 class StepExecutor(Protocol):
@@ -79,8 +83,24 @@ def evaluate_texts(executor: StepExecutor, corpus: Corpus, ps: ParallelState) ->
     here, rank, size = local_batches(ps), ps.index("dp"), ps.size("dp")
     found = {}
     for name, text in corpus.validation_texts.items():
-        found[name] = evaluate_text(executor, map(here, text.validation(rank, size)), len(text.valid_text))
+        batches = _told(text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0)
+        found[name] = evaluate_text(executor, map(here, batches), len(text.valid_text))
     return found
+
+
+def _told(
+    batches: Iterable[Mapping[str, Tensor]], name: str, count: int, seconds: float = PROGRESS_S
+) -> Iterator[Mapping[str, Tensor]]:
+    """The batches; of a long text a line on standard error now and then. count: 0 tells nothing."""
+    begin = last = time.monotonic()
+    for number, batch in enumerate(batches):
+        now = time.monotonic()
+        if count and now - last >= seconds:
+            last = now
+            left = (now - begin) / number * (count - number) if number else 0.0
+            line = f"{name}: batch {number:,} of {count:,}, {left:.0f} s left"
+            print(line, file=sys.stderr, flush=True)
+        yield batch
 
 
 def validate(

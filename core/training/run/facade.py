@@ -21,6 +21,7 @@ from core.training.config.texts import with_token_files
 from core.training.model.begin import began_as, begin
 from core.training.model.weights import load_weights
 from core.training.resume.batch_plan import PlannedBatches
+from core.training.resume.same_run import refuse_another_run
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import BatchSource, Corpus, open_corpus
@@ -72,11 +73,12 @@ def initialize(
     same_on_all_ranks(run)
     ps = _parallel_state(run, model, device)
 
-    # the text, the model, data parallelism and the optimizer, the executor, the checkpoints: as an example script
-    # does
+    # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
     corpus = None
     if batches is None and _is_gpt(model):
         corpus = open_corpus(run.data, run.training, ps)
+        if model is None:
+            refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = _stages(run, model, corpus, ps)
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)

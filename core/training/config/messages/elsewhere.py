@@ -128,8 +128,7 @@ REMARKS = {
     "report_to": "give training.tensorboard, or training.wandb_project",
     "per_device_eval_batch_size": "validation reads training.global_batch_size rows",
     "enable_checkpoint": "give checkpoint.directory; without it nothing is saved",
-    "compile": "there is no such switch; call layer.compile() in a model of your own (model.build)",
-    "torch_compile": "there is no such switch; call layer.compile() in a model of your own (model.build)",
+    "torch_compile": "give training.compile=layer; the loss and the optimizer are not compiled",
     "model_type": "give model.huggingface, a folder with a config.json, or model.style",
     "attention_bias": "give model.add_qkv_bias or model.add_bias_linear",
 }

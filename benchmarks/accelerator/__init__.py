@@ -1,0 +1,1 @@
+"""Everything that an accelerator has to prove, as one command."""

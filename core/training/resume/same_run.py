@@ -1,0 +1,93 @@
+"""Whether a checkpoint is of this run: its data, its batch, its model; told before anything is built."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from core.dist_checkpointing.planning.ranks import from_first
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.reading.loading import load
+from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.models.gpt.description import description_of, differences
+from core.parallel_state import ParallelState
+from core.training.config import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+
+
+def order_of(data: DataConfig, training: TrainingConfig, order: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Everything that decides which sample comes next; order: what the text adds (`Corpus.order`)."""
+    return {
+        "global_batch_size": training.global_batch_size,
+        "sequence_length": data.sequence_length,
+        "data_seed": data.seed,
+        "seed": training.seed,
+    } | dict(order or {})
+
+
+def changes_of_order(
+    url: str, saved: Mapping[str, Any], here: Mapping[str, Any], allowed: tuple[str, ...]
+) -> dict[str, list[str]]:
+    """ "data" or "batch" -> what of it differs, in words. Raises ValueError: something that is not `allowed`."""
+    # another order of the data would repeat some samples and skip others, silently
+    changed: dict[str, list[str]] = {}
+    for name, value in saved.items():
+        if here.get(name) != value:
+            change = "batch" if name == "global_batch_size" else "data"
+            changed.setdefault(change, []).append(f"{name}={value} (here {here.get(name)})")
+    unsaid = [text for change, texts in changed.items() if change not in allowed for text in texts]
+    if unsaid:
+        needed = sorted({*allowed, *changed})
+        raise ValueError(
+            f"{url} was trained with {', '.join(unsaid)}: its next batch would not be the one that comes next; "
+            f"use the same, or say that it changes: checkpoint.change = {json.dumps(needed)}; a run from step 0 "
+            f"with these weights is checkpoint.weights={url}"
+        )
+    return changed
+
+
+def compare_models(
+    url: str, here: Mapping[str, Any] | None, allowed: tuple[str, ...], say: Callable[[str], None]
+) -> None:
+    """Raise ValueError for a model with other facts, also where no shape shows them, and nobody allowed it."""
+    stored: Any = StoredCheckpoint.open(url).run.get("model")
+    changed = differences(stored, here) if stored is not None and here is not None else []
+    if changed and "model" not in allowed:
+        raise ValueError(
+            f"{url} is of a model with {', '.join(changed)}; use the same, or say that it changes: "
+            f"checkpoint.change = {json.dumps(sorted({*allowed, 'model'}))}"
+        )
+    if changed:
+        say(f"changed, as checkpoint.change says: model, which was {', '.join(changed)}")
+
+
+def refuse_another_run(run: RunConfig, tokens: int, order: Mapping[str, Any], ps: ParallelState) -> None:
+    """Before the model is built: the checkpoint that `run` goes on from has its data, batch and model. Collective.
+
+    tokens: of the tokenizer. Only the newest step is looked at; what cannot be read is told when it is loaded.
+    Raises ValueError, on every rank.
+    """
+    url = from_first(lambda: _newest(run.checkpoint), ps)
+    if url is None:
+        return
+    here = order_of(run.data, run.training, order)
+    try:
+        saved = load({"training": {"order": dict(here)}}, url, ps=ps, strict=False)["training"]["order"]
+    except (OSError, ValueError):
+        return
+    changes_of_order(url, saved, here, run.checkpoint.change)
+    if run.model.build is None:
+        model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
+        compare_models(url, model, run.checkpoint.change, lambda line: None)
+
+
+def _newest(config: CheckpointConfig) -> str | None:
+    """What `Checkpoints.resume` tries first; None: nothing, or nothing that can be found."""
+    if config.load is not None:
+        return config.load
+    if config.directory is None or config.resume == "never":
+        return None
+    try:
+        root = CheckpointRoot(config.directory)
+        steps = root.steps()
+        return root.open(steps[-1]).address if steps else None
+    except (OSError, ValueError):
+        return None
