@@ -1,4 +1,4 @@
-"""At the end of a run no thread is left that could meet the interpreter's end: gloo's have ended a rank by SIGABRT."""
+"""At the end of a run no thread is left that could meet the end of the interpreter: that ended a rank by SIGABRT."""
 
 import os
 import subprocess
