@@ -120,7 +120,6 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._balances_experts = config.balances_experts
         self._first_inputs, self._warned_of_shards = FirstInputs(), False
         group = self.place.group
         self._watch = SplitWatch(group, sums_foreign=self.place.splits_sequence) if group is not None else None
@@ -200,7 +199,7 @@ class GPTModel(nn.Module):
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)
         in_plain_loop = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
-        if in_plain_loop and labels is not None and self._balances_experts:
+        if in_plain_loop and labels is not None and self.config.balances_experts:
             follow_loss(output, self.stage)
         if self._watch is not None and in_plain_loop:
             replicated = self._output_is_replicated(labels is not None)
