@@ -46,7 +46,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
-    stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
+    stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say, may_be_on_meta=True)
     corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
