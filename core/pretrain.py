@@ -111,8 +111,10 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
         loaded = replace(loaded, run=replace(loaded.run, data=run.data))  # run.toml names what text became
         with parallel_state.launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
             same_on_all_ranks(run)
+            ps = ParallelState.build(run.parallel, device=device)
             with kernels_of_run(device, deterministic=run.training.deterministic):
-                pretrain(loaded, run, ParallelState.build(run.parallel, device=device))
+                pretrain(loaded, run, ps)
+            ps.leave()  # threads of gloo that live into the interpreter's end have ended a rank by SIGABRT
 
 
 if __name__ == "__main__":

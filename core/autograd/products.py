@@ -70,7 +70,7 @@ def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | Non
     main_grad = main_grad_of(parameter)
     if main_grad is None:
         return product(parameter, x, gy)
-    _add_product(main_grad, x, gy)
+    add_product(main_grad, x, gy)
     return None
 
 
@@ -79,7 +79,8 @@ def product(weight: Tensor, x: Tensor, gy: Tensor) -> Tensor:
     return gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])).view(weight.shape)
 
 
-def _add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
+def add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
+    """main_grad += dy^T x, in its dtype."""
     x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
     target = matrix_of(main_grad)
     if main_grad.dtype == x.dtype:
@@ -116,4 +117,4 @@ class LinearThunk:
             if target is None or target.dtype != x.dtype or target.layout is not torch.strided:
                 accumulate(parameter, product(parameter, x, gy))
                 return
-        _add_product(target, x, gy)
+        add_product(target, x, gy)

@@ -28,7 +28,8 @@ def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield chunk_rows, logits[chunk_rows]
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of what is summed over the vocabulary."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -60,6 +61,42 @@ def _scale_rows(matrix: Tensor, factor: Tensor) -> None:
             chunk.copy_(chunk.to(factor.dtype).mul_(factor[rows]))
 
 
+def exp_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(max, sum of exp(logit - max)) [n] of each row of logits [n, v], which are overwritten."""
+    dtype = compute_dtype(logits.dtype)
+    local_max = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+    local_sum = torch.empty_like(local_max)
+    for rows, chunk in _chunks(logits):
+        values = chunk if chunk.dtype == dtype else chunk.to(dtype)
+        torch.amax(values, -1, out=local_max[rows])
+        local_max[rows].clamp_(min=torch.finfo(dtype).min)  # a row of padding only
+        torch.sum(values.sub_(local_max[rows, None]).exp_(), -1, out=local_sum[rows])
+    return local_max, local_sum
+
+
+def logits_to_gradient(
+    logits: Tensor, logsumexp: Tensor, grad_loss: Tensor, label: Tensor, has_label: Tensor
+) -> None:
+    """Overwrite logits [n, v] by their gradient, (softmax - onehot(label)) x grad_loss.
+
+    logsumexp, grad_loss: [n], of whole rows. label [n]: its column here, where `has_label`.
+    """
+    dtype = logsumexp.dtype
+    for rows, chunk in _chunks(logits):
+        values = chunk if chunk.dtype == dtype else chunk.to(dtype)
+        values.sub_(logsumexp[rows, None]).exp_().mul_(grad_loss[rows, None])
+        if values is not chunk:
+            chunk.copy_(values)
+    _subtract_at_labels(logits, label, (grad_loss * has_label).to(logits.dtype))
+
+
+def _subtract_at_labels(gradient: Tensor, label: Tensor, values: Tensor) -> None:
+    """gradient [n, v] minus values [n] at the labels' columns [n]."""
+    # one element a row: index_add_ on the flat buffer, because scatter_add_ copies the whole of it on CPU
+    row_starts = torch.arange(0, gradient.numel(), gradient.shape[1], device=gradient.device)
+    gradient.view(-1).index_add_(0, label + row_starts, values, alpha=-1)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """loss = log(sum over v of exp(x_v)) - x_label, and its gradient softmax(x) - onehot(label), both by columns."""
 
@@ -69,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         columns = logits.shape[-1]
         flat, target = logits.detach().view(-1, columns), labels.reshape(-1)
-        dtype = _compute_dtype(flat.dtype)
+        dtype = compute_dtype(flat.dtype)
         first = group.rank * columns if group is not None else 0
         true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
         counted = target != ignore
@@ -118,10 +155,8 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.smoothing:
             uniform = grad_loss * counted * (ctx.smoothing / ctx.vocab)
             grad_logits[:, : ctx.true_columns] -= uniform[:, None].to(grad_logits.dtype)
-        label_gradient = (is_local * grad_loss * (ctx.smoothing - 1)).to(grad_logits.dtype)
-        # one element a row: index_add_ on the flat buffer, because scatter_add_ copies the whole of it on CPU
-        row_starts = torch.arange(0, grad_logits.numel(), grad_logits.shape[1], device=grad_logits.device)
-        grad_logits.view(-1).index_add_(0, local_label[:, 0] + row_starts, label_gradient)
+        label_gradient = (is_local * grad_loss * (1 - ctx.smoothing)).to(grad_logits.dtype)
+        _subtract_at_labels(grad_logits, local_label[:, 0], label_gradient)
         return grad_logits.view(*gradient.shape, grad_logits.shape[-1]), None, None, None, None, None
 
 

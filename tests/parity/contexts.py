@@ -62,6 +62,7 @@ class Case:
     masked: bool = False
     tied: bool = False
     style: str = "llama"
+    loss_chunk: int | None = None
 
     @property
     def world(self):
@@ -98,6 +99,8 @@ def build(case, ps, **more):
     placement = named.placement(case.schedule, case.pp) if case.pp > 1 else (0,)
     facts = {"share_embeddings_and_output_weights": case.tied, "parallel": ps, "placement": placement, "seed": SEED}
     stages = gpt_stages(config(case.style), spec(case.style), VOCAB, S, **facts | more)
+    for stage in stages.values():
+        stage.loss_chunk = case.loss_chunk
     shard = DataParallel(stages, ps, zero_stage=case.zero)
     how = {"ps": ps, "grad_sync": shard, "seed": SEED, "num_microbatches": ROWS // case.dp}
     if case.pp > 1:

@@ -27,10 +27,11 @@ def product(world):
         pipeline = mesh.get("pp", 1) > 1
         for recompute, keeps in RECOMPUTE + (STAGES if pipeline else []):
             for zero, style in itertools.product(range(4), ("llama", "gpt2", "windows")):
+                chunk = 5 if (zero + len(style) + tied + masked) % 2 else None
                 for schedule in SCHEDULES if pipeline else ["1f1b"]:
                     yield Case(
                         **mesh, kind=kind, ulysses=ulysses, packed=packed, masked=masked, tied=tied, zero=zero,
-                        style=style, recompute=recompute, keeps=keeps, schedule=schedule,
+                        style=style, recompute=recompute, keeps=keeps, schedule=schedule, loss_chunk=chunk,
                     )  # fmt: skip
     if world == 4:
         yield from [

@@ -1,12 +1,14 @@
 """Tokens to the residual stream, and the residual stream to logits over the vocabulary."""
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.autograd import deferred_linear
+from core.models.gpt.head_loss import head_loss
 from core.parallel_state import Init
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import VocabParallelEmbedding
@@ -65,7 +67,7 @@ class OutputLayer(SpreadModule):
         place, config = build.place, build.config
         layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
         self.weight = None if tied else place.parameter(layout, Init(std=config.init_method_std))
-        self.stage, self.comm = place.stage, place.column_comm()
+        self.stage, self.comm, self.group = place.stage, place.column_comm(), place.group
         self.columns, self.tells_of_columns = layout.padded_shape()[0] // place.tp, place.tp > 1
 
     def forward(self, x: Tensor, weight: Parameter | None = None, *, within_model: bool = False) -> Tensor:
@@ -80,6 +82,22 @@ class OutputLayer(SpreadModule):
         table = self.weight if weight is None else weight
         assert table is not None
         return deferred_linear(x, table, stage=self.stage, comm=self.comm)
+
+    def loss_in_chunks(
+        self, x: Tensor, weight: Parameter | None, labels: Tensor, vocab_size: int, chunk: int
+    ) -> Tensor:
+        """Loss per token [s, b] of labels [s, b], from logits of `chunk` tokens at a time; see `head_loss`."""
+        table = self.weight if weight is None else weight
+        assert table is not None
+        how: dict[str, Any] = {"stage": self.stage, "comm": self.comm, "group": self.group}
+        return head_loss(x, table, labels, vocab_size=vocab_size, chunk=chunk, **how)
+
+
+def checked_chunk(chunk: int | None) -> int | None:
+    """Raise ValueError for fewer than one token."""
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"loss_chunk={chunk} must be at least 1 token; None computes all logits at once")
+    return chunk
 
 
 def mask_padding(logits: Tensor, vocab_size: int, rank: int, tp: int) -> Tensor:

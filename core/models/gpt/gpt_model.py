@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from core.autograd import StageContext
 from core.context_parallel import Documents, begin_of_rows, visible_mask
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
-from core.models.gpt.embedding import GPTEmbedding, OutputLayer, mask_padding
+from core.models.gpt.embedding import GPTEmbedding, OutputLayer, checked_chunk, mask_padding
 from core.models.gpt.inputs import (
     FirstInputs,
     check_context,
@@ -58,6 +58,7 @@ class GPTModel(nn.Module):
     share_embeddings_and_output_weights: one table for both (tied). ends_share_a_rank: whether the first and the
         last stage are on one rank, so that it is one parameter; tied_with: that first stage, for the last one.
     parallel_output: whether logits stay split over the tensor ranks; where it is not given, they do, with a warning.
+    loss_chunk: tokens whose logits exist at once where labels are given (core/models/gpt/head_loss.py); default: all.
     parallel: the layout of ranks; default: the current state (a single process needs none).
     seed: of the initial weights, which are the same on every layout; default: that of `torch.manual_seed`, which
         must then be one on all ranks that share a model; 1234 where nobody called it.
@@ -80,6 +81,7 @@ class GPTModel(nn.Module):
         ends_share_a_rank: bool = False,
         tied_with: "GPTModel | None" = None,
         parallel_output: bool | None = None,
+        loss_chunk: int | None = None,
         parallel: ParallelState | None = None,
         seed: int | None = None,
     ) -> None:
@@ -89,7 +91,7 @@ class GPTModel(nn.Module):
         self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         self.pre_process = ps.is_first_stage if pre_process is None else pre_process
         self.post_process = ps.is_last_stage if post_process is None else post_process
-        self.tied = share_embeddings_and_output_weights
+        self.tied, self.loss_chunk = share_embeddings_and_output_weights, checked_chunk(loss_chunk)
         self.parallel_output, self.tells_of_columns = parallel_output is not False, parallel_output is None
         self.stage, self.transformer_layer_spec = StageContext(), transformer_layer_spec
         spec = transformer_layer_spec
@@ -216,6 +218,9 @@ class GPTModel(nn.Module):
         if self.output_layer is None:
             return self._gather_for_foreign_head(x)
         table = self.embedding.word_embeddings.weight if self.tied else None
+        if labels is not None and self.loss_chunk is not None:
+            loss = self.output_layer.loss_in_chunks(x, table, labels.t(), self.vocab_size, self.loss_chunk)
+            return loss.t().contiguous()
         logits = self.output_layer(x, table, within_model=True)
         if labels is not None:
             # The loss comes from split logits, which it overwrites with their gradient: no rank ever holds [s, b, v].

@@ -161,6 +161,10 @@ class TrainingConfig:
     """What is kept all the same: attention's output, which costs one activation per layer and saves its kernel a
     second run; selective recomputation keeps nothing."""
 
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once in the loss, for large vocabularies and long sequences: less memory for a
+    product more; default: all of a microbatch."""
+
     compile: Literal["none", "layer"] = "none"
     """Layers as code that torch compiles in the first steps (inductor; one graph for all layers of a kind)."""
 
@@ -221,7 +225,11 @@ class TrainingConfig:
         known = ("none", "selective", "layer", "stage")
         megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
         yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
-        keeps = self.recompute_keeps
+        chunk, keeps = self.loss_chunk, self.recompute_keeps
+        yield (
+            chunk is None or chunk >= 1,
+            f"loss_chunk={chunk} must be at least 1 token; leave it out for all",
+        )
         yield keeps in ("attention", "nothing"), f"unknown recompute_keeps {keeps!r}; known: attention, nothing"
         yield self.compile in ("none", "layer"), f"unknown compile {self.compile!r}; known: none, layer"
         yield from self._profile_rules()

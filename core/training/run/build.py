@@ -7,6 +7,7 @@ from torch import nn
 from core.autograd import GradSync, apply_recompute
 from core.autograd.compiled import check_compiler, compile_layers
 from core.data_parallel import DataParallel
+from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, ShardedOptimizer, build_optimizer
 from core.optimizer.by_name import is_frozen, patterns_of, unmatched
 from core.parallel_state import ParallelState, layout_of
@@ -74,6 +75,9 @@ def build_executor(
 
     Collective. Raises ValueError: `compile` without a compiler, or of a model without layers.
     """
+    for stage in stages.values():
+        if isinstance(stage, GPTModel):
+            stage.loss_chunk = training.loss_chunk if training.loss_chunk is not None else stage.loss_chunk
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
     if training.compile == "layer":

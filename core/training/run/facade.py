@@ -73,8 +73,7 @@ def initialize(
     same_on_all_ranks(run)
     ps = _parallel_state(run, model, device)
 
-    # the text, the model, data parallelism and the optimizer, the executor, the checkpoints: as an example script
-    # does
+    # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
     corpus = None
     if batches is None and _is_gpt(model):
         corpus = open_corpus(run.data, run.training, ps)

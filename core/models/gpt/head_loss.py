@@ -1,0 +1,150 @@
+"""Output layer and cross entropy in chunks of tokens: nothing of the vocabulary's width is kept.
+
+    forward   logits of a chunk -> their logsumexp and the label's logit; the logits are forgotten
+    I         the logits again, their gradient in place, dx and dW of the chunk
+
+Weights are split by vocabulary over the tensor ranks. Letters: n tokens, h hidden, v vocabulary columns of this rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.autograd import Comm, StageContext, main_grad_of
+from core.autograd.gradients import check_unwritten, delivers, no_second_derivative
+from core.autograd.products import add_product
+from core.autograd.recompute import recomputed_region
+from core.parallel_state.collectives import Group, all_gather
+from core.tensor_parallel.cross_entropy import compute_dtype, exp_sums, logits_to_gradient
+
+
+class _Arrived:
+    """In the bag of a microbatch: this parameter's gradient is complete once W comes here; nothing is left to do."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """None are held."""
+        return ()
+
+    def run(self) -> None:
+        """Nothing."""
+
+
+class _Labels:
+    """Which rank's column each label is. labels [n]; `first`: the number of this rank's first column."""
+
+    def __init__(self, labels: Tensor, columns: int, group: Group | None, vocab: int, ignore: int) -> None:
+        first = group.rank * columns if group is not None else 0
+        self.true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
+        self.counted = labels != ignore
+        local = labels - first
+        self.is_local = (local >= 0) & (local < self.true_columns) & self.counted
+        self.local = local.masked_fill(~self.is_local, 0)
+
+
+def _chunks(x: Tensor, matrix: Tensor, chunk: int, true_columns: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits [rows, v], padded columns at -inf) of x [n, h]; one buffer for all of them."""
+    buffer = x.new_empty(min(chunk, x.shape[0]), matrix.shape[0])
+    for first in range(0, x.shape[0], chunk):
+        rows = slice(first, min(first + chunk, x.shape[0]))
+        logits = buffer[: rows.stop - first]
+        torch.mm(x[rows], matrix.t(), out=logits)
+        logits[:, true_columns:] = -torch.inf
+        yield rows, logits
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The Parameter is kept on ctx, never in save_for_backward: a checkpoint's pack hook would detach it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        labels: Tensor,
+        stage: StageContext,
+        comm: Comm,
+        group: Group | None,
+        vocab: int,
+        chunk: int,
+        ignore: int,
+    ) -> Tensor:
+        kind, matrix, held = x.device.type, weight, x
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+            held = x.to(torch.get_autocast_dtype(kind))
+            matrix = weight.to(held.dtype)  # type: ignore[assignment]
+        whole = comm.before_forward(held) if comm.before_forward is not None else held
+        flat, dtype = whole.reshape(-1, whole.shape[-1]), compute_dtype(held.dtype)
+        found = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
+        local = torch.empty(3, flat.shape[0], dtype=dtype, device=x.device)  # max, sum of exponentials, label's logit
+        for rows, logits in _chunks(flat, matrix, chunk, found.true_columns):
+            local[2, rows] = logits.gather(1, found.local[rows, None])[:, 0].to(dtype)
+            local[0, rows], local[1, rows] = exp_sums(logits)
+        local[2].masked_fill_(~found.is_local, 0)
+        per_rank = all_gather(local[None], group)  # [tp, 3, n]
+        row_max = per_rank[:, 0].amax(0)
+        logsumexp = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0).log() + row_max
+        loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~found.counted, 0)
+        ctx.save_for_backward(held, logsumexp)
+        ctx.weight, ctx.labels, ctx.version, ctx.bag = weight, found, weight._version, stage.bag
+        ctx.comm, ctx.chunk, ctx.dtype, ctx.region = comm, chunk, x.dtype, recomputed_region.get()
+        return loss.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("the output layer's loss in chunks")
+        weight, comm, found = ctx.weight, ctx.comm, ctx.labels
+        check_unwritten(weight, ctx.version)
+        held, logsumexp = ctx.saved_tensors
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        x = comm.before_forward(held) if comm.before_forward is not None else held
+        flat, matrix = x.reshape(-1, x.shape[-1]), weight.detach().to(x.dtype)
+        grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * found.counted
+        past_autograd = wants_dw and delivers(ctx, weight, ctx.region)
+        target = main_grad_of(weight) if past_autograd else None
+        dw = target
+        if wants_dw and dw is None:
+            dw = torch.zeros(weight.shape, dtype=compute_dtype(x.dtype), device=x.device)
+        dx = torch.empty_like(flat) if wants_dx else None
+        for rows, logits in _chunks(flat, matrix, ctx.chunk, found.true_columns):
+            logits_to_gradient(logits, logsumexp[rows], grad_loss[rows], found.local[rows], found.is_local[rows])
+            if dx is not None:
+                torch.mm(logits, matrix, out=dx[rows])
+            if dw is not None:
+                add_product(dw, flat[rows], logits)
+        if target is not None and ctx.bag is not None and ctx.bag.open:
+            ctx.bag.put(_Arrived(weight))
+        if dx is not None:
+            dx = dx.view(x.shape)
+            dx = (comm.after_backward(dx).wait() if comm.after_backward is not None else dx).to(ctx.dtype)
+        returned = dw.to(weight.dtype) if target is None and dw is not None else None
+        return dx, returned, None, None, None, None, None, None, None
+
+
+@torch.compiler.disable
+def head_loss(
+    x: Tensor,
+    weight: Parameter,
+    labels: Tensor,
+    *,
+    stage: StageContext,
+    comm: Comm,
+    group: Group | None,
+    vocab_size: int,
+    chunk: int,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Loss per token [s, b] (float32, or float64) of x [s, b, h] ([s/tp, b, h] under sequence parallelism).
+
+    weight [v_padded/tp, h], tied or not; labels int64 [s, b]. Holds x and one number per token; logits exist `chunk`
+    tokens at a time, twice: a product more than the whole logits would take. dW is computed in I.
+    Collectives over tp: one all-gather of three numbers per token, and those of the output layer.
+    """
+    loss: Tensor = _HeadLoss.apply(x, weight, labels, stage, comm, group, vocab_size, chunk, ignore_index)
+    return loss

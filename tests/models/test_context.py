@@ -1,0 +1,241 @@
+"""A GPTModel over context ranks beside training: what it refuses, dropout, generation, Hugging Face, checkpoints."""
+
+import dataclasses
+import itertools
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.context_parallel import Exchange
+from core.data_parallel import DataParallel
+from core.models.gpt import GPTModel, gpt2_spec, llama_spec
+from core.models.huggingface import canonical, from_huggingface, load_huggingface
+from core.parallel_state import ContextRows, ParallelConfig, context_batch
+from core.parallel_state.collectives import all_gather_objects
+from core.pipeline import SingleStage
+from core.training import next_token_loss
+from core.training.generation import generate_batch
+from core.transformer import TransformerConfig
+from core.transformer.attention import CoreAttention
+from core.transformer.rules import check_layout
+from tests.context_parallel.rows import documents
+from tests.models.huggingface import TODAY, exactly, random_model
+from tests.parity.contexts import Case, batch, build, local_rows
+from tests.parity.shards import whole_gradients
+from tests.parity.whole import assert_same
+from tests.states import state
+
+S, VOCAB = 16, 61
+
+
+def small(**more):
+    facts = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "attention_dropout": 0.0}
+    return TransformerConfig(**facts | {"hidden_dropout": 0.0} | more)
+
+
+class Foreign(CoreAttention):
+    """A user's own, which says nothing of context ranks; it would inherit that its base class knows them."""
+
+    def forward(self, q, k, v, attention_mask=None):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "facts, how, part, message",
+    [
+        (
+            {"attention_dropout": 0.1},
+            {"context": 2},
+            CoreAttention,
+            "attention_dropout=0.1 with context=2.*use",
+        ),
+        (
+            {},
+            {"context": 3, "cp_comm_type": "a2a"},
+            CoreAttention,
+            "num_attention_heads=4 .* leaves 4 .* the 3",
+        ),
+        (
+            {"num_query_groups": 2},
+            {"context": 4, "cp_comm_type": "a2a", "tensor": 2},
+            CoreAttention,
+            "num_query_groups=2 over tensor=2 ranks leaves 1 .* valid: 1, or cp_comm_type=p2p or all_gather",
+        ),
+        ({}, {"context": 2}, Foreign, "core_attention=Foreign does not say that it knows context=2 .*knows_context"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused_before_any_process(facts, how, part, message):
+    with pytest.raises(ValueError, match=message):
+        check_layout(small(**facts), ParallelConfig(**how), dataclasses.replace(gpt2_spec(), core_attention=part))
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ({"context": 2, "cp_comm_type": "ring"}, "unknown cp_comm_type 'ring'; known: all_gather, p2p, a2a, a2a"),
+        ({"context": 4, "ulysses": 2}, "ulysses=2 with cp_comm_type=all_gather: 1 of context=4"),
+        ({"context": 8, "cp_comm_type": "a2a+p2p", "ulysses": 3}, "ulysses=3 .* context=8 ranks; valid: 2, 4"),
+        ({"context": 4, "cp_comm_type": "a2a+p2p", "ulysses": 2, "expert": 2}, "would need 9 groups per rank"),
+    ],
+)
+def test_ways_of_exchanging_keys_are_checked_as_numbers(how, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**how)
+
+
+def refusals():
+    """Messages of batches that no model over context ranks takes."""
+    ps = state(cp=2)
+    model = GPTModel(small(params_dtype=torch.float64), llama_spec(), VOCAB, S, parallel=ps, seed=1)
+    whole = {"tokens": torch.arange(2 * S).view(2, S) % VOCAB}
+    mine = context_batch(whole, ps)
+    begin, rows = torch.zeros(2, S // 2, dtype=torch.int64), mine["position_ids"]
+    mask = torch.zeros(2, 1, S // 2, S // 2, dtype=torch.bool)
+    longer = GPTModel(small(params_dtype=torch.float64), llama_spec(), VOCAB, 2 * S, parallel=ps, seed=1)
+    tries = {
+        "without positions": lambda: model(mine["tokens"]),
+        "bool mask": lambda: model(**mine, attention_mask=mask),
+        "whole sequences": lambda: model(whole["tokens"], torch.arange(S).expand(2, S)),
+        "whole sequences in a longer model": lambda: longer(whole["tokens"], torch.arange(S).expand(2, S)),
+        "after its token": lambda: model(**mine, document_begin=rows + 1),
+        "decreasing": lambda: model(**mine, document_begin=torch.where(rows == rows[0, 1], rows, begin)),
+        "another shape": lambda: model(**mine, document_begin=begin[:1]),
+        "mask in a batch": lambda: context_batch(whole | {"attention_mask": mask}, ps),
+        "s does not divide": lambda: context_batch({"tokens": torch.zeros(1, 6, dtype=torch.int64)}, ps),
+        "unknown entry": lambda: context_batch(whole | {"weights": torch.zeros(2, S)}, ps),
+    }
+    messages = {}
+    for name, attempt in tries.items():
+        with pytest.raises(ValueError) as error:
+            attempt()
+        messages[name] = str(error.value)
+    return messages
+
+
+def test_batches_that_would_be_wrong_are_refused_with_the_remedy(ranks):
+    told = ranks(refusals, world=2)[0]
+    expected = {
+        "without positions": "context_batch(batch, ps) cuts a batch",
+        "bool mask": "give document_begin",
+        "whole sequences": "sequence length 32 is more than max_sequence_length=16",
+        "whole sequences in a longer model": "2 context ranks were given the same 16 rows",
+        "after its token": "document_begin[0, 0] is 1 for row 0",
+        "decreasing": "begins never decrease",
+        "another shape": "document_begin must be int64 [b, s] = (2, 8)",
+        "mask in a batch": "give document_begin",
+        "s does not divide": "sequence length 6 is not a multiple of 2 x context(2) = 4; use 4 or 8",
+        "unknown entry": "weights: context_batch does not know",
+    }
+    assert {name: text in told[name] for name, text in expected.items()} == dict.fromkeys(expected, True), told
+
+
+def masks():
+    """Dropout masks of this context rank's tokens, by what they zero."""
+    ps = state(cp=2)
+    facts = small(params_dtype=torch.float64, hidden_dropout=0.5)
+    model = GPTModel(facts, llama_spec(), VOCAB, S, parallel=ps, seed=1)
+    model.stage.begin(seed=1, step=0, microbatch=0)
+    dropped = model.decoder.layers[0].mlp_dropout(torch.ones(S // 2, 2, 16))
+    return all_gather_objects(dropped, ps.group("cp"))
+
+
+def test_context_ranks_draw_other_masks(ranks):
+    first, second = ranks(masks, world=2)[0]
+    assert not torch.equal(first, second)
+
+
+def generated(cp):
+    ps = state(cp=cp)
+    facts = small(params_dtype=torch.float64, init_method_std=0.5, num_query_groups=2)
+    model = GPTModel(facts, llama_spec(), VOCAB, S, parallel=ps, seed=1)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    return [generate_batch(model, prompts, new_tokens=6, cache=cache) for cache in (True, False)]
+
+
+def test_generation_is_that_of_one_process(ranks):
+    (expected,) = ranks(generated, 1, world=1)
+    assert ranks(generated, 2, world=2) == [expected] * 2
+
+
+HF_S, HF_CUTS = 24, ([3, 4, 12], [17])  # a document of one token, a cut on an edge of chunks
+
+
+@cache
+def transformers_alone(kind, packed):
+    """(weights, logits in order, loss, gradients by our names); of packed rows each document is run by itself."""
+    hf = TODAY[kind]()
+    model = random_model(hf)
+    tokens = torch.randint(hf.vocab_size, (2, HF_S + 1), generator=torch.Generator().manual_seed(3))
+    labels, logits = tokens[:, 1:], []
+    with pytest.MonkeyPatch.context() as patch:
+        exactly(patch)
+        for row, cuts in zip(tokens[:, :-1], HF_CUTS if packed else ([], []), strict=True):
+            edges = [0, *cuts, HF_S]
+            alone = [model(row[None, a:b]).logits for a, b in itertools.pairwise(edges)]
+            logits.append(torch.cat(alone, 1))
+        logits = torch.cat(logits)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+    gradients = canonical({n: p.grad for n, p in model.named_parameters()}, from_huggingface(hf).config)
+    rows = {"tokens": tokens[:, :-1], "labels": labels}
+    if packed:
+        begin = documents(HF_S, HF_CUTS)
+        rows |= {"document_begin": begin, "position_ids": torch.arange(HF_S) - begin}
+    return model.state_dict(), rows, logits.detach(), loss.item(), gradients
+
+
+def against_transformers(kind, cp, comm_type, packed):
+    weights, whole, logits, loss, gradients = transformers_alone(kind, packed)
+    ps = state(cp=cp, cp_comm_type=comm_type)
+    model = GPTModel(**from_huggingface(TODAY[kind](), params_dtype=torch.float64).arguments(), parallel=ps)
+    load_huggingface(model, weights)
+    shard = DataParallel({0: model}, ps)
+    executor = SingleStage(model, ps=ps, grad_sync=shard)
+    mine = context_batch(whole, ps)
+    found = executor.forward({name: value for name, value in mine.items() if name != "labels"})
+    rows = ContextRows.of_state(ps).rows(HF_S)
+    assert (found - logits[:, rows]).abs().max() <= 1e-10 * logits.abs().max()
+    result = executor.step(mine, next_token_loss)
+    assert abs(result.loss_sum.item() - loss) <= 1e-10 * abs(loss)
+    assert_same(whole_gradients(shard), gradients, 1e-9)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "kind, cp, comm_type",
+    [
+        ("llama3", 2, "all_gather"),
+        ("qwen3", 2, "p2p"),
+        ("llama3", 4, "p2p"),
+        ("qwen3", 4, "all_gather"),
+        pytest.param("mistral", 2, "a2a", marks=pytest.mark.full),
+        pytest.param("gemma3-scaled", 2, "all_gather", marks=pytest.mark.full),
+        pytest.param("smollm3-window", 4, "p2p", marks=pytest.mark.full),
+    ],
+)
+def test_transformers_agrees_also_with_each_document_alone(ranks, kind, cp, comm_type, packed):
+    ranks(against_transformers, kind, cp, comm_type, packed, world=cp)
+
+
+class Ignores(Exchange):
+    """Attention without its documents: a mutation."""
+
+    def of_rows(self, q, documents, scale):
+        return super().of_rows(q, None, scale)
+
+
+def one_loss(case, exchange=None):
+    ps = state(cp=case.cp)
+    stages, _, executor = build(case, ps)
+    if exchange is not None:
+        for layer in stages[0].decoder.layers.values():
+            layer.self_attention.core_attention.exchange = exchange(ps)
+    return executor.step(local_rows(case, ps, batch(case.packed, case.masked)), next_token_loss).loss.item()
+
+
+def test_ignored_documents_change_the_loss(ranks):
+    case = Case(cp=2, packed=True)
+    right, wrong = ranks(one_loss, case, world=2)[0], ranks(one_loss, case, Ignores, world=2)[0]
+    assert abs(right - wrong) > 1e-4
