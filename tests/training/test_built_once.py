@@ -47,9 +47,9 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "zero", "layout", "schedule"), CASES)
 def test_construction_holds_what_is_kept(ranks, world, zero, layout, schedule):
-    eager = ranks(built, zero, layout, schedule, False, world=world)
+    eager = ranks(built, zero, layout, schedule, False, world=world, timeout=240)
     for (ratio, found), (twice, expected) in zip(
-        ranks(built, zero, layout, schedule, True, world=world), eager, strict=True
+        ranks(built, zero, layout, schedule, True, world=world, timeout=240), eager, strict=True
     ):
         assert ratio <= 1.05, (ratio, twice)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
