@@ -80,7 +80,7 @@ def product(weight: Tensor, x: Tensor, gy: Tensor) -> Tensor:
 
 
 def add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
-    """main_grad += dy^T x, in its dtype."""
+    """main_grad [o..., i] += gy^T x, of gy [..., o] and x [..., i]; in main_grad's dtype where the device can."""
     x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
     target = matrix_of(main_grad)
     if main_grad.dtype == x.dtype:
