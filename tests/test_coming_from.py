@@ -60,3 +60,19 @@ def test_deepspeeds_keys_are_those_of_its_configuration():
     source += Path(deepspeed_keys.__file__).read_text()
     assert len(keys) > 12
     assert not [key for key in keys if key.split(".")[-1] not in source]
+
+
+FEATURES = (Path(__file__).parents[1] / "docs" / "features.md").read_text()
+
+
+def test_every_feature_that_works_names_a_proof_that_is_there_and_the_counts_are_right():
+    features = re.findall(r"^\| ([WPM]) \| (.*?) \| (.*) \|$", FEATURES, re.M)
+    assert len(features) == 60
+    for state, feature, proof in features:
+        paths = re.findall(r"`(tests/[^`]+)`", proof)
+        assert all((Path(__file__).parents[1] / path).exists() for path in paths), feature
+        fields = [name for name in re.findall(r"`(\w+\.\w+)", proof) if name.partition(".")[0] in PARTS]
+        assert state != "W" or paths or fields, feature
+        assert set(fields) <= known_fields().keys()
+    counts = [sum(state == letter for state, *_ in features) for letter in "WPM"]
+    assert f"Of 60 rows {counts[0]} work, {counts[1]} do partly, {counts[2]} are missing" in FEATURES

@@ -137,6 +137,8 @@ class StageContext:
     whole_sequences: the model is given whole sequences on every context rank, not this rank's rows (generation).
     drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
         checkpoint, the generator's own seed is that seed.
+    loss_scale: what an executor multiplies each token's loss by: auxiliary losses start their backward with it.
+    scale_of_plain_loop: the same, as the backward of a plain loop reaches the model's loss; None before.
 
     Plain attributes, no thread-local: CUDA's backward runs in other threads. Operations remember the bag they
     saw in their forward.
@@ -148,6 +150,8 @@ class StageContext:
     microbatch: int = 0
     driven: bool = False
     drawn: bool = False
+    loss_scale: float | Tensor = 1.0
+    scale_of_plain_loop: Tensor | None = None
     whole_sequences: bool = False
 
     def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:

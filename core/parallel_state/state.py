@@ -219,6 +219,17 @@ class ParallelState:
         self._alone.clear()
         self._links.clear()
 
+    def leave(self) -> None:
+        """The end of a program that has left nothing to communicate: no group is held any more, the default one too.
+
+        Parameters with hooks, and what they hold, live until the interpreter ends. Threads of gloo must not.
+        """
+        groups = (*self.groups.values(), *self._alone.values(), *self._links.values(), self.world)
+        self.destroy()
+        for group in groups:
+            if group is not None:
+                group.let_go()
+
     def abandon(self) -> None:
         """After a failure: close every group, so that peers that wait for this rank fail at once, not at a timeout.
 

@@ -163,7 +163,8 @@ class SplitWatch:
         if not all(_has_full_memory(p) for _, p in named):
             return
         self._refuse_different_counts(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device))
-        replicated = [(name, p) for name, p in named if "tp" not in layout_of(p).split]
+        # experts may lie on one tensor rank each
+        replicated = [(name, p) for name, p in named if not {"tp", "ep"} & layout_of(p).split.keys()]
         split = [p for _, p in named if "tp" in layout_of(p).split and p.dim() > 1]
         local_sums = torch.stack([checksum(x) for x in (*inputs, *(p for _, p in replicated), *split)])
         gathered = all_gather(local_sums[None], self._group).cpu()

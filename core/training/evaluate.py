@@ -82,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.json,
                 options.max_batches > 0,
             )
+        ps.leave()
     return 0
 
 

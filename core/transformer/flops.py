@@ -3,18 +3,31 @@
 from core.transformer.transformer_config import TransformerConfig
 
 
-def multiplications_per_token(config: TransformerConfig, vocab_size: int, sequence_length: int) -> tuple[int, int]:
-    """(of one layer, of the output layer) in one forward, matrix products only; windows averaged over layers.
+def multiplications_per_token(
+    config: TransformerConfig, vocab_size: int, sequence_length: int
+) -> tuple[list[int], int]:
+    """(of each layer, of the output layer) in one forward, matrix products only; of experts those that a token uses.
 
     Causal attention counts half its square, what a causal kernel computes; a figure that counts all of it is larger.
     """
     h, d, heads, groups = config.hidden_size, config.head_size, config.num_attention_heads, config.groups
     projections = h * d * (2 * heads + 2 * groups)
-    # a query meets sequence_length / 2 keys on average, in the scores and again in the values
-    keys = sum(_visible(sequence_length, window) for window in config.windows or (None,))
-    scores_and_values = round(2 * keys / len(config.windows or (None,)) * heads * d)
-    mlp = h * config.ffn * (3 if config.gated_linear_unit else 2)
-    return projections + scores_and_values + mlp, h * vocab_size
+    layers = []
+    for layer in range(config.num_layers):
+        # a query meets sequence_length / 2 keys on average, in the scores and again in the values
+        keys = _visible(sequence_length, config.windows[layer] if config.windows else None)
+        scores_and_values = round(2 * keys * heads * d)
+        layers.append(projections + scores_and_values + _feed_forward(config, layer))
+    return layers, h * vocab_size
+
+
+def _feed_forward(config: TransformerConfig, layer: int) -> int:
+    h, products = config.hidden_size, 3 if config.gated_linear_unit else 2
+    if not config.has_experts(layer):
+        return h * config.ffn * products
+    assert config.num_moe_experts is not None
+    width = config.moe_router_topk * config.moe_ffn + (config.moe_shared_expert_intermediate_size or 0)
+    return h * (width * products + config.num_moe_experts)  # the last is the router
 
 
 def _visible(sequence_length: int, window: int | None) -> float:

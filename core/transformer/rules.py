@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from core.parallel_state import ParallelConfig
-from core.parallel_state.config import raise_all
+from core.parallel_state.config import divisors, raise_all
 from core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -14,16 +14,28 @@ if TYPE_CHECKING:
 def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
     """(holds, message) for every fact of `config` that a layout of `parallel` divides."""
     tp, pp = parallel.tensor, parallel.pipeline
-    heads, groups, ffn = config.num_attention_heads, config.groups, config.ffn
+    heads, groups = config.num_attention_heads, config.groups
     yield _divides("num_attention_heads", heads, tp, heads)
     yield _divides("num_query_groups", groups, tp, groups)
-    yield _divides("ffn_hidden_size", ffn, tp, ffn)
-    yield parallel.expert == 1, f"expert={parallel.expert}: no layer has experts yet; use 1"
+    if not all(map(config.has_experts, range(config.num_layers))):  # experts are whole on each tensor rank
+        yield _divides("ffn_hidden_size", config.ffn, tp, config.ffn)
+    if (shared := config.moe_shared_expert_intermediate_size) is not None:
+        yield _divides("moe_shared_expert_intermediate_size", shared, tp, shared)
     yield from _context_rules(config, parallel)
+    yield from _expert_rules(config, parallel.expert)
     yield (
         config.num_layers >= pp,
         f"num_layers={config.num_layers} cannot fill {pp} pipeline stages; use at most {config.num_layers}",
     )
+
+
+def _expert_rules(config: TransformerConfig, ranks: int) -> Iterator[tuple[bool, str]]:
+    experts = config.num_moe_experts
+    if experts is None:
+        yield ranks == 1, f"expert={ranks}, and the model has no experts; give num_moe_experts, or use expert=1"
+        return
+    valid = ", ".join(map(str, divisors(experts)))
+    yield experts % ranks == 0, f"num_moe_experts={experts} does not divide over expert={ranks}; valid: {valid}"
 
 
 def _context_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:

@@ -8,6 +8,7 @@ import torch
 
 from core.parallel_state.config import divisors, raise_all
 from core.transformer.activations import ACTIVATIONS, Activation
+from core.transformer.moe.rules import moe_rules
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ROTARY_SCALINGS = ("linear", "llama3")
@@ -91,6 +92,20 @@ class TransformerConfig:
     softmax_scale: float | None = None  # head_size ** -0.5: of the scores, before their softmax
     embedding_multiplier: float = 1.0  # of token embeddings; a tied output layer multiplies by the table itself
     windows: tuple[int | None, ...] | None = None  # per layer: tokens that a token sees, itself included
+    # a mixture of experts in the place of MLPs; see core/transformer/moe
+    num_moe_experts: int | None = None  # None: no layer has experts
+    moe_layer_freq: int | tuple[int, ...] = 1  # n: every n-th layer from the first; or 1 or 0 of each layer
+    moe_router_topk: int = 2  # experts of a token
+    moe_ffn_hidden_size: int | None = None  # ffn_hidden_size: the width of one expert
+    moe_shared_expert_intermediate_size: int | None = None  # of an MLP that every token uses beside its experts
+    moe_router_score_function: str = "softmax"  # or "sigmoid"
+    moe_router_pre_softmax: bool = False  # softmax over all experts instead of the chosen ones
+    moe_router_topk_scaling_factor: float | None = None  # of the weights
+    moe_router_num_groups: int | None = None  # experts are chosen from the best groups only
+    moe_router_group_topk: int | None = None  # so many groups
+    moe_router_load_balancing_type: str = "aux_loss"  # of a microbatch; "seq_aux_loss": of each sequence; "none"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
     init_method_std: float = 0.02
     params_dtype: torch.dtype = torch.float32
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
@@ -103,6 +118,8 @@ class TransformerConfig:
 
         default("num_query_groups", self.num_attention_heads)
         default("ffn_hidden_size", 4 * self.hidden_size)
+        if isinstance(self.moe_layer_freq, list):
+            object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))
         raise_all("TransformerConfig", self._rules())
         default("kv_channels", self.hidden_size // self.num_attention_heads)
 
@@ -140,6 +157,7 @@ class TransformerConfig:
         for name in ("softmax_scale", "embedding_multiplier"):
             value = getattr(self, name)
             yield value is None or 0 < value < inf, f"{name}={value} must be positive and finite"
+        yield from moe_rules(self)
         if self.windows is not None:
             narrow = [window for window in self.windows if window is not None and window < 1]
             yield not narrow, f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed"
@@ -168,6 +186,25 @@ class TransformerConfig:
         """Width of the MLP."""
         assert self.ffn_hidden_size is not None
         return self.ffn_hidden_size
+
+    @property
+    def moe_ffn(self) -> int:
+        """Width of one expert."""
+        return self.ffn if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether auxiliary losses are added to the model's."""
+        has_aux = self.moe_router_load_balancing_type != "none" and self.moe_aux_loss_coeff > 0
+        return self.num_moe_experts is not None and (has_aux or bool(self.moe_z_loss_coeff))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer` (a global number) has experts in the place of an MLP."""
+        if self.num_moe_experts is None:
+            return False
+        if isinstance(self.moe_layer_freq, int):
+            return layer % self.moe_layer_freq == 0
+        return bool(self.moe_layer_freq[layer])
 
     @property
     def rotary(self) -> RotaryConfig:

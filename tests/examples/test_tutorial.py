@@ -16,7 +16,7 @@ def test_the_page(tmp_path):
     _, prepared, _, explained, trained, resumed, judged, tuned, exported = said
     assert "800" in prepared and "16 = micro_batch_size 4 x accumulation 2 x data 2" in explained
     losses = [float(loss) for loss in re.findall(r"\| loss (\S+) \|", trained)]
-    assert losses[0] > 6.5 and losses[-1] < losses[0] - 1
+    assert losses[0] > 6.5 and losses[-1] < losses[0] - 0.8, "most of the way to the entropy of single tokens"
     assert "validation.ema" in trained
     assert "resumed from runs/first/checkpoints/step-00000040" in resumed and "2-stage pipeline" in resumed
     assert "runs/averaged" in judged and "bits per byte" in judged

@@ -6,8 +6,10 @@ import torch
 import transformers
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.phi3 import modeling_phi3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.smollm3 import modeling_smollm3
 
 from tests.models.test_huggingface import COMMON, in_float64
@@ -19,6 +21,7 @@ NO_PADDING = {"pad_token_id": None}  # whose row of the embedding gets no gradie
 SLIDES = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 DEEP = COMMON | {"num_hidden_layers": 4}  # one for each stage of a V over 2 ranks
 LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "pad_token_id": None}
 GEMMA3 = DEEP | {"head_dim": 6, "query_pre_attn_scalar": 11, "sliding_window": 5}
 TODAY = {
     "llama3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=dict(LLAMA3)),
@@ -42,6 +45,9 @@ TODAY = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
     ),
+    "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, head_dim=6),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, head_dim=6),
+    "qwen3_moe-not-normalized": lambda: transformers.Qwen3MoeConfig(**COMMON, **EXPERTS),
     "olmo2": lambda: transformers.Olmo2Config(**DEEP, **NO_PADDING),
     "smollm3": lambda: transformers.SmolLM3Config(**DEEP, **NO_PADDING, no_rope_layer_interval=2),
     "smollm3-window": lambda: transformers.SmolLM3Config(
@@ -94,6 +100,18 @@ def exactly(patch):
         patch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
         patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
 
+    def router(self, x):
+        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        weights, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
+        if getattr(self, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, chosen
+
+    for module, kind in ((modeling_mixtral, "Mixtral"), (modeling_qwen3_moe, "Qwen3Moe")):
+        patch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
+        patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
+        patch.setattr(getattr(module, f"{kind}TopKRouter"), "forward", router)
+
     def gemma_norm(self, x):
         return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
@@ -113,6 +131,7 @@ def exactly(patch):
 
 def random_model(config):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+    model.config._experts_implementation = "eager"  # their grouped product refuses float64
     torch.manual_seed(1)  # after theirs were drawn, which depend on torch's default dtype
     for p in model.parameters():  # biases start at zero and norms at one: make every number matter
         torch.nn.init.normal_(p, std=0.2, mean=float(p.dim() == 1))

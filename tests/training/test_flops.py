@@ -113,4 +113,19 @@ def test_windows_are_counted_as_their_masks():
     masks = [(i >= j) & (i - j < window) for window in (8, s, 16)]
     # a causal kernel's half: the diagonal counts half, as in `full`
     seen = sum(float(mask.sum()) - s / 2 for mask in masks) / 3 / s
-    assert full - windowed == pytest.approx(2 * 32 * (s / 2 - seen), rel=1e-3)
+    assert (sum(full) - sum(windowed)) / 3 == pytest.approx(2 * 32 * (s / 2 - seen), rel=1e-3)
+
+
+def test_of_experts_those_count_that_a_token_uses():
+    facts = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+        "add_bias_linear": False,
+    }
+    dense, _ = multiplications_per_token(TransformerConfig(**facts), 10, 64)
+    experts = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 20}
+    experts |= {"moe_shared_expert_intermediate_size": 12}
+    mixed, _ = multiplications_per_token(TransformerConfig(**facts, **experts), 10, 64)
+    assert mixed[1] - (dense[1] - 2 * 32 * 48) == 2 * 32 * (3 * 20 + 12) + 32 * 8

@@ -164,7 +164,7 @@ def test_a_model_that_does_not_fit_the_ranks_is_refused_before_any_process():
 
 def test_axes_that_no_layer_uses_yet_are_refused():
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=4)
-    with pytest.raises(ValueError, match="expert=2: no layer has experts yet"):
+    with pytest.raises(ValueError, match="expert=2, and the model has no experts"):
         check_layout(config, ParallelConfig(expert=2))
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec as get_gpt_layer_local_spec
     from core.models.gpt.gpt_layer_specs import gpt2_spec as gpt2_spec
     from core.models.gpt.gpt_layer_specs import llama_spec as llama_spec
+    from core.models.gpt.gpt_layer_specs import moe_spec as moe_spec
     from core.models.gpt.gpt_layer_specs import olmo2_spec as olmo2_spec
     from core.models.gpt.gpt_model import GPTModel as GPTModel
     from core.models.gpt.presets import PRESETS as PRESETS

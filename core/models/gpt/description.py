@@ -43,6 +43,9 @@ _OF_THE_RUN = {
     "init_method_std",
     "hidden_dropout",
     "attention_dropout",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
 }
 
 

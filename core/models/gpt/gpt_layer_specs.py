@@ -2,12 +2,20 @@
 
 from dataclasses import replace
 
+from torch import nn
+
 from core.transformer.attention import CoreAttention, SelfAttention
 from core.transformer.layer import PostNormLayer, SandwichNormLayer, TransformerLayer
 from core.transformer.mlp import MLP
+from core.transformer.moe import MoELayer
 from core.transformer.norm import AllHeadsRMSNorm, build_norm
 from core.transformer.positions import LearnedPositions, build_rotary
-from core.transformer.spec import TransformerLayerSpec
+from core.transformer.spec import Build, TransformerLayerSpec
+
+
+def feed_forward(build: Build) -> nn.Module:
+    """The MLP of a layer, or its experts: what the configuration says of that layer."""
+    return MoELayer(build) if build.config.has_experts(build.layer) else MLP(build)
 
 
 def gpt2_spec() -> TransformerLayerSpec:
@@ -17,7 +25,7 @@ def gpt2_spec() -> TransformerLayerSpec:
         norm=build_norm,
         attention=SelfAttention,
         core_attention=CoreAttention,
-        mlp=MLP,
+        mlp=feed_forward,
         positions=LearnedPositions,
     )
 
@@ -39,6 +47,11 @@ def gemma3_spec() -> TransformerLayerSpec:
 def olmo2_spec() -> TransformerLayerSpec:
     """OLMo 2 style: norms after attention and MLP only; with qk_layernorm=True, of all heads of a token together."""
     return replace(llama_spec(), layer=PostNormLayer, qk_norm=AllHeadsRMSNorm)
+
+
+def moe_spec() -> TransformerLayerSpec:
+    """Mixtral style: as Llama's; `num_moe_experts` puts experts in the place of MLPs, under every spec."""
+    return llama_spec()
 
 
 def get_gpt_layer_local_spec() -> TransformerLayerSpec:

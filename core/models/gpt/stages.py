@@ -24,8 +24,8 @@ def split_layers(
     Raises ValueError: fewer layers than stages; a wrong number of costs.
     """
     if costs is None:
-        layer_cost, output_cost = multiplications_per_token(config, vocab_size, sequence_length)
-        costs = [*[float(layer_cost)] * config.num_layers, float(output_cost)]
+        layer_costs, output_cost = multiplications_per_token(config, vocab_size, sequence_length)
+        costs = [*map(float, layer_costs), float(output_cost)]
     if len(costs) != config.num_layers + 1:
         raise ValueError(
             f"{len(costs)} costs for num_layers={config.num_layers}; give one for each layer and one for the "

@@ -118,7 +118,9 @@ class _Parameters:
 
     def __init__(self, form: _Form, checkpoint: str | Path) -> None:
         self._config, stored = form.model.config, lazy_tensors(checkpoint)
-        self._rows: dict[str, Row] = rows_of(form.family.rows, form.model.config.num_layers)
+        self._rows: dict[str, Row] = rows_of(
+            form.family.rows, form.model.config.num_layers, form.model.config.num_moe_experts
+        )
         self._stored: dict[str, tuple[LazyTensor, int | None]] = {}
         self._last: tuple[str, Tensor] | None = None
         with torch.device("meta"):  # names, shapes and layers, no memory

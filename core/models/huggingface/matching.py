@@ -6,8 +6,16 @@ from core.models.huggingface.facts import Facts
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.family import Family, Fields, HuggingFaceModel
 
-# how a model is stored and initialised, no facts of it
-_SETTINGS = ("params_dtype", "pipeline_dtype", "use_cpu_initialization")
+# how a model is stored, initialised and trained, no facts of it
+_SETTINGS = (
+    "params_dtype",
+    "pipeline_dtype",
+    "use_cpu_initialization",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+)
+_OF_EXPERTS = ("moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax")
 
 
 def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
@@ -46,6 +54,13 @@ def _facts(model: HuggingFaceModel) -> dict[str, Any]:
     facts["rotary_per_layer"] = per_layer if model.transformer_layer_spec.rotary is not None else None
     facts["windows"] = config.windows or (None,) * config.num_layers
     facts["softmax_scale"] = config.softmax_scale or config.head_size**-0.5
+    layers = [config.has_experts(layer) for layer in range(config.num_layers)]
+    if not any(layers):
+        facts |= dict.fromkeys(_OF_EXPERTS)
+    else:
+        facts |= {"moe_layer_freq": layers, "moe_ffn_hidden_size": config.moe_ffn}
+    if all(layers):  # no MLP
+        facts["ffn_hidden_size"] = None
     for name, part in vars(model.transformer_layer_spec).items():
         facts[f"spec.{name}"] = getattr(part, "__name__", part)
     others = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights")

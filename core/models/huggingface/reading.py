@@ -10,7 +10,7 @@ from torch import Tensor
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.blocks import Slices
 from core.models.huggingface.families import FAMILIES
-from core.models.huggingface.rows import Row, rows_of
+from core.models.huggingface.rows import STACKED_ROWS, Row, rows_of
 from core.models.huggingface.sources import Folder, Recorded, StateDict, WeightSource
 from core.parallel_state import layout_of
 from core.parallel_state.layout import true_part
@@ -106,8 +106,9 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
     """Our name -> row, of the family whose names these are."""
     if any(table in source for table in _TABLES):
-        tables = {id(family.rows): family.rows for family in FAMILIES.values()}.values()
-        return rows_of(max(tables, key=lambda table: _fit(source, table)), config.num_layers)
+        tables = {id(family.rows): family.rows for family in FAMILIES.values()} | {id(STACKED_ROWS): STACKED_ROWS}
+        best = max(tables.values(), key=lambda table: _fit(source, table, config.num_moe_experts))
+        return rows_of(best, config.num_layers, config.num_moe_experts)
     for table in _TABLES:
         prefix, _, bare = table.partition(".")
         if bare in source:
@@ -121,9 +122,9 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
     )
 
 
-def _fit(source: Recorded, table: Iterable[Row]) -> tuple[int, int]:
+def _fit(source: Recorded, table: Iterable[Row], num_experts: int | None) -> tuple[int, int]:
     """How many names of one layer, and of the ends, the source has; then how few it has not."""
-    names = [name for row in rows_of(table, 1).values() for name in row.hf_names]
+    names = [name for row in rows_of(table, 1, num_experts).values() for name in row.hf_names]
     known = sum(name in source for name in names)
     return known, known - len(names)
 

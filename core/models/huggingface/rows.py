@@ -15,12 +15,13 @@ from core.models.huggingface.blocks import (
     same,
     transposed,
 )
+from core.models.huggingface.expert_blocks import expert_gate_up, experts, stacked_experts, stacked_gate_up
 from core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
 class Row:
-    """`ours <- kind(hf_names...)`; `{n}` stands for the number of a layer in both."""
+    """`ours <- kind(hf_names...)`; `{n}` stands for the number of a layer in both, `{e}` in names for each expert."""
 
     ours: str
     kind: Kind
@@ -30,6 +31,11 @@ class Row:
         """The row of one layer."""
         name = self.ours.replace("{n}", str(number))
         return Row(name, self.kind, tuple(hf_name.replace("{n}", str(number)) for hf_name in self.hf_names))
+
+    def of_experts(self, count: int) -> "Row":
+        """The row with every expert's name: of the first name all experts, then of the next."""
+        names = [name.replace("{e}", str(expert)) for name in self.hf_names for expert in range(count)]
+        return Row(self.ours, self.kind, tuple(names))
 
     def blocks(self, box: Slices, config: TransformerConfig) -> list[Block]:
         """The blocks of Hugging Face tensors that a box of ours is made of; the box has starts and stops."""
@@ -45,10 +51,14 @@ class Row:
         return shapes
 
 
-def rows_of(table: Iterable[Row], num_layers: int) -> dict[str, Row]:
-    """Our name -> row, for every layer of a model."""
+def rows_of(table: Iterable[Row], num_layers: int, num_experts: int | None = None) -> dict[str, Row]:
+    """Our name -> row, for every layer of a model. Without experts there are no rows of any."""
     rows: dict[str, Row] = {}
     for row in table:
+        if "{e}" in row.hf_names[0]:
+            row = row.of_experts(num_experts or 0)
+        if not row.hf_names:
+            continue
         numbered = [row.of_layer(number) for number in range(num_layers)] if "{n}" in row.ours else [row]
         rows |= {numbered_row.ours: numbered_row for numbered_row in numbered}
     return rows
@@ -94,9 +104,43 @@ _NORMS_AROUND = _NORMS_AFTER | {
     (f"{_OURS}pre_mlp_layernorm", same): (f"{_LLAMA}pre_feedforward_layernorm",),
 }
 
-LLAMA_ROWS = _with_biases(_SHARED | _APART | _NORMS_BEFORE)
+_LLAMA_TABLE = _SHARED | _APART | _NORMS_BEFORE
+LLAMA_ROWS = _with_biases(_LLAMA_TABLE)
 OLMO2_ROWS = _with_biases(_SHARED | _APART | _NORMS_AFTER)
 GEMMA3_ROWS = _with_biases(_SHARED | _APART | _NORMS_AROUND)
+
+# The names of experts in files; in memory transformers has one form for all families.
+_EXPERTS = f"{_OURS}mlp.experts."
+_WITHOUT_MLP = _with_biases(
+    {key: names for key, names in (_SHARED | _APART | _NORMS_BEFORE).items() if ".mlp." not in key[0]}
+)
+MIXTRAL_ROWS = (
+    *_WITHOUT_MLP,
+    Row(f"{_OURS}mlp.router.weight", same, (f"{_LLAMA}block_sparse_moe.gate.weight",)),
+    Row(
+        f"{_EXPERTS}linear_fc1.weight",
+        expert_gate_up,
+        (f"{_LLAMA}block_sparse_moe.experts.{{e}}.w1.weight", f"{_LLAMA}block_sparse_moe.experts.{{e}}.w3.weight"),
+    ),
+    Row(f"{_EXPERTS}linear_fc2.weight", experts, (f"{_LLAMA}block_sparse_moe.experts.{{e}}.w2.weight",)),
+)
+_ROUTER_OF_MLP = Row(f"{_OURS}mlp.router.weight", same, (f"{_LLAMA}mlp.gate.weight",))
+QWEN3_MOE_ROWS = (
+    *_WITHOUT_MLP,
+    _ROUTER_OF_MLP,
+    Row(
+        f"{_EXPERTS}linear_fc1.weight",
+        expert_gate_up,
+        (f"{_LLAMA}mlp.experts.{{e}}.gate_proj.weight", f"{_LLAMA}mlp.experts.{{e}}.up_proj.weight"),
+    ),
+    Row(f"{_EXPERTS}linear_fc2.weight", experts, (f"{_LLAMA}mlp.experts.{{e}}.down_proj.weight",)),
+)
+STACKED_ROWS = (
+    *_WITHOUT_MLP,
+    _ROUTER_OF_MLP,
+    Row(f"{_EXPERTS}linear_fc1.weight", stacked_gate_up, (f"{_LLAMA}mlp.experts.gate_up_proj",)),
+    Row(f"{_EXPERTS}linear_fc2.weight", stacked_experts, (f"{_LLAMA}mlp.experts.down_proj",)),
+)
 
 PHI3_ROWS = _with_biases(
     _SHARED

@@ -68,6 +68,13 @@ class Group:
         self.staged = self.gloo - {"cpu"}
         self._on_host: Group | None = None
 
+    def let_go(self) -> None:
+        """After its process group was left: hold it no more, whoever still holds this. Gloo's threads end with it."""
+        self.under_way.clear()
+        for group in (self, self._on_host):
+            if group is not None:
+                group.process_group = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of ranks {self.ranks})"
 

@@ -94,6 +94,7 @@ class SingleStage:
         sync, model = self.grad_sync, self.model
         microbatches = split_microbatches(batch, self.num_microbatches)
         sums = []
+        self.stage.loss_scale = loss_scale
         # a gradient is final, and its bucket may be reduced, after one backward per microbatch
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         sync.begin_step(dict.fromkeys(trained, len(microbatches)))

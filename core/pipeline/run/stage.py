@@ -333,6 +333,7 @@ class Stage:
         if output_grads is None:
             output_grads = state.loss_gradient
         step.sync.before_input_grad(self.module)
+        self.context.loss_scale = step.loss_scale
         # torch's own checkpoint may run a forward again in here: it must find the context of the first time
         self.context.begin(seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag)
         state.bag.open = True

@@ -50,8 +50,8 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length:
     Products that activation checkpointing computes again, and rows that pad the vocabulary, do not count.
     """
     # a multiplication and an addition each in forward, and twice that in backward (input and weight gradients)
-    layer, output = multiplications_per_token(config, vocab_size, sequence_length)
-    return 6 * (config.num_layers * layer + output)
+    layers, output = multiplications_per_token(config, vocab_size, sequence_length)
+    return 6 * (sum(layers) + output)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float | None = None) -> float:

@@ -122,6 +122,46 @@ class ModelConfig:
     """Tokens that a token sees, itself included: one number for all layers, or a list that repeats over the layers,
     in which "None" is a layer that sees everything; empty: all layers do."""
 
+    num_moe_experts: int | None = None
+    """Experts of a layer, in the place of its MLP; default: none."""
+
+    moe_layer_freq: tuple[str, ...] = ()
+    """Which layers have experts: one number n is every n-th from the first, a list has 1 or 0 for each layer;
+    default: all layers."""
+
+    moe_router_topk: int | None = None
+    """Experts that a token uses; default: 2."""
+
+    moe_ffn_hidden_size: int | None = None
+    """Elements between the products of one expert; default: ffn_hidden_size."""
+
+    moe_shared_expert_intermediate_size: int | None = None
+    """The same of an MLP that every token uses beside its experts; default: there is none."""
+
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
+    """softmax (Mixtral, Qwen3-MoE) or sigmoid (DeepSeek-V3) of the router's logits; default: softmax."""
+
+    moe_router_pre_softmax: bool | None = None
+    """Softmax over all experts before the choice, not over the chosen ones; default: false."""
+
+    moe_router_topk_scaling_factor: float | None = None
+    """What the weights of a token's experts are multiplied by; default: 1."""
+
+    moe_router_num_groups: int | None = None
+    """Groups of experts, of which only the best are chosen from; default: no groups."""
+
+    moe_router_group_topk: int | None = None
+    """How many groups are chosen from."""
+
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = None
+    """Over what experts should be used alike: the microbatch, each sequence, nothing; default: aux_loss."""
+
+    moe_aux_loss_coeff: float | None = None
+    """Weight of the loss for that, per layer and token; default: 0. 0.01 is usual."""
+
+    moe_z_loss_coeff: float | None = None
+    """Weight of a loss that keeps the router's logits small; default: 0. 0.001 is usual."""
+
     init_method_std: float | None = None
     """Standard deviation of the initial weights; default: 0.02."""
 

@@ -40,12 +40,24 @@ DEFAULTS: dict[str, Any] = {
     "rotary_scaling": {},
     "softmax_scale": None,
     "embedding_multiplier": 1.0,
+    "num_moe_experts": None,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
     "init_method_std": 0.02,
     "vocab_size": None,
     "tie_embeddings": True,
 }
 # facts that a Hugging Face folder has, and that nobody may give beside it
-FACTS = (*DEFAULTS, "windows")
+FACTS = (*DEFAULTS, "windows", "moe_layer_freq")
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
 _OF_STYLE = (
     "normalization",
@@ -124,6 +136,14 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     yield positions is None or positions >= 1, f"max_position_embeddings={positions} must be at least 1"
     vocab = values["vocab_size"]
     yield vocab is None or vocab >= 1, f"vocab_size={vocab} must be at least 1"
+    experts = values["num_moe_experts"] is not None or _is_made_elsewhere(values)
+    for name in given(values):
+        yield (
+            not name.startswith("moe_") or experts,
+            f"{name}={values[name]} is of experts, and num_moe_experts is not given; give it, or leave {name} out",
+        )
+    for number in values["moe_layer_freq"]:
+        yield number.isdecimal(), f"moe_layer_freq holds {number!r}; give whole numbers"
     for window in values["windows"]:
         yield _is_window(window), f"windows holds {window!r}; whole numbers of at least 1 and None are windows"
     scaling = values["rotary_scaling"]
@@ -143,6 +163,11 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
                 f"{name}={values[name]} is of rotary positions, position_embedding_type={position_type(values)} has "
                 "none; leave it out, or use rope",
             )
+
+
+def _is_made_elsewhere(values: Mapping[str, Any]) -> bool:
+    """Whether a folder or a function of the user's says what the model is."""
+    return values["huggingface"] is not None or values["build"] is not None
 
 
 def _is_window(text: str) -> bool:
@@ -202,6 +227,7 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     return facts | {
         "rotary_scaling": asdict(scaling) if scaling is not None else {},
         "windows": tuple(str(window) for window in windows),
+        "moe_layer_freq": _said(model.config.moe_layer_freq),
         "position_embedding_type": kind,
         "max_position_embeddings": model.max_sequence_length,
         "vocab_size": model.vocab_size,
@@ -216,10 +242,23 @@ def transformer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     typed = {
         "rotary_scaling": scaling_of(table) if table and table["kind"] != "none" else None,
         "windows": _windows(values["windows"], facts["num_layers"]),
+        "moe_layer_freq": _layer_frequency(values["moe_layer_freq"]),
         "use_cpu_initialization": values["use_cpu_initialization"],
     }
     known = TransformerConfig.__dataclass_fields__
     return {name: value for name, value in (facts | typed).items() if name in known}
+
+
+def _said(frequency: int | tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(map(str, frequency)) if isinstance(frequency, tuple) else (str(frequency),)
+
+
+def _layer_frequency(given: tuple[str, ...]) -> int | tuple[int, ...]:
+    """One number is a frequency, several say it of each layer."""
+    numbers = tuple(int(text) for text in given)
+    if len(numbers) > 1:
+        return numbers
+    return numbers[0] if numbers else 1
 
 
 def _windows(pattern: tuple[str, ...], num_layers: int) -> tuple[int | None, ...] | None:

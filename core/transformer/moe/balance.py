@@ -1,0 +1,107 @@
+"""What keeps experts evenly used: auxiliary losses, the same numbers on every layout.
+
+The objective is the sum over tokens of the loss, plus the sum over layers and positions of alpha * aux + zeta * z,
+over the number of tokens. Nothing divides in backward: each rank adds the gradient of its own positions, times what
+the loss was multiplied by, and an optimizer divides by the tokens.
+
+    aux = E sum_e f_e P_e         f_e: the share of rows routed to expert e, P_e: its mean score (arXiv 2101.03961)
+    z   = logsumexp(logits)^2     (arXiv 2202.08906)
+
+aux is 1 when all experts are used alike (transformers' is k times that). f has no gradient, so P's part of a position
+needs nothing of other positions but f: one all-reduce of counts over the ranks that share a sequence.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.autograd.bag import StageContext
+from core.autograd.notes import note
+from core.parallel_state.collectives import all_reduce
+from core.transformer.moe.router import Routing
+from core.transformer.spec import Build
+
+
+class _Attach(torch.autograd.Function):
+    """y, whose backward also starts the gradient of `loss`: what the model's own loss was multiplied by."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, stage: StageContext, positions: int) -> Tensor:
+        ctx.stage, ctx.positions, ctx.driven = stage, positions, stage.driven
+        ctx.like = loss.new_empty(())
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        scale = ctx.stage.loss_scale if ctx.driven else ctx.stage.scale_of_plain_loop
+        if scale is None:
+            scale = 1 / ctx.positions
+            warnings.warn(
+                "auxiliary losses of experts are added to a loss that the model did not compute: it is taken for a "
+                "mean over positions. Give the model labels=, or train with SingleStage or Pipeline, and they get "
+                "the scale of each token's loss",
+                stacklevel=2,
+            )
+        if isinstance(scale, Tensor):
+            return gradient, scale.to(ctx.like), None, None
+        return gradient, torch.full_like(ctx.like, scale), None, None
+
+
+def follow_loss(loss: Tensor, stage: StageContext) -> None:
+    """In a plain loop: note what the program multiplies each token's loss [b, s] by, when its backward comes by."""
+
+    def remember(gradient: Tensor) -> None:
+        stage.scale_of_plain_loop = gradient.sum() / gradient.count_nonzero().clamp(min=1)
+
+    loss.register_hook(remember)
+
+
+class Balance:
+    """The auxiliary losses of one layer. seq_aux_loss: f of each sequence; aux_loss: of the microbatch."""
+
+    def __init__(self, build: Build) -> None:
+        config, self._ps = build.config, build.parallel
+        assert config.num_moe_experts is not None
+        self._experts, self._stage = config.num_moe_experts, build.stage
+        self._of_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
+        balances = config.moe_router_load_balancing_type != "none"
+        self._aux_coefficient = config.moe_aux_loss_coeff if balances else 0.0
+        self._z_coefficient = config.moe_z_loss_coeff or 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to attach."""
+        return bool(self._aux_coefficient or self._z_coefficient)
+
+    def attach(self, y: Tensor, routing: Routing, sequences: int) -> Tensor:
+        """y [s, b, h] of this rank's positions, its backward carrying the losses' gradients; sequences: b.
+
+        All-reduce of [b, E] counts over tp and cp, noted for a second run.
+        """
+        loss = routing.logits.new_zeros(())
+        if self._aux_coefficient:
+            with torch.no_grad():
+                (shares,) = note(lambda: (self._shares(routing, sequences),))
+            by_position = routing.scores.view(-1, sequences, self._experts)
+            loss = loss + self._aux_coefficient * self._experts * (by_position * shares).sum()
+        if self._z_coefficient:
+            loss = loss + self._z_coefficient * routing.logits.logsumexp(-1).square().sum()
+        ps = self._ps
+        positions = routing.logits.shape[0] * ps.size("tp")
+        attached: Tensor = _Attach.apply(y, loss, self._stage, positions)
+        return attached
+
+    def _shares(self, routing: Routing, sequences: int) -> Tensor:
+        """f: [b, E], or [1, E] of the microbatch. Rows are [s, b], flattened, with k experts each."""
+        positions = routing.experts.shape[0]
+        column = torch.arange(positions, device=routing.experts.device) % sequences
+        cells = (column[:, None] * self._experts + routing.experts).reshape(-1)
+        counts = torch.zeros(sequences * self._experts, dtype=routing.scores.dtype, device=cells.device)
+        counts.scatter_add_(0, cells, torch.ones_like(cells, dtype=counts.dtype))
+        counts = counts.view(sequences, self._experts)
+        counts = all_reduce(all_reduce(counts, self._ps.group("tp")), self._ps.group("cp"))
+        if not self._of_sequence:
+            counts = counts.sum(0, keepdim=True)
+        return counts / counts.sum(1, keepdim=True)

@@ -1,0 +1,153 @@
+"""Tokens to the ranks that hold their experts, and back.
+
+Every rank calls every collective, with rows or without: (1) how many rows go to each expert, (2) the rows, (3) their
+weights, and on the way back (4) the experts' outputs. Backward: the same the other way round, without (1).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.autograd.gradients import no_second_derivative
+from core.autograd.notes import note
+from core.parallel_state.collectives import Group, all_to_all
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Where the T k rows of T tokens (k experts each) go.
+
+    A row is (token, slot), number token * k + slot. order: [T k] the rows sorted by expert, by number within one;
+    place: [T k] the inverse. send, receive: rows per expert rank. regroup: what arrives is sorted by (rank, expert);
+    this takes it to (expert, rank); None on one rank. regroup_back: the inverse. counts: rows of each local expert.
+    """
+
+    top_k: int
+    order: Tensor
+    place: Tensor
+    send: list[int]
+    receive: list[int]
+    regroup: Tensor | None
+    regroup_back: Tensor | None
+    counts: list[int]
+    group: Group | None
+
+    @classmethod
+    def plan(cls, experts: Tensor, num_experts: int, group: Group | None) -> "Dispatch":
+        """From the choice int64 [T, k]; noted, so that a second run exchanges no counts. One all-to-all over ep.
+
+        Waits for the host once: how many rows arrive decides the shapes.
+        """
+        with torch.no_grad():
+            facts = note(lambda: _planned(experts, num_experts, group))
+        order, place, send, receive, regroup, regroup_back, counts = facts
+        return cls(experts.shape[1], order, place, send, receive, regroup, regroup_back, counts, group)
+
+    def to_experts(self, x: Tensor, per_row: int) -> Tensor:
+        """[T, h] (per_row = k) or [T k, 1] (per_row = 1) -> the rows of this rank's experts, sorted by expert."""
+        rows = x.index_select(0, self.order if per_row == 1 else self.order // per_row)
+        received = all_to_all(rows, self.group, send_rows=self.send, receive_rows=self.receive)
+        return received if self.regroup is None else received.index_select(0, self.regroup)
+
+    def from_experts(self, rows: Tensor, per_row: int) -> Tensor:
+        """The other way round; the k rows of a token are added in the order of its slots, on every layout."""
+        if self.regroup_back is not None:
+            rows = rows.index_select(0, self.regroup_back)
+        returned = all_to_all(rows, self.group, send_rows=self.receive, receive_rows=self.send)
+        by_number = returned.index_select(0, self.place)
+        return by_number if per_row == 1 else by_number.view(-1, per_row, by_number.shape[1]).sum(1)
+
+
+def _planned(experts: Tensor, num_experts: int, group: Group | None) -> tuple[Any, ...]:
+    ids = experts.reshape(-1)
+    order = ids.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, ids, torch.ones_like(ids))
+    if group is None:
+        return order, place, [], [], None, None, counts.tolist()
+    # [ranks, local experts]: of each rank's rows for the experts here
+    arriving = all_to_all(counts, group).view(group.size, -1)
+    both = torch.stack((counts.view(group.size, -1), arriving)).tolist()  # the one wait for the device
+    send, arriving_counts = [sum(row) for row in both[0]], both[1]
+    receive = [sum(row) for row in arriving_counts]
+    regroup = _regrouped(arriving_counts, order.device)
+    back = torch.empty_like(regroup)
+    back[regroup] = torch.arange(regroup.numel(), device=order.device)
+    return order, place, send, receive, regroup, back, [sum(column) for column in zip(*arriving_counts, strict=True)]
+
+
+def _regrouped(arriving: list[list[int]], device: torch.device) -> Tensor:
+    """Row numbers of what arrived, sorted by (rank, expert), in the order (expert, rank)."""
+    flat = [count for row in arriving for count in row]
+    starts = [0, *accumulate(flat)][:-1]
+    experts = len(arriving[0])
+    pieces = []
+    for expert in range(experts):
+        for rank in range(len(arriving)):
+            start = starts[rank * experts + expert]
+            pieces.append(torch.arange(start, start + arriving[rank][expert]))
+    return torch.cat(pieces).to(device)
+
+
+class _Move(torch.autograd.Function):
+    """One direction forward, the other one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        there: Callable[[Tensor, int], Tensor],
+        back: Callable[[Tensor, int], Tensor],
+        per_row: int,
+    ) -> Tensor:
+        ctx.back, ctx.per_row = back, per_row
+        return there(x, per_row)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("the exchange of tokens between experts")
+        return ctx.back(gradient, ctx.per_row), None, None, None
+
+
+class _NotedMove(_Move):
+    """A move whose result is small: the second run of a recomputed forward takes the first one's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        there: Callable[[Tensor, int], Tensor],
+        back: Callable[[Tensor, int], Tensor],
+        per_row: int,
+    ) -> Tensor:
+        ctx.back, ctx.per_row = back, per_row
+        (moved,) = note(lambda: (there(x, per_row),))
+        return moved
+
+
+@torch.compiler.disable
+def to_experts(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """x [T, h] -> [n, h], this rank's experts' rows. All-to-all over ep, forward and backward."""
+    y: Tensor = _Move.apply(x, dispatch.to_experts, dispatch.from_experts, dispatch.top_k)
+    return y
+
+
+@torch.compiler.disable
+def weights_to_experts(weights: Tensor, dispatch: Dispatch) -> Tensor:
+    """[T, k] -> [n, 1], the weight of each of the experts' rows. All-to-all over ep, forward and backward."""
+    y: Tensor = _NotedMove.apply(weights.reshape(-1, 1), dispatch.to_experts, dispatch.from_experts, 1)
+    return y
+
+
+@torch.compiler.disable
+def from_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
+    """[n, h] -> [T, h], the sum of each token's k rows. All-to-all over ep, forward and backward."""
+    y: Tensor = _Move.apply(rows, dispatch.from_experts, dispatch.to_experts, dispatch.top_k)
+    return y

@@ -1,0 +1,62 @@
+"""The feed-forward part with experts: route, send, compute, send back, add."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from core.tensor_parallel import gather_from_sequence_region, scatter_to_sequence_region
+from core.transformer.mlp import MLP
+from core.transformer.moe.balance import Balance
+from core.transformer.moe.dispatch import Dispatch, from_experts, to_experts, weights_to_experts
+from core.transformer.moe.experts import Experts
+from core.transformer.moe.router import Router
+from core.transformer.spec import Build
+
+
+class MoELayer(nn.Module):
+    """x [s, b, h] -> [s, b, h] ([s/tp, b, h] each way under sequence parallelism).
+
+    Inside, tokens are always shards over tp: as they come under sequence parallelism, else cut at entry and gathered
+    at exit. So no token is routed twice, and ep may fold over tp. Shared experts are a dense MLP, split over tp.
+    Collectives: see `dispatch`, `balance`; without sequence parallelism an all-gather over tp each way.
+    Raises ValueError: s that does not divide over tp; several ranks that hold the same experts, and nobody who sums
+    their gradients.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config, ps = build.config, build.parallel
+        assert config.num_moe_experts is not None
+        self.num_experts, self.parallel = config.num_moe_experts, ps
+        self.router, self.experts, self.balance = Router(build), Experts(build), Balance(build)
+        self.shared_experts: MLP | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            shared = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
+            self.shared_experts = MLP(replace(build, config=shared))
+        self._cuts_tokens = ps.size("tp") > 1 and not build.place.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], sharded alike."""
+        ps, tp = self.parallel, self.parallel.group("tp")
+        shard = scatter_to_sequence_region(self._padded(x), tp) if self._cuts_tokens else x
+        tokens = shard.reshape(-1, shard.shape[-1])
+        routing = self.router(tokens)
+        dispatch = Dispatch.plan(routing.experts, self.num_experts, ps.group("ep"))
+        rows, weights = to_experts(tokens, dispatch), weights_to_experts(routing.weights, dispatch)
+        y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
+        if self.balance.is_on and self.training:  # in both runs of a recomputed forward
+            y = self.balance.attach(y, routing, sequences=shard.shape[1])
+        if self._cuts_tokens:
+            y = gather_from_sequence_region(y, tp, to_tensor_region=False)[: x.shape[0]]
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Rows of zeros to a multiple of tp, for a generated token; in training rows would count for the balance."""
+        missing = -x.shape[0] % self.parallel.size("tp")
+        if missing and torch.is_grad_enabled():
+            raise ValueError(
+                f"sequence length {x.shape[0]} does not divide over {self.parallel.size('tp')} tensor-parallel ranks "
+                f"that route tokens of their own; pad it to {x.shape[0] + missing}"
+            )
+        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
