@@ -1,4 +1,5 @@
-"""One training step in one process: our GPTModel against Hugging Face's LlamaForCausalLM, both eager.
+"""One training step in one process: our GPTModel against Hugging Face's LlamaForCausalLM, both eager, and our layers
+compiled (inductor, a C++ compiler is needed) against ours eager.
 
     OMP_NUM_THREADS=1 python -m benchmarks.dense_step [--quick] [--json FILE]
 
@@ -23,6 +24,7 @@ from benchmarks.harness import (
     take_turns,
 )
 from benchmarks.llama import Shape
+from core.autograd.compiled import compile_layers
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
 from core.parallel_state import ParallelState
@@ -98,9 +100,14 @@ def compare(shape, batch, dtype, pairs):
     main = None
     if dtype == torch.bfloat16:
         main = take_turns(with_main_parameters(our_model(theirs, dtype), tokens, labels), b, pairs=max(5, pairs // 2))
+    compiled = our_model(theirs, dtype)
+    compile_layers(compiled)
+    faster = take_turns(
+        stepper(lambda: compiled(tokens, labels=labels).mean(), fused_adamw(compiled)), a, pairs=max(5, pairs // 2)
+    )
     share = kernel_seconds(b) / statistics.median(ratio.peer)
     fraction = flops_per_token(shape) * tokens.numel() / statistics.median(ratio.ours) / matmul_flops(dtype)
-    return ratio, main, fraction, share
+    return ratio, main, faster, fraction, share
 
 
 def main():
@@ -111,16 +118,18 @@ def main():
     pairs, result = 5 if args.quick else 11, {}
     print(f"{shape}, {batch * shape.seq} tokens, 1 thread, fused AdamW, eager")
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        ratio, main_parameters, fraction, share = compare(shape, batch, dtype, pairs)
+        ratio, main_parameters, faster, fraction, share = compare(shape, batch, dtype, pairs)
         print(ratio.row(f"{name}: ours against Hugging Face"))
         if main_parameters:
             print(main_parameters.row(f"{name}: ours with fp32 main parameters"))
+        print(faster.row(f"{name}: ours with compiled layers against ours eager"))
         print(f"{name}: ours runs at {fraction:.2f} of this machine's matmul rate")
         print(
             f"{name}: matmul and attention kernels are {share:.0%} of the peer's step: no ratio above {1 / share:.2f}"
         )
         result[f"speedup_vs_hf_{name}"] = ratio.median
         result[f"matmul_fraction_{name}"] = fraction
+        result[f"compiled_vs_eager_{name}"] = faster.median
     report(result, args.json)
 
 

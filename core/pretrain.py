@@ -33,6 +33,7 @@ from core.training.run.data import local_batches, open_corpus
 from core.training.run.evaluate import validate
 from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
+from core.transformer.kernels import kernels_of_run
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
 
@@ -45,7 +46,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
-    stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say)
+    stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say, may_be_on_meta=True)
     corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
@@ -111,7 +112,8 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
         with parallel_state.launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
             same_on_all_ranks(run)
             ps = ParallelState.build(run.parallel, device=device)
-            pretrain(loaded, run, ps)
+            with kernels_of_run(device, deterministic=run.training.deterministic):
+                pretrain(loaded, run, ps)
             ps.leave()  # threads of gloo that live into the interpreter's end have ended a rank by SIGABRT
 
 

@@ -32,6 +32,7 @@ class On:
     placement: tuple[int, ...] = (0,)
     layers: tuple[int, ...] = (6,)
     zero: bool = False
+    cp: int = 1
 
     @property
     def pp(self):
@@ -39,7 +40,7 @@ class On:
 
     def __str__(self):
         cut = "+".join(map(str, self.layers)) + "on" + "".join(map(str, self.placement))
-        return f"w{self.world}-tp{self.tp}-{cut}{'-zero' * self.zero}"
+        return f"w{self.world}-tp{self.tp}-{cut}{'-zero' * self.zero}{f'-cp{self.cp}' * (self.cp > 1)}"
 
 
 LAYOUTS = [
@@ -62,9 +63,12 @@ LAYOUTS = [
     On(4, tp=2, zero=True),
     On(4, placement=(0, 1), layers=(2, 4)),
     On(4, placement=(0, 1), layers=(4, 2), zero=True),
+    On(2, cp=2),
+    On(4, cp=4),
+    On(4, cp=2, zero=True),
 ]
 # one process; cuts that do and do not divide; states cut at any element; uneven stages, several on a rank
-COVER = [LAYOUTS[i] for i in (0, 2, 6, 11, 13, 15, 16, 18)]
+COVER = [LAYOUTS[i] for i in (0, 2, 6, 11, 13, 15, 16, 18, 21)]
 
 
 def whole(name, kind, shape):
@@ -75,7 +79,7 @@ def whole(name, kind, shape):
 
 def build(on, dtype, tied):
     """(stages, optimizer) with undefined values."""
-    ps = state(tp=on.tp, pp=on.pp)
+    ps = state(tp=on.tp, pp=on.pp, cp=on.cp)
     config = TransformerConfig(
         num_layers=6,
         hidden_size=96,
@@ -85,6 +89,7 @@ def build(on, dtype, tied):
         normalization="RMSNorm",
         activation_func="silu",
         gated_linear_unit=True,
+        attention_dropout=0.0,
         params_dtype=dtype,
     )
     starts = [sum(on.layers[:i]) for i in range(len(on.layers))]

@@ -199,6 +199,9 @@ class TrainingConfig:
     wandb_project: str | None = None
     """Write the records to this project of Weights & Biases too; offline unless WANDB_MODE says otherwise."""
 
+    deterministic: bool = False
+    """The same bits from run to run on an accelerator, too: torch's deterministic algorithms, slower."""
+
     profile: str | None = None
     """Steps in torch's profiler, as 20:25 for steps 20 to 24 (from 0): a trace of every rank under output/profile."""
 

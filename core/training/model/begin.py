@@ -1,6 +1,7 @@
 """The stages of a run with its first weights: drawn from the seed, of a Hugging Face folder, or of one's own."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -36,13 +37,21 @@ def build_stages(
 
 
 def begin(
-    run: RunConfig, tokens: int, ps: ParallelState, say: Callable[[str], None] = print
+    run: RunConfig,
+    tokens: int,
+    ps: ParallelState,
+    say: Callable[[str], None] = print,
+    *,
+    may_be_on_meta: bool = False,
 ) -> Mapping[int, nn.Module]:
     """stage -> module of this rank, with the weights that the run begins with. Collective.
 
-    A run that goes on from a checkpoint reads no other weights: `Checkpoints.resume` fills them.
+    A run that goes on from a checkpoint reads no other weights: `Checkpoints.resume` fills them. may_be_on_meta:
+    weights that are drawn from the seed are left to `DataParallel`, which fills its buckets with them one by one; a
+    rank never has them twice.
     """
-    return first_stages(run, tokens, ps, resumes=from_first(run.checkpoint.resumes, ps), say=say)
+    resumes = from_first(run.checkpoint.resumes, ps)
+    return first_stages(run, tokens, ps, resumes=resumes, say=say, may_be_on_meta=may_be_on_meta)
 
 
 def first_stages(
@@ -52,6 +61,7 @@ def first_stages(
     *,
     resumes: bool,
     say: Callable[[str], None] = lambda line: None,
+    may_be_on_meta: bool = False,
 ) -> Mapping[int, nn.Module]:
     """As `begin`, also for one process by itself. Raises ValueError: weights of another model."""
     weights, folder, length = run.checkpoint.weights, run.model.huggingface, run.data.sequence_length
@@ -60,7 +70,8 @@ def first_stages(
         if run.model.build is not None:
             stages = own_stages(run, tokens, ps)
         else:
-            stages = build_stages(run.model, run.pipeline, tokens, length, ps)
+            with torch.device("meta") if may_be_on_meta and weights is None else nullcontext():
+                stages = build_stages(run.model, run.pipeline, tokens, length, ps)
         if weights is not None and not resumes:
             load_weights(stages, weights, ps, say)
         return stages

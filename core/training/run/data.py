@@ -363,11 +363,16 @@ def _split(files: Sequence[tuple[float | None, TokenFile]], split: str) -> tuple
 
 
 def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A function that moves a batch to `device`; where documents begin stays on the host, which chooses by it what
-    attention computes."""
+    """A function that moves a batch to `device`, beside what runs there; where documents begin stays on the host,
+    which chooses by it what attention computes."""
+
+    def moved(x: Tensor) -> Tensor:
+        if device.type == "cpu":
+            return x.to(device)
+        return x.pin_memory().to(device, non_blocking=True)  # a copy of pageable memory would stop the host
 
     def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x if name == "document_begin" else x.to(device) for name, x in batch.items()}
+        return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}
 
     return move
 
