@@ -55,7 +55,7 @@ WRONG = {
         3,
         "is not a multiple of 2 x context(3) = 6; use",
     ),
-    "experts": ({"parallel": ParallelConfig(expert=2)}, 2, "expert=2, and the model has no experts; give num_moe_experts, or use expert=1"),
+    "experts": ({"parallel": ParallelConfig(expert=2)}, 2, "expert=2, and the model has no experts; give num_moe"),
     "stages": (
         {"parallel": ParallelConfig(pipeline=8)},
         8,
