@@ -18,6 +18,12 @@ PRIORITY = {
 }
 
 
+def use_deterministic() -> None:
+    """For the rest of the process: operations that give the same bits from run to run, or raise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+
+
 @contextmanager
 def kernels_of_run(device: torch.device, *, deterministic: bool = False) -> Iterator[None]:
     """Inside, attention tries its kernels in the order of `PRIORITY` (of CUDA; elsewhere torch's own order).
@@ -31,8 +37,7 @@ def kernels_of_run(device: torch.device, *, deterministic: bool = False) -> Iter
         if device.type in PRIORITY:
             stack.enter_context(sdpa_kernel(list(PRIORITY[device.type]), set_priority=True))
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-            torch.use_deterministic_algorithms(True)
+            use_deterministic()
         try:
             yield
         finally:

@@ -287,3 +287,12 @@ def test_a_plain_loop_goes_on_after_train_step(corpus):
     loss.backward()
     optimizer.step()
     assert model.global_steps == 2 and loss.item() < 5.6
+
+
+def test_deterministic_operations_are_for_a_loop_of_ones_own_too(corpus):
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        initialize(config=settings(corpus, training__deterministic=True))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -29,6 +29,7 @@ from core.training.run.engine import TrainingModel
 from core.training.run.evaluate import next_token_loss
 from core.training.run.facts import facts_of_run
 from core.training.run.loader import Loader, Scheduler
+from core.transformer.kernels import use_deterministic
 
 
 class Initialized(NamedTuple):
@@ -57,8 +58,8 @@ def initialize(
     loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`.
 
     A run that `config.checkpoint` says goes on has done so: `loader.step` and `optimizer.step_count` say from where;
-    `train_step` saves as it says. What `config.training` says of logs, validation and output is for your loop.
-    Joins torchrun's world if nobody did, and leaves it at exit. Collective: every rank calls it.
+    `train_step` saves as it says. What `config.training` says of logs, validation, profile and output is for your
+    loop. Joins torchrun's world if nobody did, and leaves it at exit. Collective: every rank calls it.
     Raises ValueError: everything in the configuration that does not fit together, before a process group exists; a
     field that another rank has otherwise; a model built for another layout or vocabulary.
     """
@@ -71,6 +72,8 @@ def initialize(
     if joins_world and is_initialized():
         atexit.register(destroy_world)
     same_on_all_ranks(run)
+    if run.training.deterministic:  # the loop is the program's: there is no end to undo it at
+        use_deterministic()
     ps = _parallel_state(run, model, device)
 
     # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
