@@ -11,6 +11,9 @@ from core.autograd.proxy import LinearProxy
 from core.autograd.regions import outermost
 
 
+OLDEST_TORCH = (2, 12)
+
+
 class CompiledForward(LinearProxy):
     """Runs a module's forward as compiled code in training mode, and as it is in eval mode.
 
@@ -59,8 +62,19 @@ class CompileHandle:
         self._forwards = []
 
 
+def check_torch(version: str = torch.__version__) -> None:
+    """Raise ValueError for a torch whose compiled layers, which share a graph, give other gradients."""
+    major, minor = (int(number) for number in version.split(".")[:2])
+    if (major, minor) < OLDEST_TORCH:
+        raise ValueError(
+            f"compile=layer needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, this is {version}, whose compiled layers "
+            "give wrong gradients where several share one graph; use a newer torch, or training.compile=none"
+        )
+
+
 def check_compiler(device: torch.device) -> None:
-    """Raise ValueError where torch.compile has no compiler for this device."""
+    """Raise ValueError where torch.compile has no compiler for this device, or is too old."""
+    check_torch()
     if device.type != "cpu":
         if find_spec("triton") is None:
             raise ValueError(
@@ -86,8 +100,9 @@ def compile_layers(module: nn.Module, *, backend: Any = "inductor", may_break: b
     Before `apply_recompute` and the executor, so that regions run the compiled code. Graphs are made in the first
     two steps. may_break: whether a layer may become several graphs; default: only layers of this package, which break
     at the collectives of tensor parallelism and at dropout.
-    Raises ValueError: a module without layers.
+    Raises ValueError: a module without layers; a torch that is too old.
     """
+    check_torch()
     try:
         layers = outermost(module, "layer")
     except ValueError:

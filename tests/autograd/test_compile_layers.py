@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from core.autograd import apply_recompute
-from core.autograd.compiled import check_compiler, compile_layers
+from core.autograd.compiled import OLDEST_TORCH, check_compiler, check_torch, compile_layers
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages
 from core.optimizer import OptimizerConfig, ShardedAdamW
@@ -25,7 +25,11 @@ from tests.parity.whole import assert_same
 from tests.states import state
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its own compiler
+TOO_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's own, of its own compiler
+    pytest.mark.skipif(TOO_OLD, reason="refused: this torch's compiled layers give wrong gradients"),
+]
 LAYERS, MICROBATCHES = 2, 2
 
 
@@ -178,3 +182,10 @@ def test_a_model_without_layers_and_a_machine_without_a_compiler(monkeypatch):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no_such_compiler"))
     with pytest.raises(ValueError, match="needs a C"):
         check_compiler(torch.device("cpu"))
+
+
+def test_a_torch_that_is_too_old_is_refused():
+    with pytest.raises(ValueError, match=r"compile=layer needs torch 2\.12, this is 2\.11\.0\+cpu"):
+        check_torch("2.11.0+cpu")
+    for version in ("2.12.0", "2.13.0+cpu", "2.14.0a0+git1234", "3.0.1"):
+        check_torch(version)
