@@ -21,18 +21,14 @@ from core.autograd.products import add_product
 from core.autograd.recompute import recomputed_region
 
 
-def matrices_of(weight: Tensor) -> Tensor:
-    """[e, o..., i] -> [e, o, i], a view."""
-    return weight if weight.dim() == 3 else weight.view(weight.shape[0], -1, weight.shape[-1])
-
-
 def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
     """x [n, i], matrices [e, i, o] -> [n, o]: each group's rows times its matrix."""
     if x.device.type not in ("cpu", "meta") and _has_grouped_product(x.device.type, x.dtype):
         ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, matrices, offs=ends)
     products = x.new_empty(x.shape[0], matrices.shape[2])
-    for rows, matrix, target in zip(x.split(counts), matrices, products.split(counts), strict=True):
+    rows_of, targets = torch.split_with_sizes(x, counts), torch.split_with_sizes(products, counts)
+    for rows, matrix, target in zip(rows_of, matrices.unbind(), targets, strict=True):
         if rows.shape[0]:
             torch.mm(rows, matrix, out=target)
     return products
@@ -55,8 +51,14 @@ def _has_grouped_product(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _add_products(target: Tensor, x: Tensor, gy: Tensor, counts: list[int]) -> None:
-    for matrix, rows, gradients in zip(matrices_of(target), x.split(counts), gy.split(counts), strict=True):
-        if rows.shape[0]:
+    matrices = target.view(target.shape[0], -1, target.shape[-1])
+    rows_of, gradients_of = torch.split_with_sizes(x, counts), torch.split_with_sizes(gy, counts)
+    for matrix, rows, gradients in zip(matrices.unbind(), rows_of, gradients_of, strict=True):
+        if not rows.shape[0]:
+            continue
+        if matrix.dtype == rows.dtype:
+            matrix.addmm_(gradients.t(), rows)
+        else:
             add_product(matrix, rows, gradients)
 
 
@@ -92,7 +94,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], stage: StageContext) -> Tensor:
-        matrices, device_type = matrices_of(weight), x.device.type
+        matrices, device_type = weight.flatten(1, -2), x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
             x, matrices = x.to(autocast_dtype), matrices.to(autocast_dtype)
@@ -109,7 +111,7 @@ class _GroupedLinear(torch.autograd.Function):
         weight, counts, bag, dx, dw = ctx.weight, ctx.counts, ctx.bag, None, None
         if ctx.needs_input_grad[0]:
             check_unwritten(weight, ctx.version)
-            dx = multiply_groups(gy, matrices_of(weight).to(gy.dtype), counts)
+            dx = multiply_groups(gy, weight.flatten(1, -2).to(gy.dtype), counts)
         if ctx.needs_input_grad[1]:
             (x,) = ctx.saved_tensors
             past_autograd = delivers(ctx, weight, ctx.region)
@@ -122,11 +124,11 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dw, None, None
 
 
-@torch.compiler.disable
 def grouped_linear(x: Tensor, weight: Tensor, counts: list[int], *, stage: StageContext) -> Tensor:
     """x [n, i], sorted by group, with weight [e, o..., i] -> [n, o]; `counts`: rows of each of the e groups.
 
-    The weight's gradient goes into the bag of `stage`, into `main_grad` or to autograd, as `deferred_linear`'s.
+    Not for compiled graphs: counts are read on the host. The weight's gradient goes into the bag of `stage`, into
+    `main_grad` or to autograd, as `deferred_linear`'s.
     """
     y: Tensor = _GroupedLinear.apply(x, weight, counts, stage)
     return y

@@ -125,7 +125,7 @@ class SplitWatch:
             self._split = []
             for submodule in module.modules():
                 for name, p in submodule.named_parameters(recurse=False):
-                    if "tp" in layout_of(p).split:
+                    if {"tp", "ep"} & layout_of(p).split.keys():
                         self._split.append((submodule, name))
         # by name: a reference to a parameter itself would keep torch from swapping it
         split_parameters = []

@@ -25,6 +25,16 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def silu_gate_gradient(y: Tensor, g: Tensor) -> Tensor:
+    """Of silu(gate) * up with respect to y [..., 2 f] (gate, then up), where its output's is g [..., f]."""
+    gate, up = y.chunk(2, -1)
+    grad = torch.empty_like(y)
+    into_gate, into_up = grad.chunk(2, -1)
+    torch.mul(g, F.silu(gate), out=into_up)
+    torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=into_gate)
+    return grad
+
+
 class _SiluGate(torch.autograd.Function):
     """silu(gate) * up in four kernels each way; both halves' gradients land in one buffer, with no concatenation."""
 
@@ -40,13 +50,7 @@ class _SiluGate(torch.autograd.Function):
             from core.autograd.gradients import no_second_derivative  # a configuration is read without autograd
 
             raise no_second_derivative("the fused SwiGLU")
-        (y,) = ctx.saved_tensors
-        gate, up = y.chunk(2, -1)
-        grad = torch.empty_like(y)
-        into_gate, into_up = grad.chunk(2, -1)
-        torch.mul(g, F.silu(gate), out=into_up)
-        torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=into_gate)
-        return grad
+        return silu_gate_gradient(ctx.saved_tensors[0], g)
 
 
 def gated(y: Tensor, activation: Activation) -> Tensor:

@@ -237,12 +237,12 @@ def _global_norms(slots: Sequence[ParameterSlot], order: float) -> list[Tensor]:
             norms.append(torch.linalg.vector_norm(elements.double(), order))
         else:
             norms.append(torch.zeros((), dtype=torch.float64, device=elements.device))
-    # First over the data ranks that share a bucket, then over the tensor ranks that share a matrix.
-    for over_tensor_ranks in (False, True):
+    # First over the data ranks that share a bucket, then over the ranks that share a matrix, or its experts.
+    for axis in ("", "tp", "ep"):
         members: dict[int, tuple[Group, list[int]]] = {}
         for number, slot in enumerate(slots):
-            if over_tensor_ranks:
-                group = ps.group("tp") if "tp" in layout_of(slot.parameter).split else None
+            if axis:
+                group = ps.group(axis) if axis in layout_of(slot.parameter).split else None
             else:
                 group = slot.buffer.ranks if slot.divided_now else None
             if group is not None:

@@ -35,10 +35,11 @@ class Heard:
 
     @property
     def sees_only_shard(self) -> bool:
-        """Whether tensor ranks hold the rest of what was reduced, multiplied or drawn for."""
+        """Whether tensor or expert ranks hold the rest of what was reduced, multiplied or drawn for."""
         layout = layout_of(self.parameter)
-        tensor = "tp" in layout.split and tuple(self.parameter.shape) != layout.padded_shape()
-        return tensor and self.kind in WRONG_ON_SHARDS
+        is_split = bool({"tp", "ep"} & layout.split.keys())
+        is_shard = is_split and tuple(self.parameter.shape) != layout.padded_shape()
+        return is_shard and self.kind in WRONG_ON_SHARDS
 
     def message(self, *modules: nn.Module) -> str:
         """What a user reads of a function of a part; the parameter is one of the modules'."""
@@ -59,6 +60,4 @@ class Heard:
             remedy = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
         else:
             remedy = _FULL_TENSOR_REMEDY
-        return (
-            f"{self.name} by hand sees {shape} of {subject}{name}, this tensor rank's part of {full_shape}: {remedy}"
-        )
+        return f"{self.name} by hand sees {shape} of {subject}{name}, this rank's part of {full_shape}: {remedy}"

@@ -4,7 +4,6 @@ Every rank calls every collective, with rows or without: (1) how many rows go to
 weights, and on the way back (4) the experts' outputs. Backward: the same the other way round, without (1).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,12 +21,14 @@ class Dispatch:
     """Where the T k rows of T tokens (k experts each) go.
 
     A row is (token, slot), number token * k + slot. order: [T k] the rows sorted by expert, by number within one;
-    place: [T k] the inverse. send, receive: rows per expert rank. regroup: what arrives is sorted by (rank, expert);
-    this takes it to (expert, rank); None on one rank. regroup_back: the inverse. counts: rows of each local expert.
+    tokens: [T k] the token of each; place: [T k] the inverse of order. send, receive: rows per expert rank. regroup:
+    what arrives is sorted by (rank, expert); this takes it to (expert, rank); None on one rank. regroup_back: the
+    inverse. counts: rows of each local expert.
     """
 
     top_k: int
     order: Tensor
+    tokens: Tensor
     place: Tensor
     send: list[int]
     receive: list[int]
@@ -42,23 +43,26 @@ class Dispatch:
 
         Waits for the host once: how many rows arrive decides the shapes.
         """
-        with torch.no_grad():
-            facts = note(lambda: _planned(experts, num_experts, group))
+        facts = note(lambda: _planned(experts, num_experts, group))
         order, place, send, receive, regroup, regroup_back, counts = facts
-        return cls(experts.shape[1], order, place, send, receive, regroup, regroup_back, counts, group)
+        top_k = experts.shape[1]
+        tokens = torch.div(order, top_k, rounding_mode="floor")
+        return cls(top_k, order, tokens, place, send, receive, regroup, regroup_back, counts, group)
 
     def to_experts(self, x: Tensor, per_row: int) -> Tensor:
         """[T, h] (per_row = k) or [T k, 1] (per_row = 1) -> the rows of this rank's experts, sorted by expert."""
-        rows = x.index_select(0, self.order if per_row == 1 else self.order // per_row)
+        rows = x.index_select(0, self.order if per_row == 1 else self.tokens)
+        if self.regroup is None:
+            return rows
         received = all_to_all(rows, self.group, send_rows=self.send, receive_rows=self.receive)
-        return received if self.regroup is None else received.index_select(0, self.regroup)
+        return received.index_select(0, self.regroup)
 
     def from_experts(self, rows: Tensor, per_row: int) -> Tensor:
         """The other way round; the k rows of a token are added in the order of its slots, on every layout."""
         if self.regroup_back is not None:
             rows = rows.index_select(0, self.regroup_back)
-        returned = all_to_all(rows, self.group, send_rows=self.receive, receive_rows=self.send)
-        by_number = returned.index_select(0, self.place)
+            rows = all_to_all(rows, self.group, send_rows=self.receive, receive_rows=self.send)
+        by_number = rows.index_select(0, self.place)
         return by_number if per_row == 1 else by_number.view(-1, per_row, by_number.shape[1]).sum(1)
 
 
@@ -95,59 +99,64 @@ def _regrouped(arriving: list[list[int]], device: torch.device) -> Tensor:
     return torch.cat(pieces).to(device)
 
 
-class _Move(torch.autograd.Function):
-    """One direction forward, the other one backward."""
+_EXCHANGE = "the exchange of tokens between experts"
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return dispatch.to_experts(x, dispatch.top_k)
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        there: Callable[[Tensor, int], Tensor],
-        back: Callable[[Tensor, int], Tensor],
-        per_row: int,
-    ) -> Tensor:
-        ctx.back, ctx.per_row = back, per_row
-        return there(x, per_row)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
-            raise no_second_derivative("the exchange of tokens between experts")
-        return ctx.back(gradient, ctx.per_row), None, None, None
+            raise no_second_derivative(_EXCHANGE)
+        return ctx.dispatch.from_experts(gradient, ctx.dispatch.top_k), None
 
 
-class _NotedMove(_Move):
-    """A move whose result is small: the second run of a recomputed forward takes the first one's."""
+class _FromExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return dispatch.from_experts(rows, dispatch.top_k)
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        there: Callable[[Tensor, int], Tensor],
-        back: Callable[[Tensor, int], Tensor],
-        per_row: int,
-    ) -> Tensor:
-        ctx.back, ctx.per_row = back, per_row
-        (moved,) = note(lambda: (there(x, per_row),))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative(_EXCHANGE)
+        return ctx.dispatch.to_experts(gradient, ctx.dispatch.top_k), None
+
+
+class _WeightsToExperts(torch.autograd.Function):
+    """Noted, because they are small: a second run exchanges none."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        (moved,) = note(lambda: (dispatch.to_experts(weights, 1),))
         return moved
 
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative(_EXCHANGE)
+        return ctx.dispatch.from_experts(gradient, 1), None
 
-@torch.compiler.disable
+
 def to_experts(x: Tensor, dispatch: Dispatch) -> Tensor:
     """x [T, h] -> [n, h], this rank's experts' rows. All-to-all over ep, forward and backward."""
-    y: Tensor = _Move.apply(x, dispatch.to_experts, dispatch.from_experts, dispatch.top_k)
+    y: Tensor = _ToExperts.apply(x, dispatch)
     return y
 
 
-@torch.compiler.disable
 def weights_to_experts(weights: Tensor, dispatch: Dispatch) -> Tensor:
     """[T, k] -> [n, 1], the weight of each of the experts' rows. All-to-all over ep, forward and backward."""
-    y: Tensor = _NotedMove.apply(weights.reshape(-1, 1), dispatch.to_experts, dispatch.from_experts, 1)
+    y: Tensor = _WeightsToExperts.apply(weights.reshape(-1, 1), dispatch)
     return y
 
 
-@torch.compiler.disable
 def from_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
     """[n, h] -> [T, h], the sum of each token's k rows. All-to-all over ep, forward and backward."""
-    y: Tensor = _Move.apply(rows, dispatch.from_experts, dispatch.to_experts, dispatch.top_k)
+    y: Tensor = _FromExperts.apply(rows, dispatch)
     return y

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn import functional as F
 
 from core.autograd.gradients import no_second_derivative
 from core.autograd.grouped import grouped_linear
@@ -12,7 +13,7 @@ from core.parallel_state import Init, Layout
 from core.parallel_state.layout import set_layout
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
-from core.transformer.activations import Activation, gated
+from core.transformer.activations import Activation, gated, silu_gate_gradient
 from core.transformer.spec import Build
 
 
@@ -70,7 +71,7 @@ class Experts(torch.nn.Module):
                 "sums their gradients: a plain .grad and DDP take all data ranks for copies of one model; wrap the "
                 "model in core.data_parallel.DataParallel"
             )
-        return sum_gradient(weight, self._sum_group)
+        return weight if self._sum_group is None else sum_gradient(weight, self._sum_group)
 
 
 def _activate(y: Tensor, activation: Activation, is_gated: bool) -> Tensor:
@@ -91,9 +92,14 @@ class _WeightedActivation(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("the experts' activation")
         y, weights = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = y.detach().requires_grad_()
-            activated = _activate(leaf, ctx.activation, ctx.is_gated)
-        (dy,) = torch.autograd.grad(activated, leaf, gradient * weights.to(y.dtype))
+        weighted = gradient * weights.to(y.dtype)
+        if ctx.is_gated and ctx.activation is F.silu:
+            gate, up = y.chunk(2, -1)
+            activated, dy = F.silu(gate).mul_(up), silu_gate_gradient(y, weighted)
+        else:
+            with torch.enable_grad():
+                leaf = y.detach().requires_grad_()
+                activated = _activate(leaf, ctx.activation, ctx.is_gated)
+            (dy,) = torch.autograd.grad(activated, leaf, weighted)
         dweights = (gradient.to(weights.dtype) * activated.detach()).sum(-1, keepdim=True)
         return dy, dweights, None, None

@@ -29,6 +29,7 @@ class MoELayer(nn.Module):
         config, ps = build.config, build.parallel
         assert config.num_moe_experts is not None
         self.num_experts, self.parallel = config.num_moe_experts, ps
+        self._tensor_group, self._expert_group = ps.group("tp"), ps.group("ep")
         self.router, self.experts, self.balance = Router(build), Experts(build), Balance(build)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -38,11 +39,19 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], sharded alike."""
-        ps, tp = self.parallel, self.parallel.group("tp")
+        return self._outside_graphs(x) if torch.compiler.is_compiling() else self._forward(x)
+
+    @torch.compiler.disable
+    def _outside_graphs(self, x: Tensor) -> Tensor:
+        """How many rows go where is known on the host only: a graph cannot hold it."""
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        tp = self._tensor_group
         shard = scatter_to_sequence_region(self._padded(x), tp) if self._cuts_tokens else x
         tokens = shard.reshape(-1, shard.shape[-1])
         routing = self.router(tokens)
-        dispatch = Dispatch.plan(routing.experts, self.num_experts, ps.group("ep"))
+        dispatch = Dispatch.plan(routing.experts, self.num_experts, self._expert_group)
         rows, weights = to_experts(tokens, dispatch), weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
         if self.balance.is_on and self.training:  # in both runs of a recomputed forward

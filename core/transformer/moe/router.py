@@ -53,13 +53,15 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, h] of this rank's tokens."""
-        weight = sum_gradient(self.weight, self.group)
+        weight = self.weight if self.group is None else sum_gradient(self.weight, self.group)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                logits = F.linear(x.to(dtype), weight.to(dtype))
+        else:
             logits = F.linear(x.to(dtype), weight.to(dtype))
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        with torch.no_grad():
-            (experts,) = note(lambda: (self._chosen(scores.detach()),))
+        (experts,) = note(lambda: (self._chosen(scores.detach()),))
         if self.sigmoid:
             weights = scores.gather(1, experts)
             if self.top_k > 1:

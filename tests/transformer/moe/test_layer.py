@@ -6,14 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.tensor_parallel import count_calls, counted_step
 from core.autograd import apply_recompute
+from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, moe_spec
+from core.optimizer import OptimizerConfig, ShardedSGD
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.training import next_token_loss
 from core.transformer.moe import dispatch
 from core.transformer.moe.router import Router
-from tests.parity.whole import assert_same
+from tests.parity.whole import assert_same, whole_parameters
 from tests.states import state
 from tests.transformer.moe.layouts import ROUTERS, SEED, VOCAB, S, batch, config
 from tests.twins.per_parameter import PerParameterGradSync
@@ -222,3 +225,59 @@ def plain_loop():
 
 def test_a_plain_loop_over_expert_ranks_is_refused(ranks):
     ranks(plain_loop)
+
+
+def torchs_clipping(zero):
+    """Three steps with `torch.nn.utils.clip_grad_norm_`, on ranks that hold other experts and in one process."""
+    ps, found, norms = state(expert=2), [], []
+    for parallel in (ps, ParallelState.single("cpu")):
+        made, mine = model(parallel), batch()
+        if parallel is ps:
+            mine = {key: value[2 * ps.rank :][:2] for key, value in mine.items()}
+        shard = DataParallel(made, parallel, zero_stage=zero)
+        optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.05, clip_grad=0.0, weight_decay=0.0))
+        for _ in range(3):
+            factor = 1.0 if parallel is ps else 0.5  # gradients are means over replicas
+            (factor * made(mine["tokens"], labels=mine["labels"]).sum()).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        shard.remove()
+        found.append(whole_parameters(made, parallel))
+    assert norms[:3] == pytest.approx(norms[3:], rel=1e-12)
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    "zero", [0, pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
+)
+def test_torchs_clipping_takes_the_norm_of_all_experts(ranks, zero):
+    ranks(torchs_clipping, zero)
+
+
+def norms_by_hand():
+    """A norm of a weight of which expert ranks hold the rest."""
+    ps = state(tp=2, expert=2)
+    made, data = model(ps), batch()
+    made(data["tokens"], labels=data["labels"]).mean().backward()
+    with pytest.warns(UserWarning, match=r"norm by hand sees \[2, 2, 12, 16\] of .*experts.linear_fc1.weight"):
+        made.decoder.layers[0].mlp.experts.linear_fc1.weight.norm()
+
+
+def test_a_norm_of_some_experts_is_told(ranks):
+    ranks(norms_by_hand)
+
+
+def python_calls():
+    """Of forward, backward and torch's AdamW, 4 layers, experts over the data ranks that are here."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    made, tokens = model(state(expert=world), layers=4), batch()["tokens"]
+    if world > 1:
+        PerParameterGradSync(made, made.parallel)  # who sums: without it a plain loop is refused
+    return count_calls(counted_step(made, lambda: made(tokens, labels=tokens.roll(-1, 1)).mean()))
+
+
+@pytest.mark.parametrize("world, most", [(1, 1500), (2, 2000)])
+def test_python_calls_of_a_step(ranks, world, most):
+    for calls in ranks(python_calls, world=world):
+        assert 300 < calls <= most, "below 300 the count itself is broken"
