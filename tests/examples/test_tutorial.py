@@ -18,7 +18,7 @@ def test_the_page(tmp_path):
     losses = [float(loss) for loss in re.findall(r"\| loss (\S+) \|", trained)]
     assert losses[0] > 6.5 and losses[-1] < losses[0] - 0.8, "most of the way to the entropy of single tokens"
     assert "validation.ema" in trained
-    assert re.search(r"resumed from \S*runs/first/checkpoints/step-00000040: step 40", resumed)
+    assert re.search(r"resumed from \S*runs/first/checkpoints/step-00000040/?: step 40", resumed)
     assert "2-stage pipeline" in resumed
     assert "runs/averaged" in judged and "bits per byte" in judged
     assert "conversations: " in tuned and "the loss is of their answers" in tuned and "What is json?" in tuned
