@@ -10,7 +10,6 @@ from core.autograd.linear import make_compilable
 from core.autograd.proxy import LinearProxy
 from core.autograd.regions import outermost
 
-
 OLDEST_TORCH = (2, 12)
 
 
@@ -67,8 +66,8 @@ def check_torch(version: str = torch.__version__) -> None:
     major, minor = (int(number) for number in version.split(".")[:2])
     if (major, minor) < OLDEST_TORCH:
         raise ValueError(
-            f"compile=layer needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, this is {version}, whose compiled layers "
-            "give wrong gradients where several share one graph; use a newer torch, or training.compile=none"
+            f"compile=layer needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, this is {version}, whose compiled layers"
+            " give wrong gradients where several share one graph; use a newer torch, or training.compile=none"
         )
 
 
