@@ -68,12 +68,7 @@ def initialize(
     world_size = started_processes() if joins_world else world()[1]
     run = _checked(_run_config(config), model, world_size)
     # configuration first: its mistakes are reported before any process group exists
-    device = join_world(run.device, backend=run.parallel.backend)
-    if joins_world and is_initialized():
-        atexit.register(destroy_world)
-    same_on_all_ranks(run)
-    if run.training.deterministic:  # the loop is the program's: there is no end to undo it at
-        use_deterministic()
+    device = _joined(run, joins_world=joins_world)
     ps = _parallel_state(run, model, device)
 
     # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
@@ -103,6 +98,17 @@ def initialize(
         training_model.loader = Loader(source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation)
     atexit.register(checkpoints.close)  # runs before the world is left: the last registered is the first
     return Initialized(training_model, optimizer, training_model.lr_scheduler, training_model.loader)
+
+
+def _joined(run: RunConfig, *, joins_world: bool) -> torch.device:
+    """This rank's device, once all ranks are there and were given the same configuration."""
+    device = join_world(run.device, backend=run.parallel.backend)
+    if joins_world and is_initialized():
+        atexit.register(destroy_world)
+    same_on_all_ranks(run)
+    if run.training.deterministic:  # the loop is the program's: there is no end to undo it at
+        use_deterministic()
+    return device
 
 
 def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
