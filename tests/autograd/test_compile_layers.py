@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
 from core.autograd import apply_recompute
 from core.autograd.compiled import OLDEST_TORCH, check_compiler, check_torch, compile_layers
@@ -179,8 +180,8 @@ def test_a_model_without_layers_and_a_machine_without_a_compiler(monkeypatch):
     with pytest.raises(ValueError, match="needs triton for device cuda"):
         check_compiler(torch.device("cuda"))
     monkeypatch.setenv("CXX", "no_such_compiler")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no_such_compiler"))
-    with pytest.raises(ValueError, match="needs a C"):
+    without = inductor_config.patch({"cpp.cxx": (None, "no_such_compiler")})  # monkeypatch would take the entry away
+    with without, pytest.raises(ValueError, match="needs a C"):
         check_compiler(torch.device("cpu"))
 
 
