@@ -33,7 +33,8 @@ def _caller():
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path.name != Path(__file__).name:
+        is_installed = "site-packages" in path.parts  # an environment may lie in the repository
+        if path.is_relative_to(ROOT) and not is_installed and path.name != Path(__file__).name:
             return f"{path.relative_to(ROOT)} {frame.f_code.co_name}"
         frame = frame.f_back
     return "outside"
