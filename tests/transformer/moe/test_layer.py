@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.tensor_parallel import count_calls, counted_step
+from benchmarks.tensor_parallel import count_calls
 from core.autograd import apply_recompute
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, moe_spec
@@ -269,15 +269,16 @@ def test_a_norm_of_some_experts_is_told(ranks):
 
 
 def python_calls():
-    """Of forward, backward and torch's AdamW, 4 layers, experts over the data ranks that are here."""
+    """Of forward and backward, 4 layers, experts over the data ranks that are here. Without an optimizer, whose step
+    calls a hook of every model that other tests keep."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     made, tokens = model(state(expert=world), layers=4), batch()["tokens"]
     if world > 1:
         PerParameterGradSync(made, made.parallel)  # who sums: without it a plain loop is refused
-    return count_calls(counted_step(made, lambda: made(tokens, labels=tokens.roll(-1, 1)).mean()))
+    return count_calls(lambda: made(tokens, labels=tokens.roll(-1, 1)).mean().backward())
 
 
-@pytest.mark.parametrize("world, most", [(1, 1500), (2, 2000)])
-def test_python_calls_of_a_step(ranks, world, most):
+@pytest.mark.parametrize("world, most", [(1, 1400), (2, 1800)])  # an optimizer adds some 150
+def test_python_calls_of_forward_and_backward(ranks, world, most):
     for calls in ranks(python_calls, world=world):
         assert 300 < calls <= most, "below 300 the count itself is broken"
