@@ -26,12 +26,14 @@ class Notes:
         self.keeps_activations = keeps_activations
         self._noted: list[tuple[tuple[Any, ...], list[int]]] = []  # values; how often each tensor had been written
         self._next: int | None = None  # to be read by the second run
+        self._noted_activations = False
         self._outer: Notes | None = None
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Around the forward whose results are noted; a region inside a second run reads from the outer one."""
         self._noted, self._next, self._outer = [], None, _current.get()
+        self._noted_activations = False
         if self._outer is not None:  # what the outer one noted is read here, not made
             self.keeps_activations = self.keeps_activations or self._outer.keeps_activations
         token = _current.set(self)
@@ -66,8 +68,11 @@ class Notes:
             made = make() if self._outer is None else self._outer.take(make, activation=activation)
             # aliases without a graph: a noted tensor must not keep alive what it was computed from
             aliases = tuple(value.detach() if isinstance(value, Tensor) else value for value in made)
+            self._noted_activations = self._noted_activations or activation
             self._noted.append((aliases, [value._version for value in aliases if isinstance(value, Tensor)]))
             return made
+        if activation and not self._noted_activations:  # the first run was compiled, which notes none
+            return make()
         if self._next >= len(self._noted):
             raise RuntimeError(f"recompute: the second run called more than the {len(self._noted)} operations noted")
         values, versions = self._noted[self._next]
