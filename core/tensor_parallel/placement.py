@@ -1,5 +1,6 @@
 """Where the layers of one model live and over which group they are split: given to every layer's constructor."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -55,12 +56,12 @@ class Placement:
         """`Layout.partial` of a replicated parameter applied to sequence shards: each rank saw 1/tp of the tokens."""
         return frozenset({"tp"}) if self.sequence_parallel else frozenset()
 
-    def parameter(self, layout: Layout, init: Init) -> Parameter:
+    def parameter(self, layout: Layout, init: Init, sizes: Mapping[str, int] | None = None) -> Parameter:
         """This rank's shard of a parameter, full of NaN until `initialize_parameters` fills it under its name.
 
-        Raises ValueError: the split dim does not divide over the group.
+        sizes: of the axes, where others than tp split it. Raises ValueError: a split dim does not divide.
         """
-        local = layout.local_shape({"tp": self.tp})
+        local = layout.local_shape({"tp": self.tp} if sizes is None else sizes)
         parameter = Parameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
         set_layout(parameter, layout)
         parameter.initial = init  # type: ignore[attr-defined]

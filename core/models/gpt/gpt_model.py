@@ -199,8 +199,8 @@ class GPTModel(nn.Module):
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)
         in_plain_loop = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
-        if in_plain_loop and labels is not None and self.config.balances_experts:
-            follow_loss(output, self.stage)
+        if in_plain_loop and self.config.balances_experts:
+            follow_loss(output, self.stage, is_models=labels is not None)
         if self._watch is not None and in_plain_loop:
             replicated = self._output_is_replicated(labels is not None)
             self._watch.follow_after(self, output, output_is_replicated=replicated)

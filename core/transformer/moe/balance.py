@@ -49,8 +49,12 @@ class _Attach(torch.autograd.Function):
         return gradient, torch.full_like(ctx.like, scale), None, None
 
 
-def follow_loss(loss: Tensor, stage: StageContext) -> None:
+def follow_loss(loss: Tensor, stage: StageContext, *, is_models: bool) -> None:
     """In a plain loop: note what the program multiplies each token's loss [b, s] by, when its backward comes by."""
+
+    stage.scale_of_plain_loop = None  # what an earlier loss was multiplied by says nothing of this one
+    if not is_models:
+        return
 
     def remember(gradient: Tensor) -> None:
         stage.scale_of_plain_loop = gradient.sum() / gradient.count_nonzero().clamp(min=1)

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from core.autograd.gradients import no_second_derivative
 from core.autograd.grouped import grouped_linear
 from core.parallel_state import Init, Layout
-from core.parallel_state.layout import set_layout
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
 from core.transformer.activations import Activation, gated, silu_gate_gradient
@@ -22,12 +21,7 @@ class Weight(SpreadModule):
 
     def __init__(self, build: Build, layout: Layout, std: float) -> None:
         super().__init__()
-        local = layout.local_shape(build.parallel.sizes)
-        self.weight = Parameter(
-            torch.full(local, torch.nan, dtype=build.config.params_dtype, device=build.place.device)
-        )
-        set_layout(self.weight, layout)
-        self.weight.initial = Init(std=std)  # type: ignore[attr-defined]
+        self.weight = build.place.parameter(layout, Init(std=std), build.parallel.sizes)
 
 
 class Experts(torch.nn.Module):

@@ -47,7 +47,7 @@ class Router(nn.Module):
         self.sigmoid, self.pre_softmax = config.moe_router_score_function == "sigmoid", config.moe_router_pre_softmax
         self.scaling = config.moe_router_topk_scaling_factor
         self.num_groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
-        self.group, self.layer = build.parallel.group("tp"), build.layer
+        self.group = build.parallel.group("tp")
         layout = Layout((experts, config.hidden_size), partial=frozenset({"tp"}))
         self.weight = build.place.parameter(layout, Init(std=config.init_method_std))
 
