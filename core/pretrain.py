@@ -33,7 +33,7 @@ from core.training.run.data import local_batches, open_corpus
 from core.training.run.evaluate import validate
 from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
-from core.transformer.kernels import kernels_of_run
+from core.transformer.attention.kernels import kernels_of_run
 
 TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
 

@@ -4,11 +4,11 @@ from core.autograd.bag import StageContext, WeightGradBag
 from core.autograd.embedding import deferred_embedding
 from core.autograd.gradients import main_grad_of
 from core.autograd.linear import deferred_linear
-from core.autograd.notes import Notes, note, notes_activations
 from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
-from core.autograd.recompute import recompute
-from core.autograd.regions import apply_recompute, has_regions
+from core.autograd.recomputation.notes import Notes, note, notes_activations
+from core.autograd.recomputation.policy import apply_recompute, has_regions
+from core.autograd.recomputation.region import recompute
 from core.autograd.reroute import RerouteHandle, reroute
 
 __all__ = [

@@ -8,7 +8,7 @@ from torch import nn
 
 from core.autograd.linear import make_compilable
 from core.autograd.proxy import LinearProxy
-from core.autograd.regions import outermost
+from core.autograd.recomputation.policy import outermost
 
 OLDEST_TORCH = (2, 12)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from core.autograd.bag import StageContext
 from core.autograd.gradients import accumulate, check_unwritten, delivers, main_grad_of, no_second_derivative
 from core.autograd.products import add_product
-from core.autograd.recompute import recomputed_region
+from core.autograd.recomputation.region import recomputed_region
 
 
 def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:

@@ -17,9 +17,9 @@ from torch.nn import Parameter
 
 from core.autograd.bag import NO_DEFERRAL, StageContext, Ticket, object_of
 from core.autograd.gradients import check_unwritten, delivers, no_second_derivative
-from core.autograd.lazy_product import linears_of_region
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
-from core.autograd.recompute import recomputed_region
+from core.autograd.recomputation.lazy_product import linears_of_region
+from core.autograd.recomputation.region import recomputed_region
 
 
 def _multiply(x: Tensor, matrix: Tensor, flat_bias: Tensor | None, comm: Comm) -> Tensor:

@@ -9,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.autograd.bag import StageContext
 from core.autograd.embedding import deferred_embedding
-from core.autograd.leaving import in_torch_func
 from core.autograd.linear import deferred_linear, make_compilable
 from core.autograd.proxy import LinearProxy, proxies_of
+from core.autograd.recomputation.leaving import in_torch_func
 
 
 def _is_plain(weight: object) -> bool:

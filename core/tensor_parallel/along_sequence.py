@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.autograd.lazy_product import linears_of_region
+from core.autograd.recomputation.lazy_product import linears_of_region
 
 DIFFERENT = 0.02  # of the largest output: more than rounding of 16-bit numbers
 

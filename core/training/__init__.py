@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from core.training.config import load_run as load_run
     from core.training.config import same_on_all_ranks as same_on_all_ranks
     from core.training.config.rules import check_run as check_run
+    from core.training.run.engine.initialize import Initialized as Initialized
+    from core.training.run.engine.initialize import initialize as initialize
     from core.training.run.evaluate import evaluate_bits_per_byte as evaluate_bits_per_byte
     from core.training.run.evaluate import next_token_loss as next_token_loss
-    from core.training.run.facade import Initialized as Initialized
-    from core.training.run.facade import initialize as initialize
     from core.training.run.loop import train as train
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

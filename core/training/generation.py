@@ -11,7 +11,7 @@ from core.autograd import StageContext
 from core.models.gpt import GPTModel
 from core.pipeline.run.step import evaluating
 from core.training.sampling import Sampling
-from core.transformer.kv_cache import KVCache
+from core.transformer.attention.kv_cache import KVCache
 from core.transformer.layer import TransformerBlock
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel_state import mix32, seeded
+from core.transformer.attention.qkv import LayerTables, Tables
 from core.transformer.dropout import residual_dropout
-from core.transformer.qkv import LayerTables, Tables
 from core.transformer.spec import Build, TransformerLayerSpec
 
 

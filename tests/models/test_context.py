@@ -18,7 +18,7 @@ from core.pipeline import SingleStage
 from core.training import next_token_loss
 from core.training.generation import generate_batch
 from core.transformer import TransformerConfig
-from core.transformer.attention import CoreAttention
+from core.transformer.attention.self_attention import CoreAttention
 from core.transformer.rules import check_layout
 from tests.context_parallel.rows import documents
 from tests.models.huggingface import TODAY, exactly, random_model

@@ -9,7 +9,7 @@ from torch import nn
 
 from core.models.gpt import gpt2_spec
 from core.parallel_state import layout_of
-from core.transformer.attention import CoreAttention
+from core.transformer.attention.self_attention import CoreAttention
 from tests.models.gpt import VOCAB, batch, gpt
 from tests.parity.whole import assert_same, whole_gradients
 from tests.states import state

@@ -10,7 +10,7 @@ from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, schedules
 from core.training.generate import generate, generate_batch
 from core.training.sampling import Sampling
-from core.transformer.kv_cache import KVCache, LayerCache
+from core.transformer.attention.kv_cache import KVCache, LayerCache
 from tests.models.gpt import POSITIONS, VOCAB, config, gpt
 from tests.models.huggingface import TODAY, exactly, random_model
 from tests.models.test_huggingface import CONFIGS

@@ -235,7 +235,7 @@ def calls_a_stage(made):
     ],
 )
 def test_mistakes_are_told_before_anything_is_built(corpus, more, message, monkeypatch):
-    monkeypatch.setattr("core.training.run.facade.join_world", lambda *args: pytest.fail("joined a world"))
+    monkeypatch.setattr("core.training.run.engine.initialize.join_world", lambda *args: pytest.fail("joined a world"))
     with pytest.raises(ValueError, match=message):
         initialize(config=settings(corpus, **more))
 

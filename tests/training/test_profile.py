@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from core.parallel_state import ParallelState
-from core.parallel_state.ranges import named, profiled
 from core.pipeline import Pipeline, SingleStage
+from core.pipeline.run.ranges import named, profiled
 from core.training import TrainingConfig, next_token_loss
 from core.training.log.profile import StepProfiler
 from tests.parity import pipelines

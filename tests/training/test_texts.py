@@ -180,7 +180,7 @@ CHANGED = {
 def test_another_run_than_the_checkpoints_is_told_before_a_model_is_built(tmp_path, texts, monkeypatch, case):
     kept = {"checkpoint__directory": str(tmp_path / "kept"), "training__train_steps": 1}
     trained(run_of(tmp_path, texts, **kept))
-    monkeypatch.setattr("core.training.run.facade.begin", lambda *a, **k: pytest.fail("a model is built"))
+    monkeypatch.setattr("core.training.run.engine.initialize.begin", lambda *a, **k: pytest.fail("a model is built"))
     fields, message = CHANGED[case]
     with pytest.raises(ValueError, match=message):
         initialize(config=run_of(tmp_path, texts, **kept | fields))

@@ -5,7 +5,7 @@ import torch
 
 from core.autograd import StageContext
 from core.parallel_state.collectives import all_gather_objects
-from core.transformer.attention import CoreAttention
+from core.transformer.attention.self_attention import CoreAttention
 from core.transformer.dropout import Dropout, residual_dropout
 from core.transformer.spec import Build
 from tests.models.gpt import batch, config, gpt

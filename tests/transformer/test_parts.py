@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from core.autograd import StageContext
 from core.parallel_state import ParallelConfig, ParallelState, initialize_parameters
 from core.transformer.activations import ACTIVATIONS, gated
+from core.transformer.attention.qkv import rotate, rotate_plainly, split_qkv, split_qkv_plainly
 from core.transformer.dropout import Dropout
 from core.transformer.norm import LayerNorm, RMSNorm
 from core.transformer.positions import Rotary
-from core.transformer.qkv import rotate, rotate_plainly, split_qkv, split_qkv_plainly
 from core.transformer.rules import check_layout
 from core.transformer.spec import Build
 from core.transformer.transformer_config import TransformerConfig

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
-from core.autograd.regions import outermost
+from core.autograd.recomputation.policy import outermost
 from core.data_parallel.weights.weights import without_memory
 from core.parallel_state.flat import Entry, is_vector
 from core.parallel_state.layout import layout_of

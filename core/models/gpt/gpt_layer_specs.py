@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from core.transformer.attention import CoreAttention, SelfAttention
+from core.transformer.attention.self_attention import CoreAttention, SelfAttention
 from core.transformer.layer import PostNormLayer, SandwichNormLayer, TransformerLayer
 from core.transformer.mlp import MLP
 from core.transformer.moe import MoELayer

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from core.autograd import Comm, StageContext, main_grad_of
 from core.autograd.gradients import check_unwritten, delivers, no_second_derivative
 from core.autograd.products import add_product
-from core.autograd.recompute import recomputed_region
+from core.autograd.recomputation.region import recomputed_region
 from core.parallel_state.collectives import Group, all_gather
 from core.tensor_parallel.cross_entropy import compute_dtype, exp_sums, logits_to_gradient
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.parallel_state.ranges import named, profiled
 from core.pipeline.run.channel import Channel
 from core.pipeline.run.microbatch import StepContext
+from core.pipeline.run.ranges import named, profiled
 from core.pipeline.run.stage import Stage
 from core.pipeline.schedule.actions import Action
 from core.pipeline.schedule.lower import RankPlan

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from core.autograd import GradSync, Notes, WeightGradBag
-from core.autograd.module_state import StateBefore
+from core.autograd.recomputation.module_state import StateBefore
 from core.pipeline.run.step import LossFn
 
 

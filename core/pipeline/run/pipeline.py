@@ -12,7 +12,6 @@ from core.autograd import GradSync, NullGradSync
 from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.random import generators_of
-from core.parallel_state.ranges import named
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.channel import Channel
 from core.pipeline.run.checks.arguments import (
@@ -27,6 +26,7 @@ from core.pipeline.run.checks.plain_loop import BatchWatch, LossWatch, PlainLoop
 from core.pipeline.run.executor import Clock, Executor
 from core.pipeline.run.failure import FailureBroadcast
 from core.pipeline.run.microbatch import StepContext
+from core.pipeline.run.ranges import named
 from core.pipeline.run.stage import Stage
 from core.pipeline.run.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
 from core.pipeline.run.tied import check_tables, detach_tied_gradients, sum_tied_gradients

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from core.autograd import GradSync, NullGradSync, StageContext
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.random import seeded
-from core.parallel_state.ranges import named
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.ranges import named
 from core.pipeline.run.step import (
     Batch,
     LossFn,

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from core.autograd import NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.linear import make_compilable
-from core.autograd.module_state import ModuleState, StateBefore
-from core.autograd.notes import Notes
 from core.autograd.proxy import has_compiled_code
-from core.autograd.regions import check_keeps
+from core.autograd.recomputation.module_state import ModuleState, StateBefore
+from core.autograd.recomputation.notes import Notes
+from core.autograd.recomputation.policy import check_keeps
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight

@@ -15,7 +15,7 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
-from core.parallel_state.ranges import named
+from core.pipeline.run.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
 from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from core.optimizer import StepStats
 from core.parallel_state.environment import HostCopy, reading_waits
-from core.parallel_state.ranges import named
 from core.pipeline import StepResult
+from core.pipeline.run.ranges import named
 from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
 from core.training.log.profile import StepProfiler

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from core.autograd.bag import StageContext
-from core.autograd.notes import note
+from core.autograd.recomputation.notes import note
 from core.parallel_state.collectives import all_reduce
 from core.transformer.moe.router import Routing
 from core.transformer.spec import Build

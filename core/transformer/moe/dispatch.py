@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.autograd.gradients import no_second_derivative
-from core.autograd.notes import note
+from core.autograd.recomputation.notes import note
 from core.parallel_state.collectives import Group, all_to_all
 
 

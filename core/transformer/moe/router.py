@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from core.autograd.notes import note
+from core.autograd.recomputation.notes import note
 from core.parallel_state import Init, Layout
 from core.tensor_parallel import sum_gradient
 from core.transformer.spec import Build

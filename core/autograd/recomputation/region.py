@@ -4,7 +4,7 @@ It runs again at most once per microbatch.
 
 A region is one autograd Function whose inputs are its tensors and its parameters, so gradients,
 `torch.autograd.grad`, post-accumulate hooks and DDP see an ordinary node. Where tensors leave it otherwise than as
-results, which its first run shows, it is torch's checkpoint instead (core/autograd/leaving.py).
+results, which its first run shows, it is torch's checkpoint instead (core/autograd/recomputation/leaving.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,10 +19,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
-from core.autograd.lazy_product import LazyProduct, RegionLinears, linears_of_region
-from core.autograd.leaving import LeakWatch, RegionHistory, call_with_graph, in_torch_func, is_plain
-from core.autograd.module_state import Autocast, random_state, set_random_state
-from core.autograd.notes import Notes
+from core.autograd.recomputation.lazy_product import LazyProduct, RegionLinears, linears_of_region
+from core.autograd.recomputation.leaving import LeakWatch, RegionHistory, call_with_graph, in_torch_func, is_plain
+from core.autograd.recomputation.module_state import Autocast, random_state, set_random_state
+from core.autograd.recomputation.notes import Notes
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
 # then keeps its activations, else it would run a third time.

@@ -25,11 +25,11 @@ from core.training.resume.same_run import refuse_another_run
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import BatchSource, Corpus, open_corpus
-from core.training.run.engine import TrainingModel
+from core.training.run.engine.training_model import TrainingModel
 from core.training.run.evaluate import next_token_loss
 from core.training.run.facts import facts_of_run
 from core.training.run.loader import Loader, Scheduler
-from core.transformer.kernels import use_deterministic
+from core.transformer.attention.kernels import use_deterministic
 
 
 class Initialized(NamedTuple):

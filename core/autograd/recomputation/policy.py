@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from core.autograd.bag import StageContext
-from core.autograd.leaving import RegionHistory, Submodules
 from core.autograd.proxy import LinearProxy, proxies_of
-from core.autograd.recompute import recomputed_region, run_region
+from core.autograd.recomputation.leaving import RegionHistory, Submodules
+from core.autograd.recomputation.region import recomputed_region, run_region
 
 Selector = str | type[nn.Module]
 Policy = str | Sequence[Selector]

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from core.autograd.module_state import ModuleState
 from core.autograd.proxy import LinearProxy
+from core.autograd.recomputation.module_state import ModuleState
 
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _PLAIN_TYPES = (*(type(None), bool, int, float, str), *(torch.dtype, torch.device, torch.Size, slice))
@@ -126,9 +126,9 @@ class RegionHistory:
     state: of the modules inside, which the second run finds as the first did.
     leaks_tensors: whether tensors live on that are no results; None until the first run. may_leak, computed: see
     `Submodules`.
-    early_stop_tries: how often its second run may still skip the last product (core/autograd/lazy_product.py) in
+    early_stop_tries: how often its second run may still skip the last product (lazy_product.py) in
     vain. Two, because a first run may be kept alive by chance: an error caught in some import keeps its frames.
-    keeps_activations: whether activations that operations note are kept for the second run (core/autograd/notes.py).
+    keeps_activations: whether activations that operations note are kept for the second run (notes.py).
     """
 
     all_parameters_named = False

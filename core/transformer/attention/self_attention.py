@@ -20,9 +20,9 @@ from core.context_parallel import (
 )
 from core.parallel_state import Init, seeded
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, sum_gradients_of_foreign
+from core.transformer.attention.kv_cache import LayerCache
+from core.transformer.attention.qkv import Tables, rotate, split_qkv
 from core.transformer.dropout import Dropout
-from core.transformer.kv_cache import LayerCache
-from core.transformer.qkv import Tables, rotate, split_qkv
 from core.transformer.spec import Build, TransformerLayerSpec
 
 STRIP = 1024  # most queries of one strip under a window: the mask of a strip is at most [STRIP, STRIP + window]
