@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_formulas(ranks):
     element = 8 * b * s * d
     gathered = 3 * 2 * g * element  # forward, backward, and the reduce-scatter of gradients
     assert ranks(traffic, "all_gather", None, SIZES, world=c) == [gathered] * c
-    ring = (2 * g * (c - 1) + 2 * g * (c - 1) + 2 * g * c) * element // c
+    ring = 3 * 2 * g * (c - 1) * element // c  # forward, backward, and the gradients' way home
     assert ranks(traffic, "p2p", None, SIZES, world=c) == [ring] * c
     assert ranks(traffic, "a2a", None, SIZES, world=c) == [2 * (2 * a + 2 * g) * element // c] * c
 
@@ -116,8 +116,8 @@ def stale_keys(s, sizes):
     ring_module.Passed.wait = lambda self: (real(self), self._sent_block)[1]
     start = ring_module.Passed.__init__
 
-    def remembering(self, x, to, source):
-        start(self, x, to, source)
+    def remembering(self, x, ring):
+        start(self, x, ring)
         self._sent_block = x
 
     ring_module.Passed.__init__ = remembering
