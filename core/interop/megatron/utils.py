@@ -67,7 +67,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
 
 
 def _document_begin(mask: Tensor) -> Tensor:
-    """Of packed documents: bool [b or 1, 1, s, s], True = hidden -> int64 [b or 1, s], the first key each row sees."""
+    """bool [b or 1, 1, s, s], True = hidden, of documents -> int64 [b or 1, s]: the first key that each row sees."""
     begin = mask[:, 0].logical_not().to(torch.uint8).argmax(-1)
     if not torch.equal(visible_mask(begin), mask):
         raise ValueError(
