@@ -174,18 +174,14 @@ def test_a_run_that_is_over_exports_what_it_is_asked_for(tmp_path, capsys):
     """A finished run is asked for a folder: it is written from the newest checkpoint, nothing is trained."""
     made = prepared(tmp_path)
     flags = [f"--data.train={made.train}", f"--data.valid={made.valid}", f"--data.tokenizer={made.tokenizer}"]
-    flags += [
-        "--model.num-layers",
-        "2",
-        "--model.hidden-size",
-        "32",
-        "--model.num-attention-heads",
-        "4",
-        "--device",
-        "cpu",
-    ]
-    flags += ["--training.train-steps", "1", "--training.global-batch-size", "2", "--data.sequence-length", "16"]
-    flags += ["--device", "cpu"]
+    sizes = {
+        "model.num-layers": 2,
+        "model.hidden-size": 32,
+        "model.num-attention-heads": 4,
+        "data.sequence-length": 16,
+    }
+    sizes |= {"training.train-steps": 1, "training.global-batch-size": 2, "device": "cpu"}
+    flags += [f"--{name}={value}" for name, value in sizes.items()]
     flags += [f"--training.output={tmp_path / 'run'}", f"--checkpoint.directory={tmp_path / 'ckpt'}"]
     pretrain(flags)
     capsys.readouterr()

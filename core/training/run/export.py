@@ -21,10 +21,7 @@ def export_rules(
     """
     name = f"checkpoint.export_huggingface={folder}"
     path = Path(folder).expanduser()
-    yield (
-        "://" not in str(folder),
-        f"{name}: these files are written into a local directory only; copy them from there",
-    )
+    yield "://" not in str(folder), f"{name}: a local directory is needed; copy the files from there"
     empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     yield empty, f"{name} is there already; give a directory that is to be made"
     yield described_as is not None, f"{name} needs a GPTModel: no family of Hugging Face's is known for others"
