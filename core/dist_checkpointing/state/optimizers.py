@@ -75,8 +75,9 @@ class Parameter:
             return value
         offset = leaf.global_offset[:axes] + (0,) * value.dim()
         shape = (*self.stack_shape, *value.shape)
-        stack = {"stack": leaf.stack, "layers": leaf.layers, "depth": leaf.depth}
-        return ShardedTensor(key, value, shape, offset, 0, axes, **stack)
+        return ShardedTensor(
+            key, value, shape, offset, 0, axes, stack=leaf.stack, layers=leaf.layers, depth=leaf.depth
+        )
 
 
 def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Iterator[Parameter]:
