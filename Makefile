@@ -8,6 +8,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := $(VENV)/.stamp
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
+# two at a time: half of a test's time is waiting; each has a pool of four ranks, 3 GB in all
+WORKERS ?= 2
+PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?= 4
 LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel --pipeline.schedule zb-v --training.micro-batch-size 4 \
 	--optimizer.lr 2e-3 --optimizer.min-lr 2e-4
@@ -24,10 +27,10 @@ $(STAMP): pyproject.toml
 	touch $@
 
 test: $(STAMP)
-	$(RUN) -m pytest -m "not full" --durations=10
+	$(PYTEST) -m "not full" --durations=10
 
 test-all: $(STAMP)
-	$(RUN) -m pytest --durations=10
+	$(PYTEST) --durations=10
 
 VERSIONS ?= 2.11.0 2.12.1 2.13.0 latest
 test-versions:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,13 @@ WITHOUT_TORCH = [
 ]
 
 
+@cache
 def imports(path):
     """Every absolute module name that the file imports, TYPE_CHECKING blocks included."""
+    return tuple(_imports(path))
+
+
+def _imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

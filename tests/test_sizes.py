@@ -1,6 +1,7 @@
 """Small files, small functions, few arguments: what does not fit must become simpler first."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -8,9 +9,14 @@ FILES = [p for room in ("core", "tests", "examples", "benchmarks") for p in sort
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+@cache
+def nodes(path):
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def functions():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, FUNCTION):
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 
@@ -31,7 +37,7 @@ def test_nothing_in_core_uses_the_global_statement_below_the_roof():
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
         if path.parts[len(ROOT.parts)] == "core" and path.name != "current.py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Global)
     ]
     assert not found

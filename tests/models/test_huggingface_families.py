@@ -16,7 +16,7 @@ from core.models.huggingface import FAMILIES, canonical, from_huggingface, load_
 from core.models.huggingface.rows import LLAMA_ROWS
 from core.models.huggingface.sources import Folder
 from core.parallel_state import ParallelState, layout_of
-from core.transformer import attention
+from core.transformer.attention import self_attention as attention
 from tests.models.huggingface import TODAY, exactly, random_model
 from tests.models.test_huggingface import COMMON, CONFIGS
 from tests.parity.whole import assert_same, whole_gradients

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend
 from core.autograd import products
 from core.data_parallel import replicas
 from core.training.run.data import moved_to
-from core.transformer import kernels
+from core.transformer.attention import kernels
 
 
 def test_attention_has_a_stated_priority_inside_a_run_only():

@@ -177,7 +177,8 @@ def test_a_preset_that_the_layout_or_other_facts_do_not_allow():
         RunConfig.from_dict(learned).check(1)
 
 
-def test_a_preset_is_spelt_out_with_its_origin(capsys):
+def test_a_preset_is_spelt_out_with_its_origin(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # wide enough for a line of help
     loaded = load_run(["--model.preset", "qwen3-0.6b", "--model.no-tie-embeddings", "--model.qk-layernorm"])
     assert loaded.run.model.tie_embeddings is False and loaded.run.model.qk_layernorm is True
     lines = loaded.lines()

@@ -28,6 +28,7 @@ from core.parallel_state import (
     seeded,
 )
 from core.parallel_state.collectives import broadcast
+from core.parallel_state.modules import Stack
 from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
 from core.pipeline.schedule.partition import even
@@ -95,7 +96,7 @@ class GPTModel(nn.Module):
         self.parallel_output, self.tells_of_columns = parallel_output is not False, parallel_output is None
         self.stage, self.transformer_layer_spec = StageContext(), transformer_layer_spec
         spec = transformer_layer_spec
-        self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
+        self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
         self.place = build.place
@@ -345,6 +346,12 @@ class GPTModel(nn.Module):
         if self.place.group is not None:
             seed = broadcast(seed.to(self.parallel.device), self.place.group)
         return int(seed.item())
+
+
+def stack_of(config: TransformerConfig) -> Stack:
+    """All layers of a model; where some have experts and others not, parameters of `mlp` are of some layers only."""
+    kinds = tuple(config.has_experts(layer) for layer in range(config.num_layers))
+    return Stack(config.num_layers, {"mlp": kinds} if len(set(kinds)) > 1 else {})
 
 
 def stage_layers(num_layers: int, ps: ParallelState) -> range:
