@@ -1,9 +1,10 @@
-"""Long sequences: attention over two ranks beside torch's ring, documents, kept attention, the loss in chunks.
+"""Long sequences: attention over two ranks beside torch's ring, documents, kept attention, the loss in chunks, and
+whole steps beside data parallelism.
 
-    python -m benchmarks.context_parallel [--quick] [--json FILE]
+    python -m benchmarks.context_parallel [--quick] [--parts ...] [--json FILE]
 
-CPU seconds of all ranks (getrusage): on a shared machine waiting says little. torch's own context parallelism refuses
-CPUs; its ring template runs when it is handed the CPU kernel, which is the peer here.
+CPU seconds of all ranks (getrusage), with the time beside them: on a shared machine waiting says little. torch's own
+context parallelism refuses CPUs; its ring template runs when it is handed the CPU kernel, which is the peer here.
 """
 
 import argparse
@@ -12,19 +13,28 @@ import os
 import resource
 import statistics
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
+from benchmarks.harness import matmul_flops
 from core.autograd import Comm, StageContext, apply_recompute
 from core.context_parallel import Exchange, begin_of_rows, context_attention, visible_mask
+from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, llama_config, llama_spec
 from core.models.gpt.head_loss import head_loss
-from core.parallel_state import ContextRows, ParallelConfig, ParallelState
+from core.optimizer import OptimizerConfig, ShardedAdamW
+from core.parallel_state import ContextRows, ParallelConfig, ParallelState, context_batch
+from core.pipeline import SingleStage
 from core.tensor_parallel import vocab_parallel_cross_entropy
 from core.testing.live import LiveBytes
+from core.training import next_token_loss
+
+PAIRS = 5
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def cpu():
@@ -34,17 +44,33 @@ def cpu():
 
 
 def alternating(sides, pairs, total=lambda seconds: seconds, before=lambda: None):
-    """name -> median CPU seconds of calls that take turns, after one of each."""
+    """name -> [(CPU seconds, seconds)] of calls that take turns, after one of each."""
     times = {name: [] for name in sides}
     for turn in range(pairs + 1):
         for name in sides if turn % 2 else reversed(sides):
             before()
-            start = cpu()
+            begin, start = time.perf_counter(), cpu()
             sides[name]()
-            seconds = total(cpu() - start)
+            used = total(cpu() - start), time.perf_counter() - begin
             if turn:
-                times[name].append(seconds)
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name].append(used)
+    return times
+
+
+def median(times, name, clock=0):
+    """Of a side: its CPU seconds, or (clock=1) its seconds."""
+    return statistics.median(used[clock] for used in times[name])
+
+
+def compare(found, key, times, over, under):
+    """found[key]: the median over the pairs of `over`'s CPU seconds / `under`'s; prints that of time beside it."""
+    texts = []
+    for clock, what in enumerate(("CPU seconds", "time")):
+        each = [a[clock] / b[clock] for a, b in zip(times[over], times[under], strict=True)]
+        texts.append(f"{what} {statistics.median(each):.3f} ({min(each):.3f} .. {max(each):.3f}, {len(each)} pairs)")
+        if clock == 0:
+            found[key] = statistics.median(each)
+    print(f"{key:36s} {'; '.join(texts)}", flush=True)
 
 
 def backward(attend, q, k, v, grad):
@@ -129,20 +155,96 @@ def attention_rank(rank, world, store, s, pairs, result):
     dist.destroy_process_group()
 
 
-def attention(quick, found):
+def on_ranks(work, world, *options):
+    """What rank 0 of `work(rank, world, store, *options, result)` writes."""
     with tempfile.TemporaryDirectory() as directory:
         result = os.path.join(directory, "result")
-        mp.spawn(attention_rank, (2, os.path.join(directory, "store"), 1024 if quick else 4096, 5, result), nprocs=2)
+        mp.spawn(work, (world, os.path.join(directory, "store"), *options, result), nprocs=world)
         with open(result) as file:
-            medians = json.load(file)
-    for dtype, times in medians.items():
-        for name, seconds in times.items():
-            print(f"attention over 2 ranks, {dtype:9s} {name:18s} {seconds * 1e3:8.1f} CPU ms")
-        short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-        fastest = min(v for n, v in times.items() if n.startswith("torch"))
-        found[f"attention_vs_torch_ring_{short}"] = fastest / min(
-            v for n, v in times.items() if not n.startswith("torch")
-        )
+            return json.load(file)
+
+
+def attention(quick, found):
+    for dtype, times in on_ranks(attention_rank, 2, 1024 if quick else 4096, PAIRS).items():
+        for name in times:
+            print(f"attention over 2 ranks, {dtype:9s} {name:18s} {median(times, name) * 1e3:8.1f} CPU ms")
+        fastest = [
+            min((n for n in times if n.startswith("torch") == theirs), key=lambda n: median(times, n))
+            for theirs in (True, False)
+        ]
+        short = next(name for name, known in DTYPES.items() if str(known).endswith(dtype))
+        compare(found, f"attention_vs_torch_ring_{short}", times, *fastest)
+
+
+def matmul_dtypes():
+    """short name -> dtype of the whole steps: bf16 only where its matmul is not slower than float32's."""
+    rates = {name: matmul_flops(dtype, n=512, rounds=12) for name, dtype in DTYPES.items()}
+    if rates["bf16"] >= rates["fp32"]:
+        return DTYPES
+    print(
+        f"bf16 steps are left out: this processor multiplies bf16 at {rates['bf16'] / 1e9:.1f} GFLOP/s, float32 at "
+        f"{rates['fp32'] / 1e9:.1f}"
+    )
+    return {"fp32": torch.float32}
+
+
+def step_rank(rank, world, store, s, dtype, pairs, result):
+    """One rank of a whole step: `world` sequences over as many data ranks, and over context ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    config = llama_config(
+        num_layers=2, hidden_size=256, num_attention_heads=4, ffn_hidden_size=704, params_dtype=dtype
+    )
+    tokens = torch.randint(2048, (world, s), generator=torch.Generator().manual_seed(0))
+    whole = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    layouts = {"dp": ParallelConfig()}
+    layouts |= {kind: ParallelConfig(context=world, cp_comm_type=kind) for kind in ("all_gather", "p2p", "a2a")}
+    sides, losses = {}, {}
+    for name, layout in layouts.items():
+        ps = ParallelState.build(layout, device="cpu")
+        model = GPTModel(config, llama_spec(), 2048, s, parallel=ps, seed=1)
+        shard = DataParallel(model, ps)
+        optimizer = ShardedAdamW(shard, OptimizerConfig(lr=1e-4))
+        executor = SingleStage(model, ps=ps, grad_sync=shard)
+        mine = {key: value[rank : rank + 1] for key, value in whole.items()} if name == "dp" else whole
+        batch = context_batch(mine, ps)
+
+        def step(name=name, executor=executor, optimizer=optimizer, batch=batch):
+            stats = executor.step(batch, next_token_loss)
+            optimizer.step(num_tokens=stats.num_tokens)
+            optimizer.zero_grad()
+            losses[name] = stats.loss.item()
+
+        sides[name] = step
+
+    def total(seconds):
+        value = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(value)
+        return value.item()
+
+    tried = alternating(sides, 1, total, dist.barrier)
+    assert max(losses.values()) - min(losses.values()) < 2e-2, f"the losses differ: {losses}"
+    best = min(layouts.keys() - {"dp"}, key=lambda name: tried[name][0][0])
+    choice = torch.tensor(list(layouts).index(best))
+    dist.broadcast(choice, 0)
+    best = list(layouts)[choice]
+    times = alternating({"dp": sides["dp"], best: sides[best]}, pairs, total, dist.barrier)
+    if rank == 0:
+        with open(result, "w") as file:
+            json.dump({"best": best, "times": times}, file)
+    dist.destroy_process_group()
+
+
+def steps(quick, found):
+    for world, s in ((2, 512 if quick else 4096), (4, 1024 if quick else 8192)):
+        for short, dtype in matmul_dtypes().items():
+            told = on_ranks(step_rank, world, s, dtype, PAIRS)
+            best, times = told["best"], told["times"]
+            print(
+                f"{world} sequences of {s}, {short}: over dp {median(times, 'dp') * 1e3:.0f}, over cp by {best} "
+                f"{median(times, best) * 1e3:.0f} CPU ms a step"
+            )
+            compare(found, f"cp{world}_vs_dp{world}_{short}", times, best, "dp")
 
 
 def documents(quick, found):
@@ -159,30 +261,34 @@ def documents(quick, found):
         ),
         "mask": lambda: backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *tensors),
     }
-    times = alternating(sides, 5)
-    print(f"8 documents in {s}: strips {times['ours'] * 1e3:.1f}, bool mask {times['mask'] * 1e3:.1f} CPU ms")
-    found["documents_vs_bool_mask"] = times["mask"] / times["ours"]
+    times = alternating(sides, PAIRS)
+    print(
+        f"8 documents in {s}: strips {median(times, 'ours') * 1e3:.1f}, mask {median(times, 'mask') * 1e3:.1f} CPU ms"
+    )
+    compare(found, "documents_vs_bool_mask", times, "mask", "ours")
 
 
 def recompute(quick, found):
     s = 1024 if quick else 4096
-    config = llama_config(
-        num_layers=4, hidden_size=256, num_attention_heads=4, ffn_hidden_size=704, params_dtype=torch.bfloat16
-    )
     tokens = torch.randint(512, (1, s))
-    sides = {}
-    for name, policy, keeps in (
-        ("none", "none", "nothing"),
-        ("keeps", "layer", "attention"),
-        ("all", "layer", "nothing"),
-    ):
-        model = GPTModel(config, llama_spec(), 512, s, parallel=ParallelState.single("cpu"), seed=1)
-        apply_recompute(model, policy, stage=model.stage, keeps=keeps)
-        sides[name] = lambda model=model: model(tokens, labels=tokens.roll(-1, 1)).sum().backward()
-    times = alternating(sides, 3)
-    print(f"forward and backward, s {s}, bf16: {', '.join(f'{n} {v * 1e3:.0f}' for n, v in times.items())} CPU ms")
-    found["recompute_layer_overhead"] = times["keeps"] / times["none"]
-    found["recompute_layer_overhead_keeps_nothing"] = times["all"] / times["none"]
+    for short, dtype in matmul_dtypes().items():
+        config = llama_config(
+            num_layers=4, hidden_size=256, num_attention_heads=4, ffn_hidden_size=704, params_dtype=dtype
+        )
+        sides = {}
+        for name, policy, keeps in (
+            ("none", "none", "nothing"),
+            ("keeps", "layer", "attention"),
+            ("all", "layer", "nothing"),
+        ):
+            model = GPTModel(config, llama_spec(), 512, s, parallel=ParallelState.single("cpu"), seed=1)
+            apply_recompute(model, policy, stage=model.stage, keeps=keeps)
+            sides[name] = lambda model=model: model(tokens, labels=tokens.roll(-1, 1)).sum().backward()
+        times = alternating(sides, PAIRS)
+        each = ", ".join(f"{name} {median(times, name) * 1e3:.0f}" for name in times)
+        print(f"forward and backward, s {s}, {short}: {each} CPU ms")
+        compare(found, f"recompute_layer_overhead_{short}", times, "keeps", "none")
+        compare(found, f"recompute_layer_overhead_keeps_nothing_{short}", times, "all", "none")
 
 
 def head(quick, found):
@@ -210,23 +316,25 @@ def head(quick, found):
         with LiveBytes(x, weight, labels) as live:
             sides[name]()
         peaks[name] = live.peak
-    times = alternating(sides, 3)
-    print(f"head and loss, {n} tokens of {v}: {', '.join(f'{k} {t * 1e3:.0f}' for k, t in times.items())} CPU ms")
+    times = alternating(sides, PAIRS)
+    print(f"head and loss, {n} tokens of {v}: {', '.join(f'{k} {median(times, k) * 1e3:.0f}' for k in times)} CPU ms")
     found["head_loss_peak"] = peaks["ours"] / peaks["whole"]
-    found["head_loss_time"] = times["ours"] / times["whole"]
+    compare(found, "head_loss_time", times, "ours", "whole")
     if "torch" in times:
-        found["head_loss_vs_torch"] = times["torch"] / times["ours"]
+        compare(found, "head_loss_vs_torch", times, "torch", "ours")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--json", metavar="FILE")
+    parts = {part.__name__: part for part in (documents, head, recompute, attention, steps)}
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    for part in (documents, head, recompute, attention):
-        part(options.quick, found)
+    for name in options.parts:
+        parts[name](options.quick, found)
     text = json.dumps({name: round(value, 3) for name, value in found.items()})
     if options.json:
         with open(options.json, "w") as file:
