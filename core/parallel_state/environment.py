@@ -45,6 +45,26 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
     return torch.device(requested.type, index)
 
 
+def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError where `device` does not compute in `dtype`: bfloat16 that a GPU emulates, 8 bits on any."""
+    if dtype.itemsize == 1:
+        raise ValueError(f"weights of {dtype}: 8-bit products are not here; use torch.bfloat16 or torch.float32")
+    if dtype != torch.bfloat16 or device.type in ("cpu", "meta"):
+        return
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if supported is None:  # a backend that does not tell; its kernels will
+        return
+    try:
+        is_native = supported(including_emulation=False)
+    except TypeError:  # a backend that has no emulation to leave out
+        is_native = supported()
+    if not is_native:
+        raise ValueError(
+            f"weights of {dtype} on {device}: this device does not compute in bfloat16 (NVIDIA's do from compute "
+            "capability 8.0 on); use float16 (model.fp16) or float32"
+        )
+
+
 def reading_waits(device: torch.device) -> bool:
     """Whether reading a value of this device makes the host wait for all that was asked of it before."""
     return device.type != "cpu"

@@ -146,6 +146,7 @@ def test_names_from_elsewhere_lead_to_fields_that_exist():
             "the batch sizes decide it; give global_batch_size and micro_batch_size",
         ),
         ("training.num_train_epochs", "a run is measured in updates; give training.train_steps"),
+        ("model.fp8", "8-bit products are not here; give model.bf16"),
         (
             "profiling.enable_profiling",
             "the parts are checkpoint, data, data_parallel, model, optimizer, parallel, pipeline, training",

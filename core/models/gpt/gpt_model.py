@@ -28,6 +28,7 @@ from core.parallel_state import (
     seeded,
 )
 from core.parallel_state.collectives import broadcast
+from core.parallel_state.environment import check_dtype
 from core.parallel_state.modules import Stack
 from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
@@ -65,7 +66,8 @@ class GPTModel(nn.Module):
         must then be one on all ranks that share a model; 1234 where nobody called it.
     Inside `with torch.device("meta")` nothing is allocated: `to_empty`, then `init_weights` or `load_state_dict`.
 
-    Raises ValueError: a config that does not fit the layout of ranks (all reasons at once).
+    Raises ValueError: a config that does not fit the layout of ranks (all reasons at once), or a dtype that the
+    device does not compute in.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.parallel = ps = parallel if parallel is not None else current_state()
         check_layout(config, ps.config, transformer_layer_spec)
+        check_dtype(ps.device, config.params_dtype)
         self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         self.pre_process = ps.is_first_stage if pre_process is None else pre_process
         self.post_process = ps.is_last_stage if post_process is None else post_process

@@ -130,5 +130,8 @@ REMARKS = {
     "enable_checkpoint": "give checkpoint.directory; without it nothing is saved",
     "torch_compile": "give training.compile=layer; the loss and the optimizer are not compiled",
     "model_type": "give model.huggingface, a folder with a config.json, or model.style",
+    "fp8": "8-bit products are not here; give model.bf16",
+    "fp8_format": "8-bit products are not here; give model.bf16",
+    "fp8_recipe": "8-bit products are not here; give model.bf16",
     "attention_bias": "give model.add_qkv_bias or model.add_bias_linear",
 }
