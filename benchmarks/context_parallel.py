@@ -10,17 +10,14 @@ context parallelism refuses CPUs; its ring template runs when it is handed the C
 import argparse
 import json
 import os
-import resource
-import statistics
 import tempfile
-import time
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from benchmarks.harness import matmul_flops
+from benchmarks.harness import alternating, compare_pairs, matmul_flops, median
 from core.autograd import Comm, StageContext, apply_recompute
 from core.context_parallel import Exchange, begin_of_rows, context_attention, visible_mask
 from core.data_parallel import DataParallel
@@ -35,42 +32,6 @@ from core.training import next_token_loss
 
 PAIRS = 5
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def cpu():
-    """CPU seconds of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def alternating(sides, pairs, total=lambda seconds: seconds, before=lambda: None):
-    """name -> [(CPU seconds, seconds)] of calls that take turns, after one of each."""
-    times = {name: [] for name in sides}
-    for turn in range(pairs + 1):
-        for name in sides if turn % 2 else reversed(sides):
-            before()
-            begin, start = time.perf_counter(), cpu()
-            sides[name]()
-            used = total(cpu() - start), time.perf_counter() - begin
-            if turn:
-                times[name].append(used)
-    return times
-
-
-def median(times, name, clock=0):
-    """Of a side: its CPU seconds, or (clock=1) its seconds."""
-    return statistics.median(used[clock] for used in times[name])
-
-
-def compare(found, key, times, over, under):
-    """found[key]: the median over the pairs of `over`'s CPU seconds / `under`'s; prints that of time beside it."""
-    texts = []
-    for clock, what in enumerate(("CPU seconds", "time")):
-        each = [a[clock] / b[clock] for a, b in zip(times[over], times[under], strict=True)]
-        texts.append(f"{what} {statistics.median(each):.3f} ({min(each):.3f} .. {max(each):.3f}, {len(each)} pairs)")
-        if clock == 0:
-            found[key] = statistics.median(each)
-    print(f"{key:36s} {'; '.join(texts)}", flush=True)
 
 
 def backward(attend, q, k, v, grad):
@@ -173,7 +134,7 @@ def attention(quick, found):
             for theirs in (True, False)
         ]
         short = next(name for name, known in DTYPES.items() if str(known).endswith(dtype))
-        compare(found, f"attention_vs_torch_ring_{short}", times, *fastest)
+        compare_pairs(found, f"attention_vs_torch_ring_{short}", times, *fastest)
 
 
 def matmul_dtypes():
@@ -244,7 +205,7 @@ def steps(quick, found):
                 f"{world} sequences of {s}, {short}: over dp {median(times, 'dp') * 1e3:.0f}, over cp by {best} "
                 f"{median(times, best) * 1e3:.0f} CPU ms a step"
             )
-            compare(found, f"cp{world}_vs_dp{world}_{short}", times, best, "dp")
+            compare_pairs(found, f"cp{world}_vs_dp{world}_{short}", times, best, "dp")
 
 
 def documents(quick, found):
@@ -265,7 +226,7 @@ def documents(quick, found):
     print(
         f"8 documents in {s}: strips {median(times, 'ours') * 1e3:.1f}, mask {median(times, 'mask') * 1e3:.1f} CPU ms"
     )
-    compare(found, "documents_vs_bool_mask", times, "mask", "ours")
+    compare_pairs(found, "documents_vs_bool_mask", times, "mask", "ours")
 
 
 def recompute(quick, found):
@@ -287,8 +248,8 @@ def recompute(quick, found):
         times = alternating(sides, PAIRS)
         each = ", ".join(f"{name} {median(times, name) * 1e3:.0f}" for name in times)
         print(f"forward and backward, s {s}, {short}: {each} CPU ms")
-        compare(found, f"recompute_layer_overhead_{short}", times, "keeps", "none")
-        compare(found, f"recompute_layer_overhead_keeps_nothing_{short}", times, "all", "none")
+        compare_pairs(found, f"recompute_layer_overhead_{short}", times, "keeps", "none")
+        compare_pairs(found, f"recompute_layer_overhead_keeps_nothing_{short}", times, "all", "none")
 
 
 def head(quick, found):
@@ -319,9 +280,9 @@ def head(quick, found):
     times = alternating(sides, PAIRS)
     print(f"head and loss, {n} tokens of {v}: {', '.join(f'{k} {median(times, k) * 1e3:.0f}' for k in times)} CPU ms")
     found["head_loss_peak"] = peaks["ours"] / peaks["whole"]
-    compare(found, "head_loss_time", times, "ours", "whole")
+    compare_pairs(found, "head_loss_time", times, "ours", "whole")
     if "torch" in times:
-        compare(found, "head_loss_vs_torch", times, "torch", "ours")
+        compare_pairs(found, "head_loss_vs_torch", times, "torch", "ours")
 
 
 def main():

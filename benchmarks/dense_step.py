@@ -1,5 +1,5 @@
 """One training step in one process: our GPTModel against Hugging Face's LlamaForCausalLM, both eager, and our layers
-compiled (inductor, a C++ compiler is needed) against ours eager.
+compiled (inductor, a C++ compiler is needed) against ours eager and against theirs compiled.
 
     OMP_NUM_THREADS=1 python -m benchmarks.dense_step [--quick] [--json FILE]
 
@@ -102,27 +102,40 @@ def compare(shape, batch, dtype, pairs):
         main = take_turns(with_main_parameters(our_model(theirs, dtype), tokens, labels), b, pairs=max(5, pairs // 2))
     compiled = our_model(theirs, dtype)
     compile_layers(compiled)
-    faster = take_turns(
-        stepper(lambda: compiled(tokens, labels=labels).mean(), fused_adamw(compiled)), a, pairs=max(5, pairs // 2)
+    compiled_step = stepper(lambda: compiled(tokens, labels=labels).mean(), fused_adamw(compiled))
+    faster = take_turns(compiled_step, a, pairs=max(5, pairs // 2))
+    their_compiled = huggingface(shape, dtype)
+    their_forward = torch.compile(their_compiled)
+
+    def their_compiled_loss():
+        return F.cross_entropy(their_forward(tokens).logits.float().flatten(0, 1), labels.flatten())
+
+    against_compiled = take_turns(
+        compiled_step, stepper(their_compiled_loss, fused_adamw(their_compiled)), pairs=max(5, pairs // 2)
     )
     share = kernel_seconds(b) / statistics.median(ratio.peer)
     fraction = flops_per_token(shape) * tokens.numel() / statistics.median(ratio.ours) / matmul_flops(dtype)
-    return ratio, main, faster, fraction, share
+    return ratio, main, faster, against_compiled, fraction, share
 
 
 def main():
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    args = parser.parse_args()
     torch.set_num_threads(1)
     small = Shape(hidden=128, layers=2, heads=4, kv_heads=2, ffn=352, seq=64, vocab=1024)
     shape, batch = (small, 2) if args.quick else (Shape(kv_heads=4), 4)
     pairs, result = 5 if args.quick else 11, {}
     print(f"{shape}, {batch * shape.seq} tokens, 1 thread, fused AdamW, eager")
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        ratio, main_parameters, faster, fraction, share = compare(shape, batch, dtype, pairs)
+        if name not in args.dtypes:
+            continue
+        ratio, main_parameters, faster, against_compiled, fraction, share = compare(shape, batch, dtype, pairs)
         print(ratio.row(f"{name}: ours against Hugging Face"))
         if main_parameters:
             print(main_parameters.row(f"{name}: ours with fp32 main parameters"))
         print(faster.row(f"{name}: ours with compiled layers against ours eager"))
+        print(against_compiled.row(f"{name}: both compiled"))
         print(f"{name}: ours runs at {fraction:.2f} of this machine's matmul rate")
         print(
             f"{name}: matmul and attention kernels are {share:.0%} of the peer's step: no ratio above {1 / share:.2f}"
@@ -130,6 +143,7 @@ def main():
         result[f"speedup_vs_hf_{name}"] = ratio.median
         result[f"matmul_fraction_{name}"] = fraction
         result[f"compiled_vs_eager_{name}"] = faster.median
+        result[f"speedup_vs_hf_compiled_{name}"] = against_compiled.median
     report(result, args.json)
 
 

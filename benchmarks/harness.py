@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import resource
 import statistics
 import time
 from dataclasses import dataclass
@@ -59,6 +60,42 @@ def take_turns(ours, peer, *, pairs, warmup=3, before=lambda: None):
     finally:
         gc.enable()
     return Ratio(times[ours], times[peer])
+
+
+def cpu():
+    """CPU seconds of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def alternating(sides, pairs, total=lambda seconds: seconds, before=lambda: None):
+    """name -> [(CPU seconds, seconds)] of calls that take turns, after one of each."""
+    times = {name: [] for name in sides}
+    for turn in range(pairs + 1):
+        for name in sides if turn % 2 else reversed(sides):
+            before()
+            begin, start = time.perf_counter(), cpu()
+            sides[name]()
+            used = total(cpu() - start), time.perf_counter() - begin
+            if turn:
+                times[name].append(used)
+    return times
+
+
+def median(times, name, clock=0):
+    """Of a side: its CPU seconds, or (clock=1) its seconds."""
+    return statistics.median(used[clock] for used in times[name])
+
+
+def compare_pairs(found, key, times, over, under, say=print):
+    """found[key]: the median over the pairs of `over`'s CPU seconds / `under`'s; prints that of time beside it."""
+    texts = []
+    for clock, what in enumerate(("CPU seconds", "time")):
+        each = [a[clock] / b[clock] for a, b in zip(times[over], times[under], strict=True)]
+        texts.append(f"{what} {statistics.median(each):.3f} ({min(each):.3f} .. {max(each):.3f}, {len(each)} pairs)")
+        if clock == 0:
+            found[key] = statistics.median(each)
+    say(f"{key:36s} {'; '.join(texts)}")
 
 
 def matmul_flops(dtype, n=1024, rounds=60):

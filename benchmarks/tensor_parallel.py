@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.tensor_parallel [--quick] [--json FILE]
 
 Starts two ranks by itself. Same weights, microbatches, threads and fused AdamW on both sides; the losses must
-agree. Also counts the Python function calls of one step (forward, backward, optimizer; one microbatch) of each.
+agree. Beside our step its bound: its own matmul and attention kernels and its messages, bare. Also counts the Python
+function calls of one step (forward, backward, optimizer; one microbatch) of each.
 """
 
 import gc
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.harness import arguments, fused_adamw, report, take_turns
+from benchmarks.bound import bound_of
+from benchmarks.harness import alternating, arguments, compare_pairs, fused_adamw, report, take_turns
 from benchmarks.llama import Llama, Shape, huggingface_names, tensor_parallel
 from core.models.gpt import GPTModel, llama_spec
 from core.models.huggingface import load_huggingface
@@ -84,7 +86,16 @@ def compare(shape, batch, microbatches, dtype, pairs):
 
     difference = abs(peer() - our_step())
     assert difference < (1e-4 if dtype == torch.float32 else 3e-2), f"the losses differ by {difference}"
-    return take_turns(our_step, peer, pairs=pairs, before=dist.barrier)
+    ratio = take_turns(our_step, peer, pairs=pairs, before=dist.barrier)
+    sides = {"step": our_step, "bound": bound_of(our_step, ours.parallel.group("tp"))}
+    return ratio, alternating(sides, pairs, total, dist.barrier)
+
+
+def total(seconds):
+    """The sum over the ranks."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value)
+    return value.item()
 
 
 def count_calls(step):
@@ -146,9 +157,12 @@ def work(args):
     say(f"{shape}, {batch * shape.seq} tokens in {microbatches} microbatches, 2 gloo ranks, fused AdamW, eager")
     result = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        ratio = compare(shape, batch, microbatches, dtype, pairs=5 if args.quick else 11)
+        if name not in args.dtypes:
+            continue
+        ratio, over = compare(shape, batch, microbatches, dtype, pairs=5 if args.quick else 11)
         say(ratio.row(f"{name}: ours against torch tensor parallel"))
         result[f"speedup_vs_torch_tp_{name}"] = ratio.median
+        compare_pairs(result, f"over_bound_tp2_{name}", over, "step", "bound", say)
     counted = Shape(hidden=256, layers=4, heads=8, kv_heads=4, ffn=704, seq=128, vocab=2048)
     for key, sequence in (("python_calls", False), ("python_calls_sp", True)):
         result[key] = python_calls(counted, sequence=sequence)
@@ -160,7 +174,9 @@ def work(args):
 
 
 def main():
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    args = parser.parse_args()
     if "RANK" in os.environ:
         work(args)
         return

@@ -1,4 +1,4 @@
-"""A dtype that a device does not compute in is refused by name, before a weight exists; with stand-ins for devices."""
+"""A dtype that a device does not compute in is refused by name, before there is a weight; devices are stand-ins."""
 
 from types import SimpleNamespace
 
