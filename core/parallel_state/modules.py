@@ -1,7 +1,8 @@
 """One module, or the several stages of a pipeline that live on this rank, taken alike."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -11,6 +12,30 @@ from core.parallel_state.spread import keep_layouts
 Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]  # a mapping names the stages
 T = TypeVar("T", bound=Tensor)
 _NamedTensors = Callable[[nn.Module, str], Iterator[tuple[str, T]]]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of layers of the whole model, which lies as one array per parameter in a checkpoint.
+
+    layers: how many there are. kinds: name of a part that is not the same in all layers (`mlp`) -> its kind in each;
+    parts of another kind have parameters of other names.
+    """
+
+    layers: int
+    kinds: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layers: "int | Stack") -> "Stack":
+        """A number of layers of one kind as a `Stack`."""
+        return layers if isinstance(layers, Stack) else cls(layers)
+
+    def having(self, name: str, layer: int) -> tuple[int, ...]:
+        """The numbers of the layers that have parameter `name` (`mlp.linear_fc1.weight`) of layer `layer`."""
+        for part, kinds in self.kinds.items():
+            if name.startswith(f"{part}."):
+                return tuple(number for number, kind in enumerate(kinds) if kind == kinds[layer])
+        return tuple(range(self.layers))
 
 
 def modules_of(modules: Modules) -> dict[int, nn.Module]:
@@ -62,14 +87,15 @@ def _named(modules: Modules, named: _NamedTensors[T]) -> Iterator[tuple[str, T]]
                 yield name, tensor
 
 
-def named_stacks(modules: Modules) -> dict[str, int]:
-    """Global name of a list of equal layers -> how many of them the whole model has.
+def named_stacks(modules: Modules) -> dict[str, Stack]:
+    """Global name of a list of layers -> what the whole model has of them.
 
-    A module says so itself: `stacks = {"decoder.layers": 24}`, of names below it.
+    A module says so itself: `stacks = {"decoder.layers": 24}`, of names below it, or a `Stack` for layers of several
+    kinds.
     """
-    stacks: dict[str, int] = {}
+    stacks: dict[str, Stack] = {}
     for module in modules_of(modules).values():
         for prefix, submodule in module.named_modules():
             for name, layers in getattr(submodule, "stacks", {}).items():
-                stacks[f"{prefix}.{name}" if prefix else name] = layers
+                stacks[f"{prefix}.{name}" if prefix else name] = Stack.of(layers)
     return stacks

@@ -63,7 +63,9 @@ def test_inspect_for_programs(saved, capsys):
         "cells": 1,
         "bytes": 147456,
         "tp_dim": 2,
+        "axis": "tp",
         "stack": "decoder.layers",
+        "layers": [0, 1, 2, 3],
     }
     assert told["arrays"]["optimizer/main/scale"]["tp_dim"] is None
     assert told["derived"]["model/scale"] == {"from": "optimizer/main/scale", "torch_dtype": "bfloat16"}

@@ -142,6 +142,7 @@ def test_a_chunk_larger_than_memory():
     [
         ArrayInfo((8, 64, 32), "bfloat16", 2, stacked=True, stack="decoder.layers"),
         ArrayInfo((8, 64, 32), "float32", None, stacked=True),
+        ArrayInfo((3, 64, 32), "float32", 1, True, stack="decoder.layers", layers=(1, 2, 7), depth=8, axis="ep"),
         ArrayInfo((64, 32), "float32", 0, ragged=True),
         ArrayInfo((64, 32), "float32", 1),
         ArrayInfo((), "int64"),
@@ -151,6 +152,9 @@ def test_metadata_tell_what_the_array_is(info):
     value = json.loads(canonical_json(array_metadata(info, info.shape, None)))
     check_metadata("model/decoder.layers.w", value)
     assert info_of(value) == info
+
+
+STACK = {"stack": "decoder.layers"}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,16 @@ def test_metadata_tell_what_the_array_is(info):
         ({"stack": 1}, "the stack 1 is not"),
         ({"stack": "decoder.layer"}, "not the beginning of its name"),
         ({"stack": "model/decoder.layers"}, "not the beginning of its name"),
+        ({"tp_dim": 1, "axis": "tp"}, "the axis 'tp' cuts no dim"),
+        ({"axis": "ep"}, "the axis 'ep' cuts no dim"),
+        ({"layers": [1], "depth": 9}, "0 rows cannot be of the layers"),
+        (STACK | {"layers": list(range(8))}, "of None"),
+        (STACK | {"layers": [1, 2], "depth": 9}, r"8 rows cannot be of the layers \[1, 2\] of 9"),
+        (STACK | {"layers": list(range(8)), "depth": 8}, "8 rows cannot be"),
+        (STACK | {"layers": "01234567", "depth": 9}, "8 rows cannot be"),
+        (STACK | {"layers": [0, 1, 2, 3, 4, 5, 6, True], "depth": 9}, "8 rows cannot be"),
+        (STACK | {"layers": [0, 1, 2, 3, 4, 6, 5, 7], "depth": 9}, "not ascending numbers below 9"),
+        (STACK | {"layers": [0, 1, 2, 3, 4, 5, 6, 9], "depth": 9}, "not ascending numbers below 9"),
     ],
 )
 def test_attributes_that_cannot_be(attributes, message):

@@ -1,6 +1,6 @@
 """What every room of the checkpoint knows of an array: one global tensor, whoever holds which shard of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ class ArrayInfo:
     tp_dim: the dim that tensor parallelism cuts, None if it cuts none. stacked: dim 0 counts layers.
     ragged: `tp_dim` may be padded in memory (a vocabulary), so its cells need not divide it.
     stack: the name of the list of layers that dim 0 counts, `decoder.layers`, where it is known.
+    layers: the numbers of its rows' layers and depth: how many layers the model has, where only some of them have
+    this parameter. axis: what cuts `tp_dim`: "ep" of experts.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +65,24 @@ class ArrayInfo:
     stacked: bool = False
     ragged: bool = False
     stack: str = ""
+    layers: tuple[int, ...] = ()
+    depth: int = 0
+    axis: str = "tp"
+
+    @property
+    def layer_numbers(self) -> Sequence[int]:
+        """The number of each row's layer in the model; of a stack."""
+        return self.layers or range(self.shape[0])
+
+    @property
+    def model_layers(self) -> int:
+        """How many layers the model has; of a stack."""
+        return self.depth or self.shape[0]
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The dim that tensor ranks divide among them: not that of experts."""
+        return self.tp_dim if self.axis == "tp" else None
 
     @property
     def itemsize(self) -> int:
@@ -71,13 +91,14 @@ class ArrayInfo:
 
     def to_json(self) -> list[Any]:
         """Plain values, for comparing catalogues across ranks."""
-        return [list(self.shape), self.dtype, self.tp_dim, self.stacked, self.ragged, self.stack]
+        more = [list(self.layers), self.depth, self.axis]
+        return [list(self.shape), self.dtype, self.tp_dim, self.stacked, self.ragged, self.stack, *more]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> "ArrayInfo":
         """The inverse of `to_json`."""
-        shape, *attributes = value
-        return cls(tuple(shape), *attributes)
+        shape, dtype, tp_dim, stacked, ragged, stack, layers, depth, axis = value
+        return cls(tuple(shape), dtype, tp_dim, stacked, ragged, stack, tuple(layers), depth, axis)
 
 
 Arrays = Mapping[str, ArrayInfo]  # key (the array's path in the group) -> what it is

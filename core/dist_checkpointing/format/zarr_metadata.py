@@ -80,7 +80,8 @@ def array_metadata(
 ) -> Json:
     """The zarr.json of an array in cells of this shape, each with chunks of shape `inner` if that is not None.
 
-    What tools need to know of it beside zarr is in the attributes `tp_dim` and `stack`, see `info_of`.
+    What tools need to know of it beside zarr is in its attributes, see `info_of`: `tp_dim`, with `axis` where that is
+    not tp; `stack`, with `layers` and `depth` where only some layers of the model have it.
     """
     data_type, fill_value = STORED_DTYPES[info.dtype]
     codecs = [_BYTES, _CRC32C]
@@ -92,8 +93,12 @@ def array_metadata(
         all_attributes["torch_dtype"] = info.dtype
     if info.tp_dim is not None:
         all_attributes["tp_dim"] = info.tp_dim
+        if info.axis != "tp":
+            all_attributes["axis"] = info.axis
     if info.stacked:
         all_attributes["stack"] = info.stack
+        if info.layers:
+            all_attributes["layers"], all_attributes["depth"] = list(info.layers), info.depth
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -112,8 +117,14 @@ def info_of(metadata: Mapping[str, Any]) -> ArrayInfo:
     attributes = metadata["attributes"]
     dtype, tp_dim = attributes.get("torch_dtype", metadata["data_type"]), attributes.get("tp_dim")
     stacked = "stack" in attributes
-    ragged = not stacked and tp_dim == 0  # rows that tensor parallelism cuts, outside of stacks: a vocabulary
-    return ArrayInfo(tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, attributes.get("stack", ""))
+    axis = attributes.get("axis", "tp")
+    ragged = not stacked and tp_dim == 0 and axis == "tp"  # rows cut over tp, outside of stacks: a vocabulary
+    stack, layers, depth = (
+        attributes.get("stack", ""),
+        tuple(attributes.get("layers", ())),
+        attributes.get("depth", 0),
+    )
+    return ArrayInfo(tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, stack, layers, depth, axis)
 
 
 def group_metadata(arrays: Mapping[str, Json], attributes: Json) -> dict[str, Json]:
@@ -174,7 +185,7 @@ def check_metadata(key: str, metadata: Any) -> None:
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
     if problem := _impossible_sizes(chunking):
         raise ValueError(f"array {key!r}: {problem}; shape {_short(chunking.shape)}, cells {_short(chunking.cell)}")
-    if problem := _impossible_attributes(key, len(chunking.shape), attributes):
+    if problem := _impossible_attributes(key, chunking.shape, attributes):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
     tp_dim = attributes.get("tp_dim")
     for dim, (size, cell_size) in enumerate(zip(chunking.shape, chunking.cell, strict=True)):
@@ -222,8 +233,9 @@ def _impossible_sizes(chunking: Chunking) -> str | None:
     return None
 
 
-def _impossible_attributes(key: str, dims: int, attributes: Json) -> str | None:
-    """Why `tp_dim` and `stack` cannot be of this array; None if they can."""
+def _impossible_attributes(key: str, shape: tuple[int, ...], attributes: Json) -> str | None:
+    """Why what tools know of an array cannot be of this one; None if it can."""
+    dims = len(shape)
     tp_dim, stack = attributes.get("tp_dim", dims - 1), attributes.get("stack", "")
     stacked = "stack" in attributes
     name = key.rpartition("/")[2]
@@ -233,6 +245,20 @@ def _impossible_attributes(key: str, dims: int, attributes: Json) -> str | None:
         return "it has no dim that counts the layers of its stack"
     if "tp_dim" in attributes and not (type(tp_dim) is int and stacked <= tp_dim < dims):
         return f"tp_dim is {_short(tp_dim)}, of {dims} dims{' of which the first counts layers' * stacked}"
+    if "axis" in attributes and not ("tp_dim" in attributes and attributes["axis"] == "ep"):
+        return f"the axis {_short(attributes['axis'])} cuts no dim of it"
+    if "layers" in attributes or "depth" in attributes:
+        return _impossible_layers(shape[0] if stacked else 0, attributes.get("layers"), attributes.get("depth"))
+    return None
+
+
+def _impossible_layers(rows: int, layers: Any, depth: Any) -> str | None:
+    """Why an array of so many rows cannot be of these layers of a model with `depth` of them; None if it can."""
+    sound = type(depth) is int and isinstance(layers, list) and len(layers) == rows < depth
+    if not sound or any(type(number) is not int for number in layers):
+        return f"{rows} rows cannot be of the layers {_short(layers)} of {_short(depth)}"
+    if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < depth:
+        return f"its layers {_short(layers)} are not ascending numbers below {depth}"
     return None
 
 

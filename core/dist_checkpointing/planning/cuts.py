@@ -1,5 +1,6 @@
 """What the ranks of a tensor x pipeline parallel job hold of an array, and what reading it costs: arithmetic."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import gcd
@@ -18,10 +19,12 @@ def cuts(info: ArrayInfo, tp: int, pp: int) -> list[Intervals]:
     """
     intervals = [[(0, size)] for size in info.shape]
     if info.stacked:
-        intervals[0] = _even_cuts(info.shape[0], pp)
-    if info.tp_dim is not None:
-        size = info.shape[info.tp_dim]
-        intervals[info.tp_dim] = _padded_cuts(size, tp) if info.ragged else _even_cuts(size, tp)
+        # of layers by their numbers in the model: a stage may hold none that has this parameter
+        cuts_of_model, numbers = _even_cuts(info.model_layers, pp), info.layer_numbers
+        intervals[0] = [(bisect_left(numbers, start), bisect_left(numbers, stop)) for start, stop in cuts_of_model]
+    if info.cut_dim is not None:
+        size = info.shape[info.cut_dim]
+        intervals[info.cut_dim] = _padded_cuts(size, tp) if info.ragged else _even_cuts(size, tp)
     return intervals
 
 
@@ -44,10 +47,10 @@ def check_layout(arrays: Arrays, tp: int, pp: int) -> None:
     cut_sizes = {}  # a dim that tensor parallelism cuts evenly: a vocabulary is padded and always fits
     layer_counts = {}
     for key, info in arrays.items():
-        if info.tp_dim is not None and not info.ragged:
-            cut_sizes[key] = info.shape[info.tp_dim]
+        if info.cut_dim is not None and not info.ragged:
+            cut_sizes[key] = info.shape[info.cut_dim]
         if info.stacked:
-            layer_counts[key] = info.shape[0]
+            layer_counts[key] = info.model_layers
     if undivided := {key: size for key, size in cut_sizes.items() if size % tp}:
         # the sizes that divide every array are the divisors of their greatest common divisor
         common = gcd(*cut_sizes.values())
@@ -76,7 +79,7 @@ def read_amplification(arrays: Iterable[tuple[ArrayInfo, tuple[int, ...]]], tp: 
     needed = read = 0
     for info, unit_shape in arrays:
         # an array that tensor parallelism does not cut is read by all tensor ranks
-        readers = tp if info.tp_dim is None else 1
+        readers = tp if info.cut_dim is None else 1
         # each combination of intervals is one rank's box: their volumes add up to a product of sums
         needed_elements = read_elements = 1
         for intervals, unit in zip(cuts(info, tp, pp), unit_shape, strict=True):

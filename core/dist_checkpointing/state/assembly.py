@@ -40,6 +40,12 @@ class Leaf:
         """The shape of the part that is taken."""
         return tuple(stop - start for start, stop, single in self.dims if not single)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is the stored array as it is."""
+        dims = tuple((0, size, False) for size in self.stored_shape)
+        return self.view == self.stored_shape and self.dims == dims
+
     def targets(self, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """(box of the stored array, memory of that extent) that together fill `memory`, a box of the part."""
         # dims that an integer index removed come back with one element
@@ -68,6 +74,9 @@ class Assembly:
             origin = "made of what is in the checkpoint" if len(self.leaves) > 1 else "in the checkpoint"
             return f"its shape is {self.shape} {origin} and {info.shape} here"
         for _, leaf in self.leaves:
+            layers = stored.info(leaf.stored).layers
+            if len(self.leaves) == 1 and leaf.is_complete and layers != info.layers:
+                return f"it is of the layers {_listed(layers)} in the checkpoint and {_listed(info.layers)} here"
             if reason := stored.dtype_differs(leaf.requested, leaf.stored, info, cast=leaf.cast):
                 return reason if len(self.leaves) == 1 else f"{key_of(leaf.requested)}: {reason}"
         return None
@@ -81,6 +90,10 @@ class Assembly:
             overlap_memory = memory[slices(relative(overlap, box))]
             for stored_box, target in leaf.targets(relative(overlap, leaf_box), overlap_memory):
                 yield leaf.stored, stored_box, target
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers)) if layers else "0 and on, all of them,"
 
 
 def paths(source: TensorSource) -> list[str]:

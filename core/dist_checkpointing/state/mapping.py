@@ -14,9 +14,9 @@ from core.dist_checkpointing.state.tensors import is_dtensor
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import Box, extent, flat_boxes, intersect, relative, shifted, slices, volume, whole
 from core.parallel_state.layout import Layout, layout_of, true_part
-from core.parallel_state.modules import Modules, named_buffers, named_parameters, named_stacks
+from core.parallel_state.modules import Modules, Stack, named_buffers, named_parameters, named_stacks
 
-Stacks = Mapping[str, int]  # name of a list of equal layers -> how many there are in the full model
+Stacks = Mapping[str, int | Stack]  # name of a list of layers -> what the full model has of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +26,9 @@ class ShardedTensor:
     key: the path of the array in the checkpoint. global_shape, global_offset: of the full array, stack axes included.
     data: the shard, without the first `prepend_axis_num` dims, each of which it is one row of.
     replica_id: 0 on one holder of each shard, as in Megatron; saving does not need it (one of the holders writes).
-    tp_dim: the dim that tensor parallelism cuts, which the grid of cells follows.
-    stack: of a layer's parameter, the name of the list of layers, for those who want single layers back.
+    tp_dim: the dim that tensor parallelism cuts (or `axis`: that of experts), which the grid of cells follows.
+    stack: of a layer's parameter, the name of the list of layers, for those who want single layers back. layers: the
+    numbers of those that have it, where only some of the model's `depth` do.
     local: what `load` gives back instead of `data`: the parameter with its padded rows.
     """
 
@@ -40,6 +41,9 @@ class ShardedTensor:
     tp_dim: int | None = None
     stack: str = ""
     local: Tensor | None = None
+    layers: tuple[int, ...] = ()
+    depth: int = 0
+    axis: str = "tp"
 
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
@@ -107,8 +111,9 @@ class ShardedTensor:
         """
         dtype = str(self.data.dtype).removeprefix("torch.")
         stacked = self.prepend_axis_num > 0
-        ragged = not stacked and self.tp_dim == 0
-        return ArrayInfo(self.global_shape, dtype, self.tp_dim, stacked, ragged, self.stack)
+        ragged = not stacked and self.tp_dim == 0 and self.axis == "tp"
+        shape, layers = self.global_shape, self.layers
+        return ArrayInfo(shape, dtype, self.tp_dim, stacked, ragged, self.stack, layers, self.depth, self.axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +181,8 @@ class Mapper:
     """
 
     def __init__(self, ps: ParallelState, stacks: Stacks, by_layer: Collection[str] = ()) -> None:
-        self._coordinate, self._sizes, self._stacks, self._by_layer = ps.coordinate, ps.sizes, stacks, by_layer
+        self._coordinate, self._sizes, self._by_layer = ps.coordinate, ps.sizes, by_layer
+        self._stacks = {name: Stack.of(layers) for name, layers in stacks.items()}
 
     def parameter(self, group: str, name: str, tensor: Tensor, layout: Layout) -> ShardedTensor:
         """The true part of a local tensor that lies as `layout` says: without the rows that pad a vocabulary.
@@ -223,10 +229,16 @@ class Mapper:
             key, layer, stack = name, None, ""
         stack_shape: tuple[int, ...] = ()
         stack_offset: tuple[int, ...] = ()
+        some_layers: tuple[int, ...] = ()
+        depth = 0
         if layer is not None:
-            stack_shape, stack_offset = (self._stacks[stack],), (layer,)
+            numbers = self._stacks[stack].having(key[len(stack) + 1 :], layer)
+            stack_shape, stack_offset = (len(numbers),), (numbers.index(layer),)
+            if len(numbers) < self._stacks[stack].layers:
+                some_layers, depth = numbers, self._stacks[stack].layers
         # the grid of cells follows the tensor-parallel cut, or else the first cut of any axis
-        tp_dim = layout.split.get("tp", next(iter(layout.split.values()), None))
+        axis = "tp" if "tp" in layout.split else next(iter(layout.split), "tp")
+        tp_dim = layout.split.get(axis)
         if tp_dim is not None:
             tp_dim += len(stack_shape)
         return ShardedTensor(
@@ -239,6 +251,9 @@ class Mapper:
             tp_dim=tp_dim,
             stack=stack,
             local=local,
+            layers=some_layers,
+            depth=depth,
+            axis=axis,
         )
 
     def state_shard(self, group: str, name: str, shard: StateShard) -> ShardedTensor | list[ShardedTensor]:
@@ -254,7 +269,7 @@ def sharded_state_dict(modules: Modules, ps: ParallelState, *, prefix: str = "")
     Keys are `model/<prefix><name>`. A parameter lies as its `Layout` says; one without a layout, and every buffer,
     is the same on all ranks. A parameter shared by several names is there once.
     """
-    stacks = {prefix + name: layers for name, layers in named_stacks(modules).items()}
+    stacks = {prefix + name: stack for name, stack in named_stacks(modules).items()}
     mapper = Mapper(ps, stacks)
     tensors = {}
     for name, parameter in named_parameters(modules):

@@ -34,7 +34,8 @@ class Parameter:
         """Its own name, also where it is one layer of a stack: `decoder.layers.3.norm.weight`."""
         stack, rows = self.leaf.stack, self.leaf.global_offset[: self.leaf.prepend_axis_num]
         if stack and self.key.startswith(f"{stack}."):
-            return f"{stack}.{rows[0]}{self.key[len(stack) :]}"
+            number = self.leaf.layers[rows[0]] if self.leaf.layers else rows[0]
+            return f"{stack}.{number}{self.key[len(stack) :]}"
         return ".".join([self.key, *map(str, rows)])
 
     @property
@@ -73,7 +74,10 @@ class Parameter:
         if self.replicated:
             return value
         offset = leaf.global_offset[:axes] + (0,) * value.dim()
-        return ShardedTensor(key, value, (*self.stack_shape, *value.shape), offset, 0, axes, stack=leaf.stack)
+        shape = (*self.stack_shape, *value.shape)
+        return ShardedTensor(
+            key, value, shape, offset, 0, axes, stack=leaf.stack, layers=leaf.layers, depth=leaf.depth
+        )
 
 
 def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Iterator[Parameter]:

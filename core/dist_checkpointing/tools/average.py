@@ -80,15 +80,15 @@ def _values(name: str, info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTens
         return weight[slices(box)]
     # where some layers are frozen, each of the others has an average of its own
     rows = []
-    for layer in range(*box[0]):
-        own = tensors.get(_layer_key(name, info, layer))
-        row = weight[(layer, *slices(box[1:]))] if own is None else own[slices(box[1:])]
+    for row_number in range(*box[0]):
+        own = tensors.get(_layer_key(name, info, info.layer_numbers[row_number]))
+        row = weight[(row_number, *slices(box[1:]))] if own is None else own[slices(box[1:])]
         rows.append(row.to(weight.dtype))
     return torch.stack(rows)
 
 
 def _has_average(name: str, info: ArrayInfo, tensors: Mapping[str, LazyTensor]) -> bool:
-    layers = range(info.shape[0]) if info.stacked else ()
+    layers = info.layer_numbers if info.stacked else ()
     return AVERAGE + name in tensors or any(_layer_key(name, info, layer) in tensors for layer in layers)
 
 

@@ -55,8 +55,8 @@ def tensors(
         intervals_by_dim = cuts(info, tp_size, pp_size)
         # the box of this rank: its tensor-parallel cut, and the layers of its pipeline stage
         box = [intervals[0] for intervals in intervals_by_dim]
-        if info.tp_dim is not None:
-            box[info.tp_dim] = intervals_by_dim[info.tp_dim][tp_rank]
+        if info.cut_dim is not None:
+            box[info.cut_dim] = intervals_by_dim[info.cut_dim][tp_rank]
         if info.stacked:
             box[0] = intervals_by_dim[0][pp_rank]
         # integers and booleans stay as they are
@@ -80,7 +80,8 @@ def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
     if not info.stacked or not stack:
         return [(name, box)]
     suffix = name[len(stack) :]  # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
-    return [(f"{stack}.{layer}{suffix}", ((layer, layer + 1), *box[1:])) for layer in range(*box[0])]
+    numbers = info.layer_numbers
+    return [(f"{stack}.{numbers[row]}{suffix}", ((row, row + 1), *box[1:])) for row in range(*box[0])]
 
 
 def _pipeline_stage(name: str, stages: int) -> int:

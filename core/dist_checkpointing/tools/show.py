@@ -33,7 +33,9 @@ def _array(stored: StoredCheckpoint, key: str) -> dict[str, Any]:
         "cells": prod(grid_shape(stored.metadata[key])),
         "bytes": stored.nbytes(key),
         "tp_dim": info.tp_dim,
+        "axis": None if info.tp_dim is None else info.axis,
         "stack": info.stack if info.stacked else None,
+        "layers": list(info.layer_numbers) if info.stacked else None,
     }
 
 
@@ -47,6 +49,10 @@ def text(stored: StoredCheckpoint) -> list[str]:
         cell_count += array["cells"]
         shape, cell_shape = _shape_text(array["shape"]), _shape_text(array["cell"])
         tp_dim = "" if array["tp_dim"] is None else str(array["tp_dim"])
+        if array["axis"] not in (None, "tp"):
+            tp_dim += f" ({array['axis']})"
+        if array["layers"] is not None and array["layers"] != list(range(array["shape"][0])):
+            key += f" (layers {_short(array['layers'])})"
         rows.append((key, shape, array["dtype"], str(array["cells"]), cell_shape, tp_dim, f"{array['bytes']:,}"))
     lines = [contents["path"], f"format {stored.format}, {_provenance(stored)}", ""]
     lines += table(rows, right=(3, 5, 6))

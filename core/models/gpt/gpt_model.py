@@ -20,7 +20,6 @@ from core.models.gpt.inputs import (
     one_of_two,
 )
 from core.parallel_state import (
-    ContextRows,
     ParallelState,
     current_state,
     initialize_parameters,
@@ -29,6 +28,7 @@ from core.parallel_state import (
     seeded,
 )
 from core.parallel_state.collectives import broadcast
+from core.parallel_state.modules import Stack
 from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
 from core.pipeline.schedule.partition import even
@@ -96,7 +96,7 @@ class GPTModel(nn.Module):
         self.parallel_output, self.tells_of_columns = parallel_output is not False, parallel_output is None
         self.stage, self.transformer_layer_spec = StageContext(), transformer_layer_spec
         spec = transformer_layer_spec
-        self.stacks = {"decoder.layers": config.num_layers}  # names are global, whatever the stage
+        self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
         self.place = build.place
@@ -178,7 +178,7 @@ class GPTModel(nn.Module):
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
         tokens = one_of_two("tokens", tokens, "input_ids", input_ids)
-        s = self._check(tokens, position_ids, attention_mask, labels)
+        s = self._check(tokens, position_ids, attention_mask, labels, document_begin is not None)
         mask: Tensor | Documents | None = attention_mask
         if document_begin is not None:
             mask = self._documents(document_begin, tokens, attention_mask)
@@ -285,7 +285,12 @@ class GPTModel(nn.Module):
         return sum(layout_of(p).numel for p in self.parameters())
 
     def _check(
-        self, tokens: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        packed: bool,
     ) -> int:
         """Shapes, dtypes and ranges, without waiting for a device; returns the sequence length."""
         tp = self.place.tp if self.place.splits_sequence else 1
@@ -315,7 +320,7 @@ class GPTModel(nn.Module):
             check_context(s, ranks, position_ids, attention_mask)
             if self.pre_process and not torch.compiler.is_compiling() and (group := self.parallel.group("cp")):
                 assert position_ids is not None
-                self._first_inputs.check_context(tokens, position_ids, group)
+                self._first_inputs.check_context(tokens, position_ids, packed, group)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
             self._first_inputs.check_first(tokens if self.pre_process else None, attention_mask, labels)
@@ -329,7 +334,7 @@ class GPTModel(nn.Module):
         ps, spec = self.parallel, self.transformer_layer_spec
         tp = self.place.tp if self.place.splits_sequence else 1
         shape = tuple(tokens.shape) if self.pre_process else (tokens.shape[1], tokens.shape[0] * tp)
-        check_documents(document_begin, shape, ContextRows.of_state(ps), attention_mask)
+        check_documents(document_begin, shape, ps, attention_mask)
         if all(map(knows_context, (spec.layer, spec.attention, spec.core_attention))):
             return begin_of_rows(document_begin, ps)
         return visible_mask(document_begin.to(ps.device))
@@ -341,6 +346,12 @@ class GPTModel(nn.Module):
         if self.place.group is not None:
             seed = broadcast(seed.to(self.parallel.device), self.place.group)
         return int(seed.item())
+
+
+def stack_of(config: TransformerConfig) -> Stack:
+    """All layers of a model; where some have experts and others not, parameters of `mlp` are of some layers only."""
+    kinds = tuple(config.has_experts(layer) for layer in range(config.num_layers))
+    return Stack(config.num_layers, {"mlp": kinds} if len(set(kinds)) > 1 else {})
 
 
 def stage_layers(num_layers: int, ps: ParallelState) -> range:

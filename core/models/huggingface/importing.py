@@ -100,9 +100,9 @@ def _cells(
             done(array.nbytes)
 
 
-def _name(key: str, info: ArrayInfo, layer: int) -> str:
-    """The parameter that lies in row `layer` of a stacked array: its number stands behind the name of the stack."""
+def _name(key: str, info: ArrayInfo, row: int) -> str:
+    """The parameter that lies in row `row` of a stacked array: its number stands behind the name of the stack."""
     name = key.removeprefix(MODEL)
     if not info.stacked:
         return name
-    return f"{info.stack}.{layer}{name[len(info.stack) :]}"
+    return f"{info.stack}.{info.layer_numbers[row]}{name[len(info.stack) :]}"

@@ -79,12 +79,6 @@ def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]
 
 def _layer_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
     frequency = config.moe_layer_freq
-    kinds = {config.has_experts(layer) for layer in range(config.num_layers)} if _is_whole(config) else {True}
-    yield (
-        len(kinds) == 1,
-        f"moe_layer_freq={frequency} gives experts to some of num_layers={config.num_layers} layers only, which a "
-        "checkpoint cannot hold yet; use 1 for all of them, or leave num_moe_experts out",
-    )
     if isinstance(frequency, int):
         yield frequency >= 1, f"moe_layer_freq={frequency} must be at least 1"
         return
@@ -94,9 +88,8 @@ def _layer_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
     )
     others = sorted(set(frequency) - {0, 1})
     yield not others, f"moe_layer_freq holds {others[:1]}; 1 is a layer with experts, 0 one without"
-
-
-def _is_whole(config: ExpertFacts) -> bool:
-    """Whether `moe_layer_freq` says something of every layer; another rule refuses it where not."""
-    frequency = config.moe_layer_freq
-    return frequency >= 1 if isinstance(frequency, int) else len(frequency) == config.num_layers
+    yield (
+        any(frequency),
+        f"moe_layer_freq={frequency} gives experts to none of num_layers={config.num_layers} layers, with "
+        f"num_moe_experts={config.num_moe_experts}; leave that out, or name a layer",
+    )

@@ -23,6 +23,7 @@ TWO = [
     ),
     ({"balancing": "microbatch"}, {"tp": 2, "zero": 2, "recompute": "layer"}),
     ({"layers": 4, "balancing": "sequence"}, {"pp": 2, "schedule": "zb-v", "recompute": "stage", "zero": 1}),
+    ({"layers": 4, "moe_layer_freq": (0, 1, 1, 0)}, {"pp": 2, "schedule": "interleaved-zb", "recompute": "layer"}),
     ({"layers": 4, "router": "sigmoid"}, {"pp": 2, "schedule": "1f1b", "recompute": "layer", "zero": 3}),
 ]
 FOUR = [
@@ -38,6 +39,10 @@ FOUR = [
         {"pp": 2, "tp": 2, "sp": True, "expert": 2, "schedule": "1f1b", "zero": 3},
     ),
     ({"balancing": "sequence", "router": "groups"}, {"expert": 2, "zero": 2}),
+    (
+        {"layers": 3, "moe_layer_freq": (0, 0, 1), "balancing": "sequence", "shared": True},
+        {"pp": 2, "tp": 2, "sp": True, "expert": 2, "schedule": "1f1b", "zero": 2},
+    ),
     ({"balancing": "sequence", "shared": True}, {"cp": 2, "expert": 2, "zero": 1, "recompute": "layer"}),
     ({"balancing": "microbatch"}, {"cp": 2, "tp": 2, "sp": True, "expert": 4, "zero": 3}),
 ]
