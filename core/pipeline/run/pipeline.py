@@ -216,12 +216,16 @@ class Pipeline:
             tied_grads = detach_tied_gradients(list(deliveries), placement) if without_sync else {}
 
             executor = self._executor(self.schedule, step, batch)
+            for stage in self.stages.values():
+                stage.context.begin_step()
             clock = Clock(self.ps.device)
             self._run(executor, clock)
 
             # gradients over replicas, then over the two ends of a tied table, then the result over all ranks
             with named("sums"):
                 self.grad_sync.finish()
+                for stage in self.stages.values():
+                    stage.context.end_step()
             sum_tied_gradients(tied_grads, self.ps)
             result = self._global_result(executor.total(self.ps.device), self._plain_loop)
             clock.stop()

@@ -103,6 +103,7 @@ class EngineFace(nn.Module):
             self.checkpoints.before_update()
             self._last_stats = self.optimizer.step()
             self.optimizer.zero_grad()
+            self.module.end_step()
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
