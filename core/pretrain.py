@@ -61,8 +61,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     if start >= run.training.train_steps:
         console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
+        checkpoints.export()
         return
-    peak = total_peak_flops(ps, run.model.dtype, run.training.peak_tflops)
 
     def batch_of(step: int) -> Mapping[str, Tensor]:
         cut_as_planned(executor, checkpoints.plan, step, run.training, size)
@@ -76,7 +76,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             batch_of,
             run.training,
             flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
-            peak_flops=peak,
+            peak_flops=total_peak_flops(ps, run.model.dtype, run.training.peak_tflops),
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,

@@ -11,7 +11,7 @@ from core.autograd.gradients import no_second_derivative
 from core.context_parallel import gathered, ring
 from core.context_parallel.documents import Documents
 from core.context_parallel.heads import from_heads, to_heads
-from core.context_parallel.rows_attention import RowsOfRing
+from core.context_parallel.rows_attention import RowsOfRing, known_rows
 from core.parallel_state import ContextRows, ParallelState
 from core.parallel_state.collectives import Group
 
@@ -32,8 +32,8 @@ class Exchange:
 
     def of_rows(self, q: Tensor, documents: Documents | None, scale: float) -> RowsOfRing:
         """q [b, a/u, n, d] once heads are exchanged."""
-        rows = self.rows
-        return RowsOfRing(rows.ring, rows.ring_rank, q.shape[2] * rows.ring, documents, scale)
+        rows, make = self.rows, RowsOfRing if documents is not None else known_rows
+        return make(rows.ring, rows.ring_rank, q.shape[2] * rows.ring, documents, scale)
 
     def forward(self, rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of the queries."""
@@ -58,6 +58,8 @@ class _ContextAttention(torch.autograd.Function):
         ctx.exchange, ctx.documents, ctx.scale = exchange, documents, scale
 
         def attend() -> tuple[Tensor, ...]:
+            if exchange.heads is None:
+                return exchange.forward(exchange.of_rows(q, documents, scale), q, k, v)
             here = to_heads((q, k, v), exchange.heads)
             out, logsumexp = exchange.forward(exchange.of_rows(here[0], documents, scale), *here)
             (back,) = from_heads((out,), exchange.heads)
@@ -78,13 +80,14 @@ class _ContextAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("attention over context ranks")
         exchange, (*kept, logsumexp) = ctx.exchange, ctx.saved_tensors
+        heads = exchange.heads
         if ctx.by_heads:
-            (grad,) = to_heads((grad,), exchange.heads)
-        else:
-            grad, *kept = to_heads((grad, *kept), exchange.heads)
+            (grad,) = to_heads((grad,), heads)
+        elif heads is not None:
+            grad, *kept = to_heads((grad, *kept), heads)
         rows = exchange.of_rows(kept[0], ctx.documents, ctx.scale)
         gradients = exchange.backward(rows, grad, *kept, logsumexp)
-        return *from_heads(gradients, exchange.heads), None, None, None
+        return *(from_heads(gradients, heads) if heads is not None else gradients), None, None, None
 
 
 @torch.compiler.disable

@@ -5,6 +5,7 @@ itself.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,8 @@ class Piece(NamedTuple):
     masked: bool
 
 
-def blocks(size: int, rank: int, count: int) -> list[Block]:
+@lru_cache(maxsize=64)
+def blocks(size: int, rank: int, count: int) -> tuple[Block, ...]:
     """The blocks of a rank that holds `count` rows of a zigzag over `size` ranks, in the order of a ring.
 
     Of an earlier rank all queries see its low chunk and none its high one; of a later rank only the high queries see
@@ -45,7 +47,7 @@ def blocks(size: int, rank: int, count: int) -> list[Block]:
         source = (rank - distance) % size
         queries, keys = (whole, range(half)) if source < rank else (range(half, count), whole)
         found.append(Block(source, queries, keys, False))
-    return found
+    return tuple(found)
 
 
 def pieces(block: Block, query_rows: Rows, key_rows: Rows, first: Rows, last: Rows) -> Iterator[Piece]:
@@ -65,7 +67,8 @@ def pieces(block: Block, query_rows: Rows, key_rows: Rows, first: Rows, last: Ro
             yield Piece(slice(start, stop), slice(keys.start + low, keys.start + high), False, not seen_by_all)
 
 
-def whole(block: Block) -> Piece:
+@lru_cache(maxsize=256)
+def whole(block: Block) -> tuple[Piece, ...]:
     """A block as one kernel call: no document begins among its keys."""
     queries, keys = block.queries, block.keys
-    return Piece(slice(queries.start, queries.stop), slice(keys.start, keys.stop), block.causal, False)
+    return (Piece(slice(queries.start, queries.stop), slice(keys.start, keys.stop), block.causal, False),)

@@ -216,13 +216,9 @@ def _both(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: T
     return [x.double() for x in (out, logsumexp, *gradients)]
 
 
-def _kernel(q: Tensor, k: Tensor, bias: Tensor | None) -> Kernel:
-    return kernel_of(q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None)
-
-
 def has_kernel(q: Tensor, k: Tensor) -> bool:
     """Whether a fused kernel serves tensors like these."""
-    return _kernel(q, k, None) is not PLAIN
+    return kernel_of(q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], False) is not PLAIN
 
 
 def attend(
@@ -233,7 +229,8 @@ def attend(
     q [b, a, n, d], k and v [b, g, t, d]. causal: query i sees keys 0 .. i, of as many keys as queries. bias: [b or 1,
     1, n, t] in q's dtype, -inf where a query does not see a key. A row that sees none is 0, its logsumexp -inf.
     """
-    out, logsumexp = _kernel(q, k, bias)[0](q, k, v, causal, bias, scale)
+    forward, _ = kernel_of(q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None)
+    out, logsumexp = forward(q, k, v, causal, bias, scale)
     if bias is not None:  # fused kernels tell 0 of a row without keys, which would weigh as much as a key
         logsumexp = logsumexp.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return out, logsumexp
@@ -256,7 +253,8 @@ def attend_backward(
     out, logsumexp: of the whole rows, merged over all blocks of keys (arXiv 2310.01889).
     """
     grad, out, logsumexp = grad.contiguous(), out.contiguous(), logsumexp.contiguous()
-    return _kernel(q, k, bias)[1](grad, q, k, v, out, logsumexp, causal, bias, scale)
+    _, backward = kernel_of(q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None)
+    return backward(grad, q, k, v, out, logsumexp, causal, bias, scale)
 
 
 def merge(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:

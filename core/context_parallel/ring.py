@@ -18,18 +18,15 @@ class Ring:
         position = ranks.index(ps.rank)
         after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
         links = ps.connect([(ps.rank, after), (before, ps.rank)])
-        self._to: Group = links[ps.rank, after]
-        self._from: Group = links[before, ps.rank]
-
-    def pass_on(self, x: Tensor) -> "Passed":
-        """Start sending x [contiguous] to the next rank, and receiving the one before's."""
-        return Passed(x, self._to, self._from)
+        self.to: Group = links[ps.rank, after]
+        self.source: Group = links[before, ps.rank]
 
 
 class Passed:
-    """A block on its way to the next rank, and another one on its way here."""
+    """A block on its way to the next rank of the ring, x [contiguous], and the one before's on its way here."""
 
-    def __init__(self, x: Tensor, to: Group, source: Group) -> None:
+    def __init__(self, x: Tensor, ring: Ring) -> None:
+        to, source = ring.to, ring.source
         self._sent = isend(x, 1 - to.rank, to, header=False)
         self._received = irecv(tuple(x.shape), x.dtype, 1 - source.rank, source, device=x.device, header=False)
 
@@ -43,12 +40,12 @@ class Passed:
 def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Output and logsumexp. cp - 1 messages of k and v each way."""
     attended, held = Attended(rows, q), torch.stack((k, v))
-    passed = ring.pass_on(held)
+    passed = Passed(held, ring)
     attended.add(rows.own, k, v)
     for block in rows.others:
         held = passed.wait()
         if block is not rows.others[-1]:
-            passed = ring.pass_on(held)
+            passed = Passed(held, ring)
         attended.add(block, held[0], held[1])
     return attended.result()
 
@@ -56,19 +53,22 @@ def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tu
 def backward(
     rows: RowsOfRing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v. k and v travel again; their gradients follow a step behind, and come home at the end."""
+    """Gradients of q, k, v. k and v travel again; what others add to their gradients follows a step behind and comes
+    home at the end, where the own part is."""
     gradients, held = Gradients(rows, grad, q, out, logsumexp), torch.stack((k, v))
-    passed = ring.pass_on(held)
-    sums = torch.stack(gradients.add(rows.own, k, v))
+    passed = Passed(held, ring)
+    own_k, own_v = gradients.add(rows.own, k, v)
+    travelling: Passed | None = None
     for block in rows.others:
         held = passed.wait()
-        travelling = ring.pass_on(sums)
         if block is not rows.others[-1]:
-            passed = ring.pass_on(held)
+            passed = Passed(held, ring)
         dk, dv = gradients.add(block, held[0], held[1])
-        sums = travelling.wait()
+        sums = travelling.wait() if travelling is not None else torch.zeros_like(held)
         keys = slice(block.keys.start, block.keys.stop)
         sums[0][:, :, keys] += dk
         sums[1][:, :, keys] += dv
-    of_own = ring.pass_on(sums).wait()
-    return gradients.of_queries(), of_own[0], of_own[1]
+        travelling = Passed(sums, ring)
+    assert travelling is not None
+    home = travelling.wait()
+    return gradients.of_queries(), home[0].add_(own_k), home[1].add_(own_v)

@@ -1,5 +1,6 @@
 """The attention of one rank's queries, block by block of keys: each block comes from one rank, itself included."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -32,21 +33,19 @@ class RowsOfRing:
     def _rows(self, rank: int) -> Rows:
         return _row_numbers(self.s, self.size, rank)
 
-    def pieces(self, block: Block) -> list[Piece]:
+    def pieces(self, block: Block) -> Sequence[Piece]:
         """The kernel calls of a block."""
         if self.documents is None:
-            return [whole(block)]
+            return whole(block)
         first, last = self.documents.bounds.numpy()
         query_rows, key_rows = self._rows(self.rank), self._rows(block.source)
         lowest_key = key_rows[block.keys.start]
         if last[block.queries.stop - 1] <= lowest_key:  # ascending: no query begins after the first key
-            return [whole(block)]
+            return whole(block)
         return list(pieces(block, query_rows, key_rows, first, last))
 
-    def bias(self, block: Block, piece: Piece, q: Tensor) -> Tensor | None:
-        """The additive mask of a piece, [b or 1, 1, queries, keys]."""
-        if not piece.masked:
-            return None
+    def bias(self, block: Block, piece: Piece, q: Tensor) -> Tensor:
+        """The additive mask of a piece that needs one, [b or 1, 1, queries, keys]."""
         assert self.documents is not None
         keys = torch.from_numpy(self._rows(block.source)[piece.keys]).to(q.device, non_blocking=True)
         queries = torch.from_numpy(self._rows(self.rank)[piece.queries]).to(q.device, non_blocking=True)
@@ -55,11 +54,18 @@ class RowsOfRing:
         return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)[:, None]
 
 
+@lru_cache(maxsize=64)
+def known_rows(size: int, rank: int, s: int, documents: None, scale: float) -> RowsOfRing:
+    """`RowsOfRing` without documents: the same in every layer and step."""
+    return RowsOfRing(size, rank, s, documents, scale)
+
+
 class Attended:
     """Output and logsumexp of the queries q [b, a, n, d], as blocks of keys arrive, the own ones first."""
 
     def __init__(self, rows: RowsOfRing, q: Tensor) -> None:
         self._rows, self._q = rows, q
+        self._dtype = wide(q.dtype) if rows.others else q.dtype  # of what blocks are merged into
         self._out: Tensor
         self._logsumexp: Tensor
 
@@ -68,16 +74,16 @@ class Attended:
         rows, q = self._rows, self._q
         for piece in rows.pieces(block):
             queries, keys = piece.queries, piece.keys
-            bias = rows.bias(block, piece, q)
+            bias = rows.bias(block, piece, q) if piece.masked else None
             part = q[:, :, queries], k[:, :, keys], v[:, :, keys]
             out, logsumexp = attend(*part, causal=piece.causal, bias=bias, scale=rows.scale)
             if block is not rows.own:
                 merge(self._out[:, :, queries], self._logsumexp[:, :, queries], out, logsumexp)
             elif out.shape == q.shape:  # all rows at once
-                self._out, self._logsumexp = out.to(wide(q.dtype)) if rows.others else out, logsumexp
+                self._out, self._logsumexp = out.to(self._dtype), logsumexp
             else:
                 if queries.start == 0:
-                    self._out = torch.empty_like(q, dtype=wide(q.dtype) if rows.others else q.dtype)
+                    self._out = torch.empty_like(q, dtype=self._dtype)
                     self._logsumexp = logsumexp.new_empty(q.shape[:3])
                 self._out[:, :, queries], self._logsumexp[:, :, queries] = out, logsumexp
 
@@ -91,6 +97,7 @@ class Gradients:
 
     def __init__(self, rows: RowsOfRing, grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor) -> None:
         self._rows, self._grad, self._q, self._out, self._logsumexp = rows, grad, q, out, logsumexp
+        self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._dq: Tensor | None = None
 
     def add(self, block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,10 +112,10 @@ class Gradients:
         dk = dv = k.new_zeros(())
         for piece in found:
             queries, keys = piece.queries, piece.keys
-            bias = rows.bias(block, piece, self._q)
-            of_queries = [x[:, :, queries] for x in (self._out, self._logsumexp)]
-            part = self._grad[:, :, queries], self._q[:, :, queries], k[:, :, keys], v[:, :, keys], *of_queries
-            dq, dk, dv = attend_backward(*part, causal=piece.causal, bias=bias, scale=rows.scale)
+            bias = rows.bias(block, piece, self._q) if piece.masked else None
+            part = self._grad[:, :, queries], self._q[:, :, queries], k[:, :, keys], v[:, :, keys]
+            merged = self._out[:, :, queries], self._logsumexp[:, :, queries]
+            dq, dk, dv = attend_backward(*part, *merged, causal=piece.causal, bias=bias, scale=rows.scale)
             self._add_queries(queries, dq, own=own)
             if sums is not None:
                 target = slice(keys.start - block.keys.start, keys.stop - block.keys.start)
@@ -118,12 +125,11 @@ class Gradients:
 
     def _add_queries(self, queries: slice, dq: Tensor, *, own: bool) -> None:
         q = self._q
-        dtype = wide(q.dtype) if self._rows.others else q.dtype
         if own and dq.shape == q.shape:
-            self._dq = dq.to(dtype)
+            self._dq = dq.to(self._dtype)
             return
         if self._dq is None:
-            self._dq = torch.empty_like(q, dtype=dtype)
+            self._dq = torch.empty_like(q, dtype=self._dtype)
         if own:
             self._dq[:, :, queries] = dq
         else:

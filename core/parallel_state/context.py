@@ -11,6 +11,7 @@ cut once more, into `ulysses` consecutive parts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,12 +45,12 @@ class ContextRows:
         """Of this rank."""
         return cls(ps.config.context, ps.coordinate["cp"], ps.config.ulysses_ranks)
 
-    @property
+    @cached_property
     def ring(self) -> int:
         """Ranks that hold other rows once heads are exchanged."""
         return self.size // self.ulysses
 
-    @property
+    @cached_property
     def ring_rank(self) -> int:
         """This rank's position among them."""
         return self.rank // self.ulysses

@@ -23,10 +23,11 @@ def _to_float32(x: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised x, and 1 / rms of each row."""
     # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
-    x32 = _to_float32(x)
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    x32 = x.to(wide)
     mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
     inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x32 * inverse_rms).mul_(_to_float32(weight)).to(x.dtype), inverse_rms
+    return (x32 * inverse_rms).mul_(weight.to(wide)).to(x.dtype), inverse_rms
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -46,9 +47,10 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("the fused RMSNorm")
         x, weight, inverse_rms = ctx.saved_tensors
-        size, grad32 = x.shape[-1], _to_float32(grad)
+        size, wide = x.shape[-1], inverse_rms.dtype
+        grad32 = grad.to(wide)
         # x / rms is computed again: keeping it would cost as much memory as the activation itself.
-        normalized, weighted = _to_float32(x) * inverse_rms, grad32 * _to_float32(weight)
+        normalized, weighted = x.to(wide) * inverse_rms, grad32 * weight.to(wide)
         mean = torch.linalg.vecdot(weighted, normalized).div_(size).unsqueeze(-1)
         dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
         dw = normalized.mul_(grad32).reshape(-1, size).sum(0).to(weight.dtype)

@@ -18,6 +18,7 @@ from core.interop.megatron.pipeline_parallel.schedules import get_forward_backwa
 from core.interop.megatron.tensor_parallel.random import model_parallel_cuda_manual_seed
 from core.interop.megatron.tokenizers import MegatronTokenizer
 from core.interop.megatron.transformer.transformer_config import TransformerConfig
+from core.interop.megatron.utils import get_batch_on_this_cp_rank
 
 S, ROWS = 16, 4
 
@@ -34,7 +35,7 @@ def batches():
 
 
 def forward_step(iterator, model):
-    batch = next(iterator)
+    batch = get_batch_on_this_cp_rank(next(iterator))
 
     def loss_func(mask, losses):
         loss = (losses.view(-1) * mask.view(-1)).sum() / mask.sum()
@@ -44,10 +45,10 @@ def forward_step(iterator, model):
     return losses, partial(loss_func, batch["loss_mask"])
 
 
-def train(tp, pp, directory, steps=3, microbatches=2):
+def train(tp, pp, directory, cp=1, steps=3, microbatches=2):
     """Trains, saves, loads into another model; (losses of the last stage, whole weights by name after it all)."""
     mpu.destroy_model_parallel()
-    ps = mpu.initialize_model_parallel(tp, pp)
+    ps = mpu.initialize_model_parallel(tp, pp, context_parallel_size=cp)
     try:
         model_parallel_cuda_manual_seed(123)
         facts = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "params_dtype": torch.float64}

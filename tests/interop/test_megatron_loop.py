@@ -17,11 +17,14 @@ def alone(_pool, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("tp, pp, world", [(2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 1, 4), (1, 2, 4)])
-def test_one_curve_on_every_layout(ranks, alone, tmp_path, tp, pp, world):
+@pytest.mark.parametrize(
+    "tp, pp, cp, world",
+    [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 1, 2), (2, 1, 1, 4), (1, 2, 1, 4), (1, 1, 2, 2), (2, 1, 2, 4)],
+)
+def test_one_curve_on_every_layout(ranks, alone, tmp_path, tp, pp, cp, world):
     losses, weights = alone
     assert losses[-1][0] < losses[0][0]
-    found = [theirs for theirs, _ in ranks(train, tp, pp, tmp_path / "c", world=world)]
+    found = [theirs for theirs, _ in ranks(train, tp, pp, tmp_path / "c", cp, world=world)]
     replicas = world // (tp * pp)
     told = [each for each in found if each[0]]  # of last stages
     assert len(told) == world // pp

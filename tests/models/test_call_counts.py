@@ -10,17 +10,21 @@ from benchmarks.tensor_parallel import our_model, python_calls
 SHAPE = Shape(hidden=64, layers=4, heads=8, kv_heads=4, ffn=96, seq=32, vocab=128)
 
 
-def calls_of_one_model(sequence):
-    """Without the hooks on every optimizer's step of models that other tests keep."""
+def without_hooks_of_others(count, *args, **how):
+    """`count(...)` without the hooks on every optimizer's step of models that other tests keep."""
     registries = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
     others = [dict(hooks) for hooks in registries]
     for hooks in registries:
         hooks.clear()
     try:
-        return python_calls(SHAPE, sequence=sequence)
+        return count(*args, **how)
     finally:
         for hooks, before in zip(registries, others, strict=True):
             hooks.update(before)
+
+
+def calls_of_one_model(sequence):
+    return without_hooks_of_others(python_calls, SHAPE, sequence=sequence)
 
 
 @pytest.mark.parametrize("sequence, most", [(False, 1500), (True, 2500)])

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.context_parallel import Exchange
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt2_spec, llama_spec
 from core.models.huggingface import canonical, from_huggingface, load_huggingface
@@ -22,7 +21,6 @@ from core.transformer.attention.self_attention import CoreAttention
 from core.transformer.rules import check_layout
 from tests.context_parallel.rows import documents
 from tests.models.huggingface import TODAY, exactly, random_model
-from tests.parity.contexts import Case, batch, build, local_rows
 from tests.parity.shards import whole_gradients
 from tests.parity.whole import assert_same
 from tests.states import state
@@ -217,25 +215,3 @@ def against_transformers(kind, cp, comm_type, packed):
 )
 def test_transformers_agrees_also_with_each_document_alone(ranks, kind, cp, comm_type, packed):
     ranks(against_transformers, kind, cp, comm_type, packed, world=cp)
-
-
-class Ignores(Exchange):
-    """Attention without its documents: a mutation."""
-
-    def of_rows(self, q, documents, scale):
-        return super().of_rows(q, None, scale)
-
-
-def one_loss(case, exchange=None):
-    ps = state(cp=case.cp)
-    stages, _, executor = build(case, ps)
-    if exchange is not None:
-        for layer in stages[0].decoder.layers.values():
-            layer.self_attention.core_attention.exchange = exchange(ps)
-    return executor.step(local_rows(case, ps, batch(case.packed, case.masked)), next_token_loss).loss.item()
-
-
-def test_ignored_documents_change_the_loss(ranks):
-    case = Case(cp=2, packed=True)
-    right, wrong = ranks(one_loss, case, world=2)[0], ranks(one_loss, case, Ignores, world=2)[0]
-    assert abs(right - wrong) > 1e-4

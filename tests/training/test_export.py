@@ -18,10 +18,13 @@ from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES, HuggingFaceModel, from_huggingface
 from core.models.huggingface.matching import matching_family
 from core.parallel_state import ParallelState
-from core.training import initialize
+from core.pretrain import main as pretrain
+from core.training import RunConfig, initialize
 from core.training.generate import main as generate_command
 from tests.models.huggingface import TODAY
 from tests.models.test_huggingface import CONFIGS
+from tests.models.test_huggingface_folders import files_of
+from tests.training.tiny import prepared
 
 MODEL = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 36}
 
@@ -131,10 +134,11 @@ def test_a_run_goes_to_transformers_with_its_tokenizer(tmp_path, capsys, monkeyp
         "model": MODEL,
         "data": {"train": str(tmp_path / "t"), "split": "1,0,0", "sequence_length": 16},
         "training": {"global_batch_size": 4, "micro_batch_size": 2, "train_steps": 2},
-        "checkpoint": {"directory": str(tmp_path / "ckpt")},
+        "checkpoint": {"directory": str(tmp_path / "ckpt"), "export_huggingface": str(tmp_path / "at-end")},
     }
     monkeypatch.chdir(tmp_path)
     model, _, _, loader = initialize(config=config)
+    assert not (tmp_path / "at-end").exists()
     for batch in loader:
         model.train_step(batch)
     (step,) = sorted((tmp_path / "ckpt").glob("step*"))[-1:]
@@ -153,6 +157,7 @@ def test_a_run_goes_to_transformers_with_its_tokenizer(tmp_path, capsys, monkeyp
     (tmp_path / "moved.json").rename(tmp_path / "t.tokenizer.json")
     assert main(["export", str(step), str(tmp_path / "out"), "--check"]) == 0
     assert "max |logit difference| on 4 prompts: " in capsys.readouterr().out
+    assert files_of(tmp_path / "at-end") == files_of(tmp_path / "out")  # what all ranks wrote after the last step
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer("the rooms have walls", return_tensors="pt").input_ids
@@ -163,3 +168,50 @@ def test_a_run_goes_to_transformers_with_its_tokenizer(tmp_path, capsys, monkeyp
     loss = theirs(ids, labels=ids).loss
     loss.backward()  # and it trains on
     assert all(p.grad is not None for p in theirs.parameters())
+
+
+def test_a_run_that_is_over_exports_what_it_is_asked_for(tmp_path, capsys):
+    """A finished run is asked for a folder: it is written from the newest checkpoint, nothing is trained."""
+    made = prepared(tmp_path)
+    flags = [f"--data.train={made.train}", f"--data.valid={made.valid}", f"--data.tokenizer={made.tokenizer}"]
+    sizes = {
+        "model.num-layers": 2,
+        "model.hidden-size": 32,
+        "model.num-attention-heads": 4,
+        "data.sequence-length": 16,
+    }
+    sizes |= {"training.train-steps": 1, "training.global-batch-size": 2, "device": "cpu"}
+    flags += [f"--{name}={value}" for name, value in sizes.items()]
+    flags += [f"--training.output={tmp_path / 'run'}", f"--checkpoint.directory={tmp_path / 'ckpt'}"]
+    pretrain(flags)
+    capsys.readouterr()
+    pretrain([*flags, f"--checkpoint.export-huggingface={tmp_path / 'hf'}"])
+    said = capsys.readouterr().out
+    assert "nothing to do: 1 of 1 steps" in said and f"exported to {tmp_path / 'hf'}: AutoModel" in said
+    export_huggingface(tmp_path / "ckpt" / "step-00000001", tmp_path / "out")
+    assert files_of(tmp_path / "hf") == files_of(tmp_path / "out")
+    with pytest.raises(SystemExit) as ended:
+        pretrain([*flags, f"--checkpoint.export-huggingface={tmp_path / 'hf'}"])
+    assert ended.value.code and "is there already; give a directory that is to be made" in capsys.readouterr().err
+
+
+CANNOT_LEAVE = [
+    (
+        {"model.style": "gpt2", "model.num_query_groups": 2},
+        r"export_huggingface=\S+: no family of .*num_query_groups=2",
+    ),
+    ({"model.build": "tests.training.tiny:prepared"}, r"export_huggingface=\S+ needs a GPTModel"),
+    ({"checkpoint.export_huggingface": "s3://bucket/hf"}, r"s3://bucket/hf: a local directory is needed; copy"),
+]
+
+
+@pytest.mark.parametrize("values, message", CANNOT_LEAVE)
+def test_what_cannot_leave_at_the_end_is_told_before_the_run(tmp_path, values, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig.from_dict({"checkpoint.export_huggingface": str(tmp_path / "hf")} | values).check(1)
+
+
+def test_a_model_of_the_program_s_own_is_refused_before_its_first_step(tmp_path):
+    config = {"checkpoint": {"export_huggingface": str(tmp_path / "hf")}, "training": {"train_steps": 1}}
+    with pytest.raises(ValueError, match=r"export_huggingface=\S+ needs a GPTModel"):
+        initialize(torch.nn.Linear(2, 2), config=config)

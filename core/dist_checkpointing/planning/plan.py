@@ -6,7 +6,7 @@ array's cells have owners of their own, so that all ranks share the writing.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -108,6 +108,28 @@ def plan_writes(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int
     return WritePlan(assigned, _waves(transfers, arrays, len(holdings), wave_bytes))
 
 
+def plan_gathering(
+    arrays: Arrays, holdings: Sequence[Holdings], rank: int, *, wave_bytes: int = WAVE_BYTES
+) -> dict[tuple[str, Index], WritePlan]:
+    """How `rank` gets each layer of a stack, and each other array, as one cell: (key, index) -> a plan of that alone.
+
+    holdings, wave_bytes, errors: as `plan_writes`. What `rank` does not hold itself, its replicas' holders send.
+    """
+
+    def grid_of(info: ArrayInfo) -> tuple[int, ...]:
+        return (1, *info.shape[1:]) if info.stacked else info.shape
+
+    plans = {}
+    for keys in _array_classes(arrays, holdings).values():
+        for cell in _cells_of_class(keys, arrays, holdings, grid_of):
+            received = _received(cell, rank)
+            for key in keys:
+                transfers = [Transfer(key, cell.index, box, source, rank) for box, source in received]
+                waves = _waves(transfers, arrays, len(holdings), wave_bytes)
+                plans[key, cell.index] = WritePlan({key: [(cell.index, cell.box, rank)]}, waves)
+    return plans
+
+
 def transfer_bytes(box: Box, info: ArrayInfo) -> int:
     """The bytes that a box of an array takes in a message, padding included."""
     return padded_bytes(box, info.itemsize)
@@ -131,11 +153,16 @@ def _array_classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, li
     return {keys[0]: keys for keys in classes.values()}
 
 
-def _cells_of_class(keys: list[str], arrays: Arrays, holdings: Sequence[Holdings]) -> Iterator[_PlannedCell]:
+def _cells_of_class(
+    keys: list[str],
+    arrays: Arrays,
+    holdings: Sequence[Holdings],
+    grid_of: Callable[[ArrayInfo], tuple[int, ...]] = cell_of,
+) -> Iterator[_PlannedCell]:
     """Every cell of a class in C order. Raises ValueError: a box outside of the array, elements that nobody holds."""
     key, info = keys[0], arrays[keys[0]]
     try:
-        grid = cell_of(info)
+        grid = grid_of(info)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     # replicas hold equal boxes: these are cut into cells once for all of them

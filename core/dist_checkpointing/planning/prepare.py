@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, Literal
 from uuid import uuid4
 
-from core.dist_checkpointing.format.arrays import Arrays
+from core.dist_checkpointing.format.arrays import Arrays, Holdings
 from core.dist_checkpointing.format.grid import cell_of, inner_shape
 from core.dist_checkpointing.format.zarr_metadata import Json, array_metadata
 from core.dist_checkpointing.planning.exchange import gather_json
@@ -32,6 +32,7 @@ from core.dist_checkpointing.state.optimizers import to_save
 from core.parallel_state import ParallelState
 
 Weights = Literal["derive", "bf16"]
+_Planned = tuple[WritePlan, Arrays, Mapping[str, Json], Sequence[Holdings]]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class SavePlan:
     """A save that can begin, the same on all ranks but for `shards`.
 
     uuid: of this attempt. arrays, metadata: what is stored. attributes: of the root group. shards: this rank's.
+    holdings: which boxes each rank holds, in rank order.
     """
 
     uuid: str
@@ -47,6 +49,7 @@ class SavePlan:
     metadata: Mapping[str, Json]
     attributes: Mapping[str, Any]
     shards: Mapping[str, Sequence[Shard]]
+    holdings: Sequence[Holdings]
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +68,7 @@ class SavePlanner:
         self._ps, self._weights = ps, weights
         self._fingerprints: list[str] = []  # of every rank's catalogue, at the save before
         self._catalog: Catalog | None = None
-        self._plan: tuple[WritePlan, Arrays, Mapping[str, Json]] | None = None
+        self._plan: _Planned | None = None
         self._not_stored: set[str] = set()
 
     def prepare(self, state: Any, *, failure: str | None = None) -> SavePlan:
@@ -93,7 +96,7 @@ class SavePlanner:
         self._update_catalog(catalog, reports)
         check_replicated([report["same"] for report in reports])
         stored_weights: set[str] = set().union(*[report["unequal"] for report in reports])
-        plan, arrays, metadata, derived = self._planned(stored_weights)
+        (plan, arrays, metadata, holdings), derived = self._planned(stored_weights)
         version = TAGGED if tagged(list(objects.values())) else FORMAT
         facts = {"format": version, "objects": objects, "derived": derived}
         shards = {}
@@ -101,7 +104,7 @@ class SavePlanner:
             if key in arrays:
                 shards[key] = [tensor.shard for tensor in tensors]
         # rank 0's uuid names the attempt on all ranks
-        return SavePlan(reports[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, shards)
+        return SavePlan(reports[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, shards, holdings)
 
     def _report(self, local_state: LocalState, catalog: LocalCatalog) -> dict[str, Any]:
         """What this rank sends at every save: fingerprints of what is long and seldom changes."""
@@ -135,8 +138,11 @@ class SavePlanner:
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, self._ps.world, self._ps.device)
 
-    def _planned(self, stored_weights: set[str]) -> tuple[WritePlan, Arrays, Mapping[str, Json], dict[str, Any]]:
-        """(plan, arrays, their metadata, how to derive what is not stored); `stored_weights` cannot be derived."""
+    def _planned(self, stored_weights: set[str]) -> tuple[_Planned, dict[str, Any]]:
+        """(plan, arrays, their metadata, who holds what of them; how to derive what is not stored).
+
+        `stored_weights` cannot be derived.
+        """
         assert self._catalog is not None
         not_stored: set[str] = set()
         derived: dict[str, Any] = {}
@@ -150,5 +156,6 @@ class SavePlanner:
             for key, info in catalog.arrays.items():
                 cell = cell_of(info)
                 metadata[key] = array_metadata(info, cell, inner_shape(cell))
-            self._plan = plan_writes(catalog.arrays, catalog.holdings), catalog.arrays, metadata
-        return *self._plan, derived
+            plan = plan_writes(catalog.arrays, catalog.holdings)
+            self._plan = plan, catalog.arrays, metadata, catalog.holdings
+        return self._plan, derived

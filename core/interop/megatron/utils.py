@@ -3,8 +3,11 @@
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from core.context_parallel import visible_mask
+from core.parallel_state import context_batch, current_state
 from core.parallel_state.collectives.groups import world
 
 
@@ -46,12 +49,29 @@ def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs:
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The batch itself. Raises ValueError: several context ranks, whose layout the model cuts."""
-    from core.parallel_state import current_state
+    """Tensors [b, s] -> this context rank's rows of them, [b, s/cp], with the same names in the same order.
 
-    if current_state().size("cp") > 1:
+    attention_mask, bool [b, 1, s, s], becomes None where it is causal, and where it keeps packed documents apart the
+    row where each token's document begins, int64 [b, s/cp]: `GPTModel` here takes that in its place.
+    Raises ValueError: a mask that is neither; s is no multiple of 2 cp; a tensor [b, s, ...] of an unknown name.
+    """
+    ps = current_state()
+    if ps.size("cp") == 1:
+        return batch
+    given: dict[str, Tensor] = {name: value for name, value in batch.items() if value is not None}
+    if (mask := given.pop("attention_mask", None)) is not None and (begin := _document_begin(mask)).any():
+        given["document_begin"] = begin.expand(given["tokens"].shape)
+    mine = context_batch(given, ps)
+    begins = mine.pop("document_begin", None)
+    return {name: begins if name == "attention_mask" else mine.get(name) for name in batch}
+
+
+def _document_begin(mask: Tensor) -> Tensor:
+    """bool [b or 1, 1, s, s], True = hidden, of documents -> int64 [b or 1, s]: the first key that each row sees."""
+    begin = mask[:, 0].logical_not().to(torch.uint8).argmax(-1)
+    if not torch.equal(visible_mask(begin), mask):
         raise ValueError(
-            f"context_parallel_size={current_state().size('cp')}: batches are "
-            "not cut by this; use core.parallel_state.context_batch"
+            f"attention_mask {tuple(mask.shape)} is not causal within packed documents; context ranks hold parts of "
+            "its rows and take no other mask: use context_parallel_size=1"
         )
-    return batch
+    return begin

@@ -20,7 +20,6 @@ from core.models.gpt.inputs import (
     one_of_two,
 )
 from core.parallel_state import (
-    ContextRows,
     ParallelState,
     current_state,
     initialize_parameters,
@@ -179,7 +178,7 @@ class GPTModel(nn.Module):
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
         tokens = one_of_two("tokens", tokens, "input_ids", input_ids)
-        s = self._check(tokens, position_ids, attention_mask, labels)
+        s = self._check(tokens, position_ids, attention_mask, labels, document_begin is not None)
         mask: Tensor | Documents | None = attention_mask
         if document_begin is not None:
             mask = self._documents(document_begin, tokens, attention_mask)
@@ -293,7 +292,12 @@ class GPTModel(nn.Module):
         return sum(layout_of(p).numel for p in self.parameters())
 
     def _check(
-        self, tokens: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        packed: bool,
     ) -> int:
         """Shapes, dtypes and ranges, without waiting for a device; returns the sequence length."""
         tp = self.place.tp if self.place.splits_sequence else 1
@@ -323,7 +327,7 @@ class GPTModel(nn.Module):
             check_context(s, ranks, position_ids, attention_mask)
             if self.pre_process and not torch.compiler.is_compiling() and (group := self.parallel.group("cp")):
                 assert position_ids is not None
-                self._first_inputs.check_context(tokens, position_ids, group)
+                self._first_inputs.check_context(tokens, position_ids, packed, group)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
             self._first_inputs.check_first(tokens if self.pre_process else None, attention_mask, labels)
@@ -337,7 +341,7 @@ class GPTModel(nn.Module):
         ps, spec = self.parallel, self.transformer_layer_spec
         tp = self.place.tp if self.place.splits_sequence else 1
         shape = tuple(tokens.shape) if self.pre_process else (tokens.shape[1], tokens.shape[0] * tp)
-        check_documents(document_begin, shape, ContextRows.of_state(ps), attention_mask)
+        check_documents(document_begin, shape, ps, attention_mask)
         if all(map(knows_context, (spec.layer, spec.attention, spec.core_attention))):
             return begin_of_rows(document_begin, ps)
         return visible_mask(document_begin.to(ps.device))

@@ -6,9 +6,11 @@ import warnings
 import torch
 from torch import Tensor
 
-from core.parallel_state import ContextRows
-from core.parallel_state.collectives import Group, all_gather_objects
+from core.parallel_state import ContextRows, ParallelState
+from core.parallel_state.collectives import Group, all_gather, all_gather_objects
 from core.parallel_state.environment import reading_waits
+
+_TOLD = 512  # bytes of a message that context ranks tell each other
 
 
 def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
@@ -95,15 +97,32 @@ def check_context(s: int, ranks: int, position_ids: Tensor | None, attention_mas
 
 
 def check_documents(
-    document_begin: Tensor, shape: tuple[int, ...], rows: ContextRows, attention_mask: Tensor | None
+    document_begin: Tensor, shape: tuple[int, ...], ps: ParallelState, attention_mask: Tensor | None
 ) -> None:
-    """Raise ValueError unless document_begin fits tokens [b, s/cp] of these rows: ascending, none after its token."""
+    """Raise ValueError unless document_begin fits tokens [b, s/cp] of these rows: ascending, none after its token.
+
+    On CPUs every context rank raises what is wrong on any: one that left alone would be waited for in the first
+    layer. All-gather of 512 bytes over cp.
+    """
+    problem = _problem_of_documents(document_begin, shape, ContextRows.of_state(ps), attention_mask)
+    group = ps.group("cp") if ps.device.type == "cpu" else None
+    if group is not None:
+        text = (problem or "").encode()[:_TOLD]
+        told = all_gather(torch.frombuffer(bytearray(text.ljust(_TOLD, b"\0")), dtype=torch.uint8)[None], group)
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in told] if told.any() else []
+        problem = "; ".join(f"rank {rank}: {text}" for rank, text in zip(group.ranks, texts, strict=False) if text)
+    if problem:
+        raise ValueError(problem)
+
+
+def _problem_of_documents(
+    document_begin: Tensor, shape: tuple[int, ...], rows: ContextRows, attention_mask: Tensor | None
+) -> str | None:
     if attention_mask is not None:
-        raise ValueError("attention_mask and document_begin are given, 2 masks; give one of them")
+        return "attention_mask and document_begin are given, 2 masks; give one of them"
     if document_begin.dtype != torch.int64 or tuple(document_begin.shape) != shape:
-        raise ValueError(
-            f"document_begin must be int64 [b, s] = {shape}, got {document_begin.dtype} {tuple(document_begin.shape)}"
-        )
+        found = f"{document_begin.dtype} {tuple(document_begin.shape)}"
+        return f"document_begin must be int64 [b, s] = {shape}, got {found}"
     numbers = rows.rows(shape[1] * rows.size).to(document_begin.device)
     wrong = (document_begin > numbers) | (document_begin < 0)
     wrong[:, 1:] |= document_begin[:, 1:] < document_begin[:, :-1]
@@ -111,10 +130,11 @@ def check_documents(
         torch._assert_async(~wrong.any(), "document_begin after its token, or decreasing")
     elif wrong.any():
         row, column = wrong.nonzero()[0].tolist()
-        raise ValueError(
+        return (
             f"document_begin[{row}, {column}] is {int(document_begin[row, column])} for row {int(numbers[column])} "
             "of its sequence; a document begins at its token or before, at 0 at least, and begins never decrease"
         )
+    return None
 
 
 class FirstInputs:
@@ -129,17 +149,22 @@ class FirstInputs:
         return self._labels_seen and self._mask_seen
 
     @torch.compiler.disable
-    def check_context(self, tokens: Tensor, position_ids: Tensor, group: Group) -> None:
-        """The first rows of the ranks of one sequence: raises ValueError on all of them where they are the same rows.
-
-        All-gather of objects over cp, once.
+    def check_context(self, tokens: Tensor, position_ids: Tensor, packed: bool, group: Group) -> None:
+        """The first rows of the ranks of one sequence: raises ValueError on all of them where they are the same rows,
+        or where only some have documents (`packed`). All-gather of objects over cp, once.
         """
         if self._context_seen:
             return
         self._context_seen = True
         rows = torch.cat((tokens.flatten(), position_ids.flatten())).cpu().numpy().tobytes()
-        hashes = all_gather_objects(hashlib.sha256(rows).hexdigest(), group)
-        if len(set(hashes)) == 1:
+        of_ranks = all_gather_objects((hashlib.sha256(rows).hexdigest(), packed), group)
+        with_documents = [rank for rank, (_, has) in zip(group.ranks, of_ranks, strict=True) if has]
+        if 0 < len(with_documents) < group.size:
+            raise ValueError(
+                f"{len(with_documents)} of {group.size} context ranks ({with_documents}) were given document_begin, "
+                "the others none; context_batch(batch, ps) cuts it for all of them"
+            )
+        if len({rows for rows, _ in of_ranks}) == 1:
             raise ValueError(
                 f"{group.size} context ranks were given the same {tokens.shape[1]} rows, which are not parts of one "
                 "sequence; context_batch(batch, ps) cuts each rank's rows out of a batch of whole sequences"

@@ -1,50 +1,40 @@
-"""A checkpoint of ours as a folder that `transformers` loads: one tensor in memory at a time."""
+"""A checkpoint, or a model that all ranks hold together, as a folder that `transformers` loads.
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+One tensor is in memory at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.reading.lazy import LazyTensor, lazy_tensors
-from core.dist_checkpointing.reading.loading import open_stored
-from core.dist_checkpointing.reading.read import memory_of
+from core.data_parallel import DataParallel
+from core.dist_checkpointing.planning.exchange import owned_cells
+from core.dist_checkpointing.planning.plan import plan_gathering
+from core.dist_checkpointing.planning.prepare import SavePlanner
+from core.dist_checkpointing.planning.ranks import agree, default_state, from_first, problem_of
+from core.dist_checkpointing.reading.lazy import lazy_tensors, read_in_order
+from core.dist_checkpointing.reading.loading import load, open_stored
+from core.dist_checkpointing.reading.read import torch_dtype
+from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
-from core.dist_checkpointing.tools.safetensors_files import FileTensor, new_folder, tensors_by_file, write_files
-from core.models.gpt.description import described, description_of, differences
+from core.dist_checkpointing.tools.safetensors_files import new_folder, tensors_by_file, write_files
+from core.models.gpt.description import description
 from core.models.gpt.gpt_model import GPTModel
-from core.models.huggingface.blocks import Slices
-from core.models.huggingface.companions import copy_companions, write_companions
-from core.models.huggingface.facts import Facts
-from core.models.huggingface.families import family_of, from_huggingface
-from core.models.huggingface.family.family import Family, HuggingFaceModel
-from core.models.huggingface.matching import matching_family
-from core.models.huggingface.rows import Row, rows_of
-from core.parallel_state import ParallelState, layout_of
+from core.models.huggingface.family.family import HuggingFaceModel
+from core.models.huggingface.written import Form, Parameters, Part, TheirTensor, form_of_run, form_of_source
+from core.optimizer import sharded_state_dict
+from core.parallel_state import ParallelState
+from core.parallel_state.flat import intersect
+from core.parallel_state.modules import Modules, modules_of
 
 FILE_BYTES = 5 << 30  # as transformers' own files
 PROMPTS, PROMPT_LENGTH = 4, 16
 TOLERANCE = 1e-4  # of float32 logits, relative to the largest
-
-
-@dataclass(frozen=True)
-class TheirTensor(FileTensor):
-    """A tensor of theirs, and the parameter of ours that holds its numbers."""
-
-    parameter: str
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What a checkpoint is written as; `companions(folder, dtype)` writes what lies beside the weights."""
-
-    model: HuggingFaceModel
-    family: Family
-    companions: Callable[[Path, str], None]
-    said_by: str  # for messages: who says what the model is
 
 
 def export_huggingface(
@@ -65,121 +55,162 @@ def export_huggingface(
     says nothing of its model, a fact that no family has, logits that differ. ImportError: `check` without
     transformers.
     """
-    form = _of_run(checkpoint) if source is None else _of_source(checkpoint, Path(source).expanduser())
-    ours = _Parameters(form, checkpoint)
-    tensors = ours.their_tensors()
-    with new_folder(folder) as temporary, space_for(open_dir(temporary), sum(tensor.nbytes for tensor in tensors)):
-        write_files(temporary, tensors_by_file(tensors, file_bytes), ours.values_of, progress)
-        form.companions(temporary, tensors[0].dtype)
-        return _largest_difference(temporary, ours, form.model) if check else None
+    form, stored = _form_of_checkpoint(checkpoint, source), lazy_tensors(checkpoint)
+    in_order: Iterator[Tensor] = iter(())
+    arrays = {key: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for key, tensor in stored.items()}
+    ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order))
+    files = tensors_by_file(ours.their_tensors(), file_bytes)
+    parts = ours.reads(tensor for tensors in files for tensor in tensors)
+    with ExitStack() as opened:
+        temporary = _new_folder(opened, folder, files)
+        in_order = read_in_order([(stored[part.key], part.layer) for part in parts])
+        write_files(temporary, files, ours.values_of, progress)
+        assert next(in_order, None) is None  # the end is where it raises if a file is not the one that was saved
+        form.companions(temporary, files[0][0].dtype)
+        return _largest_difference(temporary, checkpoint, form.model) if check else None
 
 
-def _of_source(checkpoint: str | Path, source: Path) -> _Form:
-    """As the folder that it began as. Raises ValueError: the checkpoint says that it is another model."""
-    family, model = family_of(Facts.of_folder(source)), from_huggingface(source)
-    said: Any = open_stored(checkpoint).run.get("model")
-    if said is not None and (different := differences(said, description_of(**model.arguments()))):
-        raise ValueError(
-            f"{checkpoint} is not the model that {source} describes: {', '.join(different)}; give the folder that it "
-            "began as, or leave --source out: the checkpoint says what it is"
-        )
-    return _Form(
-        model,
-        family,
-        lambda folder, dtype: copy_companions(source, folder, dtype),
-        "the source's configuration",
-    )
-
-
-def _of_run(checkpoint: str | Path) -> _Form:
-    """As the family that says all that the run said."""
+def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> Form:
     run = open_stored(checkpoint).run
-    if "model" not in run:
+    said: Any = run.get("model")
+    if source is not None:
+        return form_of_source(source, said, str(checkpoint))
+    if said is None:
         raise ValueError(
             f"{checkpoint} says nothing of its model: give --source, a folder with its config.json (checkpoints of "
             "the trainer say it)"
         )
-    model = HuggingFaceModel(**described(run["model"]))
-    family, fields = matching_family(model)
     tokenizer: Any = run.get("tokenizer")
-    return _Form(
-        model,
-        family,
-        lambda folder, dtype: write_companions(fields, tokenizer, folder, dtype),
-        "the run's configuration",
-    )
+    return form_of_run(said, tokenizer)
 
 
-class _Parameters:
-    """Our parameters by name, read from a checkpoint, and their tensors that are made of them.
+def _new_folder(opened: ExitStack, folder: str | Path, files: Sequence[Sequence[TheirTensor]]) -> Path:
+    """The directory to fill, which becomes `folder` when `opened` is closed."""
+    temporary = opened.enter_context(new_folder(folder))
+    nbytes = sum(tensor.nbytes for tensors in files for tensor in tensors)
+    opened.enter_context(space_for(open_dir(temporary), nbytes))
+    return temporary
 
-    Shapes have been compared with the model's. The last parameter is kept: several of theirs are made of it.
+
+def save_huggingface(
+    model: DataParallel | Modules,
+    folder: str | Path,
+    source: str | Path | None = None,
+    *,
+    ps: ParallelState | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    file_bytes: int = FILE_BYTES,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write a model that all ranks hold together as Hugging Face's `folder`; collective over all of them.
+
+    The first rank writes, the same files as `export_huggingface` of a checkpoint of the model. No rank but that one
+    gathers anything, and that one holds one tensor at a time; what ZeRO cut is sent as it lies.
+
+    model: a GPTModel, a rank's pipeline stages, or the `DataParallel` that holds them: under ZeRO-3 that.
+    source: as `export_huggingface`; only the first rank reads it. tokenizer: where there is no source, what a run
+    says of its own: {"path": of tokenizer.json, "identity": ..., "end_of_text": its id}. progress: called on the
+    first rank with bytes written.
+    Raises on all ranks, before anything is gathered where it can be known: ValueError (no GPTModel, another model
+    than `source` describes, a fact that no family has, a folder that is there), OSError (no space). Nothing
+    half-written is left.
+    """
+    parallel = model.ps if isinstance(model, DataParallel) else ps if ps is not None else default_state()
+    weights = _Gathered(model, parallel)
+
+    with ExitStack() as opened:
+        write: Callable[[], None] = weights.take_part
+
+        def begin() -> list[tuple[str, int | None]]:
+            """The order in which parameters are gathered."""
+            nonlocal write
+            said = description(_gpt_of(model))
+            form = form_of_run(said, tokenizer) if source is None else form_of_source(source, said, "the model")
+            ours = Parameters(form, weights.arrays, "the model", weights.read)
+            files = tensors_by_file(ours.their_tensors(), file_bytes)
+            temporary = _new_folder(opened, folder, files)
+
+            def write_all() -> None:
+                write_files(temporary, files, ours.values_of, progress)
+                form.companions(temporary, files[0][0].dtype)
+
+            write = write_all
+            return [(part.key, part.layer) for part in ours.reads(tensor for file in files for tensor in file)]
+
+        weights.order = [Part(key, layer) for key, layer in from_first(begin, parallel)]
+        agree(problem_of(lambda: weights.in_order(write)), parallel)
+        problem = problem_of(opened.close) if parallel.rank == 0 else None  # the folder is published here
+    agree(problem, parallel)
+
+
+def _gpt_of(model: DataParallel | Modules) -> GPTModel:
+    stage = next(iter(modules_of(model.module if isinstance(model, DataParallel) else model).values()))
+    if not isinstance(stage, GPTModel):
+        raise ValueError(
+            f"the model is a {type(stage).__name__}, a GPTModel is needed: no family of Hugging Face's is known for "
+            "others; save a checkpoint, and `python -m core.dist_checkpointing export` writes its weights"
+        )
+    return stage
+
+
+class _Gathered:
+    """Parameters of a model that are gathered to the first rank, one at a time; each read is collective.
+
+    `order` says which is read when, on all ranks alike. arrays: key -> (shape, dtype). Collective when it is made.
     """
 
-    def __init__(self, form: _Form, checkpoint: str | Path) -> None:
-        self._config, stored = form.model.config, lazy_tensors(checkpoint)
-        self._rows: dict[str, Row] = rows_of(
-            form.family.rows, form.model.config.num_layers, form.model.config.num_moe_experts
-        )
-        self._stored: dict[str, tuple[LazyTensor, int | None]] = {}
-        self._last: tuple[str, Tensor] | None = None
-        with torch.device("meta"):  # names, shapes and layers, no memory
-            model = GPTModel(**form.model.arguments(), parallel=ParallelState.single("cpu"), seed=0)
-        self._shapes = {name: tuple(layout_of(parameter).shape) for name, parameter in model.named_parameters()}
-        for name, sharded in model.sharded_state_dict().items():
-            key = sharded.key
-            if key not in stored:
-                raise ValueError(f"{checkpoint} holds no {key}, which {form.said_by} asks for")
-            stacked = bool(sharded.prepend_axis_num)
-            shape = tuple(stored[key].shape[1:] if stacked else stored[key].shape)
-            if shape != self._shapes[name]:
-                raise ValueError(f"{key} is {shape} in {checkpoint}, {self._shapes[name]} by {form.said_by}")
-            self._stored[name] = stored[key], sharded.global_offset[0] if stacked else None
+    def __init__(self, model: DataParallel | Modules, ps: ParallelState) -> None:
+        state = sharded_state_dict(model) if isinstance(model, DataParallel) else module_state_dict(model, ps)
+        self._save, self._ps = SavePlanner(ps, "bf16").prepare({"model": state}), ps
+        self.arrays = {key: (info.shape, info.dtype) for key, info in self._save.arrays.items()}
+        self._plans = plan_gathering(self._save.arrays, self._save.holdings, 0)
+        self.order: list[Part] = []
+        self._done = 0
 
-    def read(self, name: str) -> Tensor:
-        """A full parameter of ours."""
-        if self._last is None or self._last[0] != name:
-            tensor, layer = self._stored[name]
-            self._last = name, tensor[...] if layer is None else tensor[layer]
-        return self._last[1]
+    def read(self, part: Part) -> Tensor:
+        """On the first rank, the next of `order` in full."""
+        assert part == self.order[self._done], "other ranks send what is next"
+        tensor = self._next()
+        assert tensor is not None
+        return tensor
 
-    def their_tensors(self) -> list[TheirTensor]:
-        """In the order of our parameters."""
-        tensors = []
-        for name, (stored, _) in self._stored.items():
-            dtype = str(stored.dtype).removeprefix("torch.")
-            for their_name, shape in self._rows[name].huggingface_shapes(self._shapes[name], self._config).items():
-                tensors.append(TheirTensor(their_name, shape, dtype, name))
-        return tensors
+    def take_part(self) -> None:
+        """What the first rank has not read yet is sent, and dropped there."""
+        while self._done < len(self.order):
+            self._next()
 
-    def values_of(self, tensor: TheirTensor) -> Iterator[np.ndarray]:
-        """The values of one of theirs, as `write_files` wants them."""
-        ours = self.read(tensor.parameter)
-        full: Slices = tuple(slice(0, size) for size in ours.shape)
-        all_blocks = self._rows[tensor.parameter].blocks(full, self._config)
-        blocks = [block for block in all_blocks if block.name == tensor.name]
-        if len(blocks) == 1 and not blocks[0].transposed:
-            # no copy where their tensor is a run of ours: nearly all of them
-            yield memory_of(ours[blocks[0].ours].reshape(tensor.shape))
-            return
-        hf_tensor = torch.empty(tensor.shape, dtype=ours.dtype)
-        for block in blocks:
-            block.to_huggingface(ours, hf_tensor[block.hf_slices])
-        yield memory_of(hf_tensor)
+    def in_order(self, call: Callable[[], None]) -> None:
+        """Call it; if it fails, the others, who are still to send, are not left waiting."""
+        try:
+            call()
+        finally:
+            self.take_part()
+
+    def _next(self) -> Tensor | None:
+        part, ps = self.order[self._done], self._ps
+        self._done += 1
+        info = self._save.arrays[part.key]
+        index = (part.layer or 0, *(0 for _ in info.shape[1:]))
+        plan = self._plans[part.key, index]
+        # of a stack the layers that this rank holds of it
+        box = plan.cells[part.key][0][1]
+        shards = [shard for shard in self._save.shards.get(part.key, ()) if intersect(shard.box, box) is not None]
+        found = None
+        for _, _, _, array in owned_cells(plan, {part.key: info}, {part.key: shards}, ps.rank, ps.world, ps.device):
+            tensor = torch.from_numpy(array).view(torch_dtype(info.dtype))
+            found = (tensor if part.layer is None else tensor[0]).contiguous()
+        return found
 
 
 @torch.no_grad()
-def _largest_difference(folder: Path, parameters: _Parameters, model_form: HuggingFaceModel) -> float:
+def _largest_difference(folder: Path, checkpoint: str | Path, model_form: HuggingFaceModel) -> float:
     """Between transformers' logits of what was written and ours of what the checkpoint holds, both in float32."""
     from transformers import AutoModelForCausalLM
 
     in_float32 = replace(model_form.config, params_dtype=torch.float32, pipeline_dtype=None)
     arguments = model_form.arguments() | {"config": in_float32}
     ours = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0).eval()
-    for name, parameter in ours.named_parameters():
-        # padded rows of the vocabulary, which no checkpoint has, stay
-        stored = parameters.read(name)
-        parameter[tuple(slice(0, size) for size in stored.shape)].copy_(stored)
+    load({"model": ours.sharded_state_dict()}, checkpoint, ps=ours.parallel, cast=True)
     hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(PROMPT_LENGTH, model_form.max_sequence_length)
     prompts = torch.randint(model_form.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0))

@@ -162,7 +162,7 @@ def _exchange(send_buffers: list[Tensor], receive_buffers: list[Tensor], group: 
     """Send send_buffers[j] to rank j and receive receive_buffers[j] from it, for every other rank j; contiguous."""
     process_group, size, rank = group.process_group, group.size, group.rank
     # every rank begins with its next neighbour, so that not all send to rank 0 first
-    peers = [(rank + distance) % size for distance in range(1, size)]
+    peers = [*range(rank + 1, size), *range(rank)]
     sends = [process_group.send([send_buffers[peer]], peer, TAG) for peer in peers]
     receives = [process_group.recv([receive_buffers[peer]], peer, TAG) for peer in reversed(peers)]
     for work in receives + sends:
@@ -202,7 +202,7 @@ def all_to_all(
     if group.checked and send_rows is None:
         compare_across_ranks("all_to_all", x, group)
     received = x.new_empty((rows, *x.shape[1:]))
-    dist.all_to_all_single(received, x, receive_rows, send_rows, group=group.process_group)
+    group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or []).wait()
     group.traffic.add(x.nbytes, perf_counter() - start_time)
     return received
 

@@ -93,8 +93,11 @@ def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool
     if tensor.device.type in group.staged:
         return isend(to_host(tensor), peer, group.on_host, tag=tag, header=header)
     tensor = tensor.contiguous()
-    header_tensor = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device) if header else None
-    works = [group.process_group.send([part], peer, tag) for part in (header_tensor, tensor) if part is not None]
+    header_tensor, works = None, []
+    if header:
+        header_tensor = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device)
+        works.append(group.process_group.send([header_tensor], peer, tag))
+    works.append(group.process_group.send([tensor], peer, tag))
     group.traffic.add(tensor.nbytes, 0.0)
     return Sent(tensor, works, group, header_tensor)
 

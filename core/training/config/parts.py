@@ -326,6 +326,9 @@ class CheckpointConfig:
     """After a save that failed: "retry" warns and saves the next due step, "raise" ends the run at once, "warn" never
     does. A second failure in a row ends a run that retries."""
 
+    export_huggingface: str | None = None
+    """Folder that is made at the end of the run: the model and its tokenizer, as transformers loads them."""
+
     resume: Literal["must", "auto", "never"] = "auto"
     """From the newest checkpoint that verifies: "auto" if there is one, "must" (or it is an error), or "never"."""
 

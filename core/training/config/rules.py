@@ -230,6 +230,12 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
         yield steps > 0, f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run"
 
 
+def _export_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
+    """What cannot be exported when the run ends is told before it begins."""
+    if checkpoint.export_huggingface is not None:
+        yield from folder.export_rules(model, data.sequence_length, checkpoint.export_huggingface)
+
+
 def _update_rules(
     model: ModelConfig, parallel: ParallelConfig, data_parallel: DataParallelConfig, optimizer: OptimizerConfig
 ) -> Rules:
@@ -269,6 +275,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("model", "parallel"), _model_rules),
     (("model", "data"), _position_rules),
     (("model", "data", "checkpoint"), _folder_rules),
+    (("model", "data", "checkpoint"), _export_rules),
     (("training", "parallel"), _batch_rules),
     (("data", "parallel"), _sequence_rules),
     (("data",), _file_rules),

@@ -75,3 +75,18 @@ def weight_rules(model: ModelConfig, sequence_length: int) -> Iterator[tuple[boo
     except (ValueError, ImportError) as error:
         prefix = f"model.huggingface={model.huggingface}: "
         yield False, prefix + str(error).removeprefix(prefix)
+
+
+def export_rules(model: ModelConfig, sequence_length: int, folder: str) -> Iterator[tuple[bool, str]]:
+    """The model of a run can go to `folder` when the run ends."""
+    # here, so that a configuration without an export is read without the code that trains
+    from core.models.gpt.description import description_of
+    from core.training.run import export
+
+    described_as = None
+    if model.build is None:
+        try:
+            described_as = description_of(**model.arguments(1, sequence_length))
+        except ValueError:  # told by the rules of the model
+            return
+    yield from export.export_rules(folder, described_as, model.huggingface)

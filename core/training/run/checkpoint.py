@@ -20,6 +20,7 @@ from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
 from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer
 from core.training.resume.same_run import changes_of_order, compare_models, order_of
+from core.training.run.export import ExportAtEnd
 from core.training.run.stop import StopFlag
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -57,6 +58,8 @@ class Checkpoints(AbstractContextManager):
         self._saved_step: int | None = None
         self._previous_save_failed, self._average_begins = False, False
         self._previous_handlers: dict[int, Any] = {}  # of signals
+        folder = config.export_huggingface
+        self._export = None if folder is None else ExportAtEnd(folder, run or {}, ps, say)
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
@@ -216,10 +219,25 @@ class Checkpoints(AbstractContextManager):
     def after_step(self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
         """After update number `step`: save if it is time; True if the run is to end here (SIGTERM, on any rank).
 
+        After the last one the model is exported, where the configuration says so.
+
         metrics: for the manifest, and `keep_best`. Raises RuntimeError: a save failed, as `on_failure` says.
         """
-        if self.manager is None:
-            return False
+        if self.manager is not None:
+            self._save_if_due(step, last, metrics)
+        if last and not self.stopped:
+            self.export()
+        return self.stopped
+
+    def export(self) -> None:
+        """Write the model for `transformers`, if the configuration says where. Collective."""
+        if self._export is not None:
+            self.before_update()
+            with named("export"):
+                self._export(self.optimizer.shard)
+
+    def _save_if_due(self, step: int, last: bool, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        """Save if it is time; `stopped` from then on where a rank was asked to end."""
         stop = self.stopped = self._stop_flag.look(self._terminated)
         every = self.config.every
         # the last step and a terminated one are saved at once: there is no next step to save beside
@@ -234,7 +252,6 @@ class Checkpoints(AbstractContextManager):
         # every rank ends after the same step, so that nobody waits in the next one's collectives
         if stop:
             self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
-        return stop
 
     def _save_asynchronously(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Start a save beside training.

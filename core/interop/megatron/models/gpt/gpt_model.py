@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.autograd import apply_recompute
@@ -79,7 +80,10 @@ class GPTModel(ours.GPTModel):
         loss_mask: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """As Megatron's: loss per token [b, s], else logits. Raises ValueError: an argument that is not here."""
+        """As Megatron's: loss per token [b, s], else logits. Raises ValueError: an argument that is not here.
+
+        attention_mask: also what `get_batch_on_this_cp_rank` makes of one, int64 [b, s/cp].
+        """
         unsupported = [name for name, value in more.items() if value is not None]
         if decoder_input is not None:
             unsupported.append("decoder_input")
@@ -90,7 +94,10 @@ class GPTModel(ours.GPTModel):
                 f"GPTModel.forward: {len(unsupported)} arguments are not here: {', '.join(unsupported)}; leave them "
                 "out"
             )
-        output = super().forward(input_ids, position_ids, attention_mask, labels)
+        begin, mask = None, attention_mask
+        if mask is not None and mask.dtype == torch.int64:
+            begin, mask = mask, None
+        output = super().forward(input_ids, position_ids, mask, labels, document_begin=begin)
         has_split_logits = labels is None and self.parallel_output and self.post_process
         return self.gather_logits(output) if runtime_gather_output and has_split_logits else output
 

@@ -1,0 +1,153 @@
+"""What a folder of Hugging Face's is written of: the family, and their tensors made of our parameters."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.dist_checkpointing.reading.read import memory_of
+from core.dist_checkpointing.tools.safetensors_files import FileTensor
+from core.models.gpt.description import described, description_of, differences
+from core.models.gpt.gpt_model import GPTModel
+from core.models.huggingface.blocks import Slices
+from core.models.huggingface.companions import copy_companions, write_companions
+from core.models.huggingface.facts import Facts
+from core.models.huggingface.families import family_of, from_huggingface
+from core.models.huggingface.family.family import Family, HuggingFaceModel
+from core.models.huggingface.matching import matching_family
+from core.models.huggingface.rows import Row, rows_of
+from core.parallel_state import ParallelState, layout_of
+
+
+@dataclass(frozen=True)
+class TheirTensor(FileTensor):
+    """A tensor of theirs, and the parameter of ours that holds its numbers."""
+
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a model is written as; `companions(folder, dtype)` writes what lies beside the weights."""
+
+    model: HuggingFaceModel
+    family: Family
+    companions: Callable[[Path, str], None]
+    said_by: str  # for messages: who says what the model is
+
+
+def form_of_source(source: str | Path, described_as: Mapping[str, Any] | None, origin: str) -> Form:
+    """As the folder that the model began as.
+
+    described_as: what `origin` (for messages) says of its model, if it does.
+    Raises ValueError: that is another model than the folder's.
+    """
+    source = Path(source).expanduser()
+    family, model = family_of(Facts.of_folder(source)), from_huggingface(source)
+    different = described_as is not None and differences(described_as, description_of(**model.arguments()))
+    if different:
+        raise ValueError(
+            f"{origin} is not the model that {source} describes: {', '.join(different)}; give the folder that it "
+            "began as, or leave the source out: the model itself says what it is"
+        )
+    return Form(
+        model,
+        family,
+        lambda folder, dtype: copy_companions(source, folder, dtype),
+        "the source's configuration",
+    )
+
+
+def form_of_run(described_as: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> Form:
+    """As the family that says all that a run said of its model. Raises ValueError: there is none."""
+    model = HuggingFaceModel(**described(described_as))
+    family, fields = matching_family(model)
+    return Form(
+        model,
+        family,
+        lambda folder, dtype: write_companions(fields, tokenizer, folder, dtype),
+        "the run's configuration",
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a parameter of ours is of an array: one layer of a stack, or all of it (None)."""
+
+    key: str
+    layer: int | None
+
+
+class Parameters:
+    """Our parameters by name, read one by one, and their tensors that are made of them.
+
+    arrays: key -> (shape, dtype) of what is there; compared with the model's. read(part) -> a full parameter; the
+    last one is kept, since several of theirs are made of it. origin: whose they are, for messages.
+    Raises ValueError: an array that is missing, or of another shape.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        arrays: Mapping[str, tuple[tuple[int, ...], str]],
+        origin: str,
+        read: Callable[[Part], Tensor],
+    ) -> None:
+        self._config, self._read, self._arrays = form.model.config, read, arrays
+        self._rows: dict[str, Row] = rows_of(
+            form.family.rows, form.model.config.num_layers, form.model.config.num_moe_experts
+        )
+        self._parts: dict[str, Part] = {}
+        self._last: tuple[str, Tensor] | None = None
+        with torch.device("meta"):  # names, shapes and layers, no memory
+            model = GPTModel(**form.model.arguments(), parallel=ParallelState.single("cpu"), seed=0)
+        self._shapes = {name: tuple(layout_of(parameter).shape) for name, parameter in model.named_parameters()}
+        for name, sharded in model.sharded_state_dict().items():
+            key = sharded.key
+            if key not in arrays:
+                raise ValueError(f"{origin} holds no {key}, which {form.said_by} asks for")
+            stacked, (stored_shape, _) = bool(sharded.prepend_axis_num), arrays[key]
+            shape = tuple(stored_shape[1:] if stacked else stored_shape)
+            if shape != self._shapes[name]:
+                raise ValueError(f"{key} is {shape} in {origin}, {self._shapes[name]} by {form.said_by}")
+            self._parts[name] = Part(key, sharded.global_offset[0] if stacked else None)
+
+    def read(self, name: str) -> Tensor:
+        """A full parameter of ours."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # memory holds one
+            self._last = name, self._read(self._parts[name])
+        return self._last[1]
+
+    def their_tensors(self) -> list[TheirTensor]:
+        """In the order of our parameters."""
+        tensors = []
+        for name, part in self._parts.items():
+            _, dtype = self._arrays[part.key]
+            for their_name, shape in self._rows[name].huggingface_shapes(self._shapes[name], self._config).items():
+                tensors.append(TheirTensor(their_name, shape, dtype, name))
+        return tensors
+
+    def reads(self, tensors: Iterable[TheirTensor]) -> list[Part]:
+        """What `values_of` reads where it is asked for tensors in this order."""
+        return [self._parts[name] for name, _ in groupby(tensor.parameter for tensor in tensors)]
+
+    def values_of(self, tensor: TheirTensor) -> Iterator[np.ndarray]:
+        """The values of one of theirs, as `write_files` wants them."""
+        ours = self.read(tensor.parameter)
+        full: Slices = tuple(slice(0, size) for size in ours.shape)
+        all_blocks = self._rows[tensor.parameter].blocks(full, self._config)
+        blocks = [block for block in all_blocks if block.name == tensor.name]
+        if len(blocks) == 1 and not blocks[0].transposed:
+            # no copy where their tensor is a run of ours: nearly all of them
+            yield memory_of(ours[blocks[0].ours].reshape(tensor.shape))
+            return
+        hf_tensor = torch.empty(tensor.shape, dtype=ours.dtype)
+        for block in blocks:
+            block.to_huggingface(ours, hf_tensor[block.hf_slices])
+        yield memory_of(hf_tensor)
