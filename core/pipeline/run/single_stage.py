@@ -95,6 +95,7 @@ class SingleStage:
         microbatches = split_microbatches(batch, self.num_microbatches)
         sums = []
         self.stage.loss_scale = loss_scale
+        self.stage.begin_step()
         # a gradient is final, and its bucket may be reduced, after one backward per microbatch
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         sync.begin_step(dict.fromkeys(trained, len(microbatches)))
@@ -119,6 +120,7 @@ class SingleStage:
         with named("sums"):
             sync.stage_done(model)
             sync.finish()
+            self.stage.end_step()
         self.step_index += 1
         return self._global_result(sums)
 
