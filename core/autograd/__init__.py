@@ -2,7 +2,7 @@
 
 from core.autograd.bag import StageContext, WeightGradBag
 from core.autograd.embedding import deferred_embedding
-from core.autograd.gradients import main_grad_of
+from core.autograd.gradients import has_main_grad, main_grad_of
 from core.autograd.linear import deferred_linear
 from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
@@ -22,6 +22,7 @@ __all__ = [
     "apply_recompute",
     "deferred_embedding",
     "deferred_linear",
+    "has_main_grad",
     "has_regions",
     "main_grad_of",
     "note",

@@ -1,6 +1,6 @@
 """The bag that one microbatch's weight gradients wait in, and the context through which operations find it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from core.autograd.protocols import StepListener
 
 # Compiled graphs hold tensors and numbers only: they reach objects by number. The one table refers weakly, so that
 # everything is freed.
@@ -139,6 +141,7 @@ class StageContext:
         checkpoint, the generator's own seed is that seed.
     loss_scale: what an executor multiplies each token's loss by: auxiliary losses start their backward with it.
     scale_of_plain_loop: the same, as the backward of a plain loop reaches the model's loss; None before.
+    listeners: parts of the model that are told where steps begin and end.
 
     Plain attributes, no thread-local: CUDA's backward runs in other threads. Operations remember the bag they
     saw in their forward.
@@ -153,6 +156,17 @@ class StageContext:
     loss_scale: float | Tensor = 1.0
     scale_of_plain_loop: Tensor | None = None
     whole_sequences: bool = False
+    listeners: list[StepListener] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        """Executors call it before the first forward of a step."""
+        for listener in self.listeners:
+            listener.begin_step()
+
+    def end_step(self) -> None:
+        """Executors call it after the last backward of a step, on all ranks: listeners may be collective."""
+        for listener in self.listeners:
+            listener.end_step()
 
     def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
         """An executor takes over for one microbatch."""
@@ -163,7 +177,7 @@ class StageContext:
         self.bag, self.driven = None, False
 
     def snapshot(self) -> tuple:
-        """All but `drawn` and `whole_sequences`, which stay, for a region that will be run again."""
+        """All but `drawn`, `whole_sequences` and `listeners`, which stay, for a region that will be run again."""
         return self.bag, self.seed, self.step, self.microbatch, self.driven
 
     def restore(self, snapshot: tuple) -> None:

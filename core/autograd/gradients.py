@@ -7,6 +7,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
+def has_main_grad(parameter: Tensor) -> bool:
+    """Whether somebody (data parallelism, mostly) owns a buffer that gradients of `parameter` are added to."""
+    return getattr(parameter, "main_grad", None) is not None
+
+
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """The buffer that gradients of `parameter` are added to, in place; None where nobody owns one.
 
@@ -26,6 +31,7 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
     """
     if not parameter.is_leaf or parameter._backward_hooks or torch.is_grad_enabled():
         return False
+    # asked for every linear of a step: without a call
     if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
         return False
     if region is not None and region.in_backward:  # the region asks for all gradients, and passes them on

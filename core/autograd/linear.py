@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import NO_DEFERRAL, StageContext, Ticket, object_of
-from core.autograd.gradients import check_unwritten, delivers, no_second_derivative
+from core.autograd.gradients import check_unwritten, delivers, has_main_grad, no_second_derivative
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
 from core.autograd.recomputation.lazy_product import linears_of_region
 from core.autograd.recomputation.region import recomputed_region
@@ -112,8 +112,8 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    has_main_grad = getattr(parameter, "main_grad", None) is not None
-    return bool(parameter._backward_hooks or (parameter._post_accumulate_grad_hooks and not has_main_grad))
+    owned = has_main_grad(parameter)
+    return bool(parameter._backward_hooks or (parameter._post_accumulate_grad_hooks and not owned))
 
 
 def _is_ours_or_plain(parameter: Tensor) -> bool:
@@ -126,7 +126,7 @@ def _is_ours_or_plain(parameter: Tensor) -> bool:
 def make_compilable(parameter: Parameter) -> None:
     """Make this parameter's linear compilable: outside of the graph, at its first call."""
     if parameter.is_leaf and not _has_hooks(parameter) and _is_ours_or_plain(parameter):
-        has_owner = getattr(parameter, "main_grad", None) is not None
+        has_owner = has_main_grad(parameter)
         parameter._deferral = Ticket(parameter, has_owner)  # type: ignore[attr-defined]
 
 
@@ -211,7 +211,7 @@ def _compiled_linear(x: Tensor, weight: Parameter, bias: Tensor | None, stage: S
     bag = stage.bag
     ticket = getattr(weight, "_deferral", None)
     # what the ticket knows is not asked of the tensor: a graph would be bound to the strides of its `main_grad`
-    has_owner = ticket.has_owner if ticket is not None else getattr(weight, "main_grad", None) is not None
+    has_owner = ticket.has_owner if ticket is not None else has_main_grad(weight)
     if bag is None and not has_owner:
         flat_bias = None if bias is None else bias.reshape(-1).to(x.dtype)
         return F.linear(x, matrix_of(weight).to(x.dtype), flat_bias)

@@ -1,9 +1,22 @@
 """What an executor says to whoever reduces gradients: facts of the schedule, no hooks needed."""
 
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from torch import nn
 from torch.nn import Parameter
+
+
+class StepListener(Protocol):
+    """A part of a model that wants to know where optimizer steps begin and end; see `StageContext.listeners`."""
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step."""
+        ...
+
+    def end_step(self) -> None:
+        """After the last backward; called on all ranks, so that it may be collective."""
+        ...
 
 
 class GradSync:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from core.autograd.gradients import has_main_grad
 from core.autograd.protocols import GradSync
 from core.data_parallel.buffers.buffer_copies import BufferCopies
 from core.data_parallel.buffers.buffers import Buffer, partial_views, sum_views
@@ -150,7 +151,7 @@ class DataParallel(GradSync):
 
     def _take_over(self) -> None:
         make_plain(self._names)
-        if owned := [name for p, name in self._names.items() if getattr(p, "main_grad", None) is not None]:
+        if owned := [name for p, name in self._names.items() if has_main_grad(p)]:
             raise ValueError(
                 f"DataParallel: {owned[0]} and {len(owned) - 1} more of {len(self._names)} parameters already have a "
                 "main_grad: a parameter belongs to 1 group only; remove() the object that made it first"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.autograd import has_main_grad
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state import ParallelState, current_state
 from core.parallel_state.collectives import all_reduce
@@ -30,7 +31,7 @@ def _as_list(parameters: Parameters) -> list[Tensor]:
 
 
 def _refuse_main_grad(parameters: Iterable[Tensor]) -> None:
-    if any(getattr(p, "main_grad", None) is not None for p in parameters):
+    if any(has_main_grad(p) for p in parameters):
         raise ValueError(
             "these parameters belong to a DataParallel, which keeps their gradients in main_grad; "
             "its optimizer clips: OptimizerConfig(clip_grad=...), and its step returns the norm"

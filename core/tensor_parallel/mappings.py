@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.autograd.gradients import no_second_derivative
+from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout
@@ -144,7 +144,7 @@ class _SumGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        if getattr(ctx.weight, "main_grad", None) is not None:
+        if has_main_grad(ctx.weight):
             return gradient, None  # the owner of main_grad sums once per step
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
@@ -246,6 +246,6 @@ class _SumGradientHook:
         self._parameter, self._group = parameter, group
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        if getattr(self._parameter, "main_grad", None) is not None:
+        if has_main_grad(self._parameter):
             return None  # its owner sums, once per step
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self._group)

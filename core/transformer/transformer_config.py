@@ -103,7 +103,10 @@ class TransformerConfig:
     moe_router_topk_scaling_factor: float | None = None  # of the weights
     moe_router_num_groups: int | None = None  # experts are chosen from the best groups only
     moe_router_group_topk: int | None = None  # so many groups
-    moe_router_load_balancing_type: str = "aux_loss"  # of a microbatch; "seq_aux_loss": of each sequence; "none"
+    moe_router_enable_expert_bias: bool = False  # added to scores for the choice; moves after each step
+    moe_router_bias_update_rate: float = 1e-3  # by so much
+    # of a microbatch; "seq_aux_loss": each sequence; "global_aux_loss": the global batch before; "none"
+    moe_router_load_balancing_type: str = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
     moe_z_loss_coeff: float | None = None
     init_method_std: float = 0.02

@@ -9,8 +9,8 @@ import torch
 from core.dist_checkpointing import ShardedTensor, load, save
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.reading.stream import stream
 from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
-from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import whole
 
 ROWS = 1003

@@ -98,9 +98,14 @@ def fields():
 @pytest.mark.parametrize("config, name", list(fields()))
 def test_a_changed_field_gives_their_numbers_or_is_refused(config, name):
     """Flips each numeric and boolean field: never another number without a word."""
+    theirs_or_refused(config, name, changed(name, getattr(config(), name)))
+
+
+def theirs_or_refused(config, name, value, told=None):
+    """told: another word for the field in a refusal."""
     flipped = config()
     try:
-        setattr(flipped, name, changed(name, getattr(flipped, name)))
+        setattr(flipped, name, value)
         theirs = random_model(flipped).eval()
         tokens = torch.randint(100, (2, 12), generator=torch.Generator().manual_seed(0))
         want = theirs(tokens).logits
@@ -112,10 +117,39 @@ def test_a_changed_field_gives_their_numbers_or_is_refused(config, name):
             ours = from_huggingface(theirs.config, params_dtype=torch.float64)
             model = GPTModel(**ours.arguments(), parallel=ParallelState.single("cpu")).eval()
         except (ValueError, UserWarning) as error:
-            assert name in str(error)
+            assert name in str(error) or (told is not None and told in str(error))
             return
     load_huggingface(model, theirs.state_dict())
     torch.testing.assert_close(model(tokens), want, rtol=1e-4, atol=1e-4)
+
+
+def changed_inside(value):
+    """(where, the value with one number, flag or kind of layer in it changed)."""
+    if not isinstance(value, (dict, list)):
+        return
+    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        other = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}.get(str(inner))
+        other = changed(str(key), inner) if other is None else other
+        found = [("", other)] if other is not None else changed_inside(inner)
+        for where, new in found:
+            copied = value.copy()
+            copied[key] = new
+            yield f"{key}.{where}".rstrip("."), copied
+
+
+def fields_inside():
+    for kind, config in [*CONFIGS.items(), *TODAY.items()]:
+        for name, value in config().to_dict().items():
+            if isinstance(value, dict):
+                value = {"attention_factor": 0.7} | value  # what nobody here reads
+            for where, new in changed_inside(value):
+                yield pytest.param(config, name, new, id=f"{kind}-{name}-{where}", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("config, name, value", list(fields_inside()))
+def test_a_change_inside_of_a_field_gives_their_numbers_or_is_refused(config, name, value):
+    """Flips each number, flag and kind of layer in tables and lists: never another number without a word."""
+    theirs_or_refused(config, name, value, told="rotary")
 
 
 def test_a_field_that_nobody_reads_is_told():
@@ -300,6 +334,11 @@ def test_which_files_of_a_folder_count(tmp_path):
         load_huggingface(model, folder)
     with pytest.raises(ValueError, match="is no folder"):
         load_huggingface(model, folder / "config.json")
+
+
+def test_a_name_of_the_hub_is_no_folder():
+    with pytest.raises(ValueError, match=r"hf download meta-llama/Llama-3\.2-1B --local-dir DIR fetches one"):
+        from_huggingface("meta-llama/Llama-3.2-1B")
 
 
 def test_folders_that_cannot_be_read(tmp_path):

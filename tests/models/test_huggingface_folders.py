@@ -33,7 +33,12 @@ def files_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OTHERS = sorted({*CONFIGS, *TODAY} - {*KINDS, "mixtral", "qwen3_moe"})
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, "mixtral", "qwen3_moe", *(pytest.param(kind, marks=pytest.mark.full) for kind in OTHERS)]
+)
 def test_a_folder_comes_back_bit_for_bit(tmp_path, kind):
     _, folder = saved(tmp_path, kind, max_shard_size="20KB")
     (folder / "tokenizer.json").write_text("{}")
@@ -126,7 +131,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
     def another_configuration(source, temporary, dtype):
         (temporary / "config.json").write_text(changed)
 
-    monkeypatch.setattr("core.models.huggingface.exporting.copy_companions", another_configuration)
+    monkeypatch.setattr("core.models.huggingface.written.copy_companions", another_configuration)
     with pytest.raises(ValueError, match=r"logits differ from ours by .* nothing was written"):
         export_huggingface(tmp_path / "ckpt", tmp_path / "out", folder, check=True)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))

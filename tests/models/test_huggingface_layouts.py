@@ -17,6 +17,7 @@ from core.pipeline import Pipeline, SingleStage, schedules
 from core.training import next_token_loss
 from core.training.generate import generate, generate_batch
 from tests.models.huggingface import TODAY, exactly, random_model
+from tests.models.test_huggingface import CONFIGS
 from tests.parity.shards import whole_gradients
 from tests.parity.whole import assembled, assert_same
 from tests.states import state
@@ -28,11 +29,23 @@ VOCAB, S, ROWS = 101, 12, 4
 
 def in_threes(kind):
     """Heads in 3 groups of 2, for 3 tensor ranks; nothing divides by 2 alone."""
-    config = TODAY[kind]()
-    for name, value in {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 36}.items():
-        setattr(config, name, value)
-    config.intermediate_size, config.vocab_size = 45, 97
+    config = {**CONFIGS, **TODAY}[kind]()
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 97}
+    sizes["hidden_size"] = 48 if kind == "phi3" else 36  # half of a head is rotated there
+    sizes |= {"intermediate_size": 45, "moe_intermediate_size": 21}
+    for name, value in sizes.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
     return config
+
+
+def deep(kind):
+    """With a layer for each stage of a V over 2 ranks."""
+    config = {**CONFIGS, **TODAY}[kind]()
+    if config.num_hidden_layers >= 4:
+        return config
+    said = {name: value for name, value in config.to_dict().items() if name not in ("layer_types", "n_layer")}
+    return type(config)(**said | {"num_hidden_layers": 4})
 
 
 def batch(vocab):
@@ -65,7 +78,7 @@ def made(config, weights, ps, schedule):
 
 
 def one_step(kind, threes, tp, pp, sp, schedule, recompute):
-    config = in_threes(kind) if threes else TODAY[kind]()
+    config = in_threes(kind) if threes else deep(kind)
     theirs, loss, want = theirs_of(config)
     ps = state(tp=tp, pp=pp, sp=sp)
     stages = made(config, theirs.state_dict(), ps, schedule)
@@ -105,7 +118,20 @@ def test_a_step_is_that_of_transformers(ranks, kind, layout):
     ranks(one_step, kind, False, tp, pp, *how, world=tp * pp)
 
 
-@pytest.mark.parametrize("kind", ["olmo2", pytest.param("gemma3-scaled", marks=pytest.mark.full)])
+OTHERS = sorted({*CONFIGS, *TODAY} - {"gemma3", "olmo2", "smollm3-window"})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule, tp", [("1f1b", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_step_of_every_family_over_a_pipeline(ranks, kind, schedule, tp):
+    ranks(one_step, kind, False, tp, 2, False, schedule, "none", world=2 * tp)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["olmo2", *(pytest.param(kind, marks=pytest.mark.full) for kind in sorted({*CONFIGS, *TODAY} - {"olmo2"}))],
+)
 def test_three_tensor_ranks(ranks, kind):
     ranks(one_step, kind, True, 3, 1, True, "", "layer", world=3)
 
@@ -179,7 +205,7 @@ def test_prompts_of_one_batch_are_as_alone_and_as_without_a_cache(kind):
 
 
 def their_texts(kind):
-    theirs = random_model(TODAY[kind]()).eval()
+    theirs = random_model(deep(kind)).eval()
     options = transformers.GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
     with pytest.MonkeyPatch.context() as patch:
         exactly(patch)
@@ -187,7 +213,7 @@ def their_texts(kind):
 
 
 def our_texts(kind, tp, pp):
-    theirs, ps = random_model(TODAY[kind]()), state(tp=tp, pp=pp)
+    theirs, ps = random_model(deep(kind)), state(tp=tp, pp=pp)
     stages = made(theirs.config, theirs.state_dict(), ps, "zb-v")
     executor = Pipeline(stages, ps=ps, schedule="zb-v", num_microbatches=1) if pp > 1 else None
     model = stages[min(stages)]
@@ -197,4 +223,11 @@ def our_texts(kind, tp, pp):
 @pytest.mark.parametrize("tp, pp", [(1, 2), (2, 1), pytest.param(4, 1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["gemma3", "olmo2", "smollm3-window"])
 def test_greedy_tokens_on_a_layout_are_those_of_transformers(ranks, kind, tp, pp):
+    assert ranks(our_texts, kind, tp, pp, world=tp * pp) == [their_texts(kind)] * (tp * pp)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp, pp", [(1, 2), (2, 1), (4, 1)])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_greedy_tokens_of_every_family_are_those_of_transformers(ranks, kind, tp, pp):
     assert ranks(our_texts, kind, tp, pp, world=tp * pp) == [their_texts(kind)] * (tp * pp)

@@ -106,7 +106,7 @@ MESHES = [  # data 2 beside tensor 2
 ]
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.full), True])
 def test_beside_tensor_ranks(ranks, sp):
     assert ranks(compare, MESHES, world=4, tp=2, sp=sp) == [{}] * 4
 

@@ -64,7 +64,10 @@ def doubles(zero_stage):
     return averages, expected
 
 
-@pytest.mark.parametrize(("world", "zero_stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "zero_stage"),
+    [(1, 0), (2, 1), (2, 3), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 0), (2, 2), (4, 3)))],
+)
 def test_in_float64_it_is_a_plain_loops_at_every_zero_stage(ranks, world, zero_stage):
     (alone, _), *_ = ranks(doubles, 0, world=1)
     for averages, expected in ranks(doubles, zero_stage, world=world):
@@ -126,7 +129,7 @@ def test_it_may_begin_at_a_resume_and_is_not_dropped_silently(made, tmp_path):
         initialize(config=RunConfig.from_dict(fields_of(made, **RUN | kept | {"optimizer__ema_decay": 0.0})))
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_average_is_a_model_by_itself(made, tmp_path, capsys, bf16):
     """`checkpoint average` writes what `evaluate`, `generate` and `checkpoint.weights` read."""
     kept = {"checkpoint__directory": str(tmp_path / "kept"), "model__bf16": bf16}

@@ -108,7 +108,7 @@ def unbroken_and_resumed(directory, steps, layout):
 
 
 LAYOUTS = [
-    pytest.param(1, {"recompute": "none"}, id="none"),
+    pytest.param(1, {"recompute": "none"}, id="none", marks=pytest.mark.full),
     pytest.param(1, {"recompute": "selective", "bf16": True}, id="selective-bf16"),
     pytest.param(2, {"tp": 2, "recompute": "layer", "bf16": True}, id="layer-tp2-bf16"),
     pytest.param(2, {"zero": 3, "bf16": True}, id="zero3-bf16"),

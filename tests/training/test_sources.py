@@ -351,7 +351,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("runs") / "run.toml"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_python_files_and_flags_agree(data, path):
     agree(*described(data.draw), path)

@@ -16,6 +16,7 @@ Key = tuple[int, str]  # number of the stage, name in it
 class BufferCopies:
     """Sends the first rank's buffers after each step, and before each further forward of one (accumulation).
 
+    Buffers in a module's `equal_buffers` are left alone: the module computes the same on all ranks.
     Which buffers a model writes is seen in its first forward in training, and agreed by all ranks; others, such as
     rotary tables, are never sent. A write that comes later is a warning.
     stages: their modules. One broadcast per dtype over the data group, of written buffers only.
@@ -28,8 +29,9 @@ class BufferCopies:
         for number, stage in enumerate(stages):
             dense_ids = {id(b) for b in stage.buffers() if b.numel() and b.layout is torch.strided}
             for path, module in stage.named_modules():
+                own = getattr(module, "equal_buffers", ())
                 for name, buffer in module._buffers.items():
-                    if id(buffer) in dense_ids:
+                    if id(buffer) in dense_ids and name not in own:
                         full_name = f"{path}.{name}" if path else name
                         self._watched.append(((number, full_name), module, name))
         self.enabled = self._group is not None and bool(self._watched)

@@ -1,10 +1,11 @@
 """Tensors of a checkpoint that are read when they are asked for, whole or in part; every rank by itself."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,8 +13,9 @@ from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.reading.read import read, torch_dtype
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.reading.stream import stream
 from core.dist_checkpointing.state.assembly import index_dims
-from core.parallel_state.flat import extent
+from core.parallel_state.flat import extent, whole
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,32 @@ def lazy_tensors(checkpoint_dir: str | Path) -> Mapping[str, LazyTensor]:
         path, dtype = origins[key]
         tensors[key_of(key)] = LazyTensor(stored.shape(path), torch_dtype(dtype), stored, path)
     return tensors
+
+
+def read_in_order(parts: Sequence[tuple[LazyTensor, int | None]]) -> Iterator[Tensor]:
+    """Each tensor of one checkpoint, or a layer of it; the next ones are read while one is used.
+
+    A tensor holds its values until the next one is asked for.
+    Raises ValueError: damage, by file; some of it is known at the end, so exhaust the iterator.
+    """
+    if not parts:
+        return
+    stored, requests = parts[0][0]._stored, []
+    for tensor, layer in parts:
+        box = whole(stored.shape(tensor._path))
+        requests.append((tensor._path, box if layer is None else ((layer, layer + 1), *box[1:])))
+    arrays = stream(stored, requests, reuse_memory=True)
+    for part in parts:
+        yield _as_tensor(next(arrays), *part)  # nothing here holds it while the next one is read
+    for _ in arrays:
+        raise AssertionError("more was read than asked for")
+
+
+def _as_tensor(array: np.ndarray, tensor: LazyTensor, layer: int | None) -> Tensor:
+    """Stored values as they are asked for."""
+    values = torch.from_numpy(array[0] if layer is not None else array)
+    stored_dtype = torch_dtype(tensor._stored.dtype(tensor._path))
+    # calls of torch let go of the interpreter's lock, for which the readers wait
+    if values.dtype != stored_dtype:
+        values = values.view(stored_dtype)
+    return values if stored_dtype == tensor.dtype else values.to(tensor.dtype)

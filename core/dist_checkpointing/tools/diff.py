@@ -10,7 +10,7 @@ from core.dist_checkpointing.format.grid import blocks, cell_name, cells
 from core.dist_checkpointing.format.zarr_metadata import Chunking
 from core.dist_checkpointing.publish.manifest import grid_shape
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
-from core.dist_checkpointing.tools.stream import stream
+from core.dist_checkpointing.reading.stream import stream
 from core.parallel_state.flat import whole
 
 

@@ -12,8 +12,8 @@ from core.dist_checkpointing.format.grid import cell_shape, cells, inner_shape
 from core.dist_checkpointing.format.zarr_metadata import Chunking, Json, array_metadata
 from core.dist_checkpointing.planning.cuts import read_amplification
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.reading.stream import stream
 from core.dist_checkpointing.tools.offline import write_offline
-from core.dist_checkpointing.tools.stream import stream
 from core.dist_checkpointing.writing.job import Cells
 from core.parallel_state.flat import Box
 

@@ -20,8 +20,8 @@ from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.dist_checkpointing.format.grid import blocks
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.reading.stream import stream
 from core.dist_checkpointing.storage.address import root_and_name
-from core.dist_checkpointing.tools.stream import stream
 from core.parallel_state.flat import Box
 
 FILE_BYTES = 2 << 30  # of a file, unless one tensor is larger
@@ -121,6 +121,7 @@ def write_files(
                 for array in values_of(tensor):
                     file.write(array.data)
                     done(array.nbytes)
+                    del array  # before the next one is read
             file.flush()
             os.fsync(file.fileno())
     total_size = sum(tensor.nbytes for tensor in tensors)

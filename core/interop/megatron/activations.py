@@ -4,10 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2, elementwise (Primer, arXiv 2109.08668)."""
-    return F.relu(x).square()
+from core.transformer.activations import squared_relu as squared_relu
 
 
 def quick_gelu(x: Tensor) -> Tensor:

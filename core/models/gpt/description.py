@@ -44,6 +44,7 @@ _OF_THE_RUN = {
     "hidden_dropout",
     "attention_dropout",
     "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
 }

@@ -209,6 +209,13 @@ class GPTModel(nn.Module):
             self._watch.follow_after(self, output, output_is_replicated=replicated)
         return output
 
+    def end_step(self) -> None:
+        """After `optimizer.step()` in a loop of your own: expert biases move, counts of experts' rows begin again.
+
+        On all ranks that train together: an all-reduce over ep and one over edp. SingleStage and Pipeline call it.
+        """
+        self.stage.end_step()
+
     def _run_layers(
         self,
         s: int,

@@ -3,7 +3,7 @@
 One tensor is in memory at a time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from core.dist_checkpointing.planning.exchange import owned_cells
 from core.dist_checkpointing.planning.plan import plan_gathering
 from core.dist_checkpointing.planning.prepare import SavePlanner
 from core.dist_checkpointing.planning.ranks import agree, default_state, from_first, problem_of
-from core.dist_checkpointing.reading.lazy import LazyTensor, lazy_tensors
-from core.dist_checkpointing.reading.loading import open_stored
+from core.dist_checkpointing.reading.lazy import lazy_tensors, read_in_order
+from core.dist_checkpointing.reading.loading import load, open_stored
 from core.dist_checkpointing.reading.read import torch_dtype
 from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
@@ -56,19 +56,18 @@ def export_huggingface(
     transformers.
     """
     form, stored = _form_of_checkpoint(checkpoint, source), lazy_tensors(checkpoint)
-
-    def read(part: Part) -> Tensor:
-        tensor: LazyTensor = stored[part.key]
-        return tensor[...] if part.layer is None else tensor[part.layer]
-
+    in_order: Iterator[Tensor] = iter(())
     arrays = {key: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for key, tensor in stored.items()}
-    ours = Parameters(form, arrays, str(checkpoint), read)
+    ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order))
     files = tensors_by_file(ours.their_tensors(), file_bytes)
+    parts = ours.reads(tensor for tensors in files for tensor in tensors)
     with ExitStack() as opened:
         temporary = _new_folder(opened, folder, files)
+        in_order = read_in_order([(stored[part.key], part.layer) for part in parts])
         write_files(temporary, files, ours.values_of, progress)
+        assert next(in_order, None) is None  # the end is where it raises if a file is not the one that was saved
         form.companions(temporary, files[0][0].dtype)
-        return _largest_difference(temporary, ours, form.model) if check else None
+        return _largest_difference(temporary, checkpoint, form.model) if check else None
 
 
 def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> Form:
@@ -204,17 +203,14 @@ class _Gathered:
 
 
 @torch.no_grad()
-def _largest_difference(folder: Path, parameters: Parameters, model_form: HuggingFaceModel) -> float:
+def _largest_difference(folder: Path, checkpoint: str | Path, model_form: HuggingFaceModel) -> float:
     """Between transformers' logits of what was written and ours of what the checkpoint holds, both in float32."""
     from transformers import AutoModelForCausalLM
 
     in_float32 = replace(model_form.config, params_dtype=torch.float32, pipeline_dtype=None)
     arguments = model_form.arguments() | {"config": in_float32}
     ours = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0).eval()
-    for name, parameter in ours.named_parameters():
-        # padded rows of the vocabulary, which no checkpoint has, stay
-        stored = parameters.read(name)
-        parameter[tuple(slice(0, size) for size in stored.shape)].copy_(stored)
+    load({"model": ours.sharded_state_dict()}, checkpoint, ps=ours.parallel, cast=True)
     hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(PROMPT_LENGTH, model_form.max_sequence_length)
     prompts = torch.randint(model_form.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0))

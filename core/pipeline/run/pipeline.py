@@ -208,12 +208,13 @@ class Pipeline:
             # a gradient is final after one delivery per microbatch and stage that uses the parameter
             deliveries: dict[Any, int] = {}
             for stage in self.stages.values():
+                stage.context.begin_step()
                 for parameter in stage.parameters:
                     deliveries[parameter] = deliveries.get(parameter, 0) + self.num_microbatches
             self.grad_sync.begin_step(deliveries, split=True)
-            without_sync = isinstance(self.grad_sync, NullGradSync)
-            placement = self.schedule.placement
-            tied_grads = detach_tied_gradients(list(deliveries), placement) if without_sync else {}
+            tied_grads = {}
+            if isinstance(self.grad_sync, NullGradSync):
+                tied_grads = detach_tied_gradients(list(deliveries), self.schedule.placement)
 
             executor = self._executor(self.schedule, step, batch)
             clock = Clock(self.ps.device)
@@ -222,6 +223,8 @@ class Pipeline:
             # gradients over replicas, then over the two ends of a tied table, then the result over all ranks
             with named("sums"):
                 self.grad_sync.finish()
+                for stage in self.stages.values():
+                    stage.context.end_step()
             sum_tied_gradients(tied_grads, self.ps)
             result = self._global_result(executor.total(self.ps.device), self._plain_loop)
             clock.stop()
@@ -297,9 +300,7 @@ class Pipeline:
         return gcd(*known_rows, self.num_microbatches)  # any number of rows divides by this
 
     def _step_context(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **options: Any) -> StepContext:
-        microbatches: list[Any] = [None] * count
-        if batch is not None:
-            microbatches = split_microbatches(batch, count)
+        microbatches: list[Any] = [None] * count if batch is None else split_microbatches(batch, count)
         # replicas number their microbatches one after the other: random numbers depend on the global index
         first_microbatch = self.ps.index("dp") * count
         return StepContext(self.step_index, first_microbatch, microbatches, loss_fn, self.grad_sync, **options)

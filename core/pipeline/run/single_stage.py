@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.autograd import GradSync, NullGradSync, StageContext
+from core.autograd import GradSync, NullGradSync, StageContext, has_main_grad
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.random import seeded
 from core.parallel_state.state import ParallelState
@@ -58,8 +58,8 @@ class SingleStage:
             raise ValueError(f"SingleStage runs 1 pipeline stage, this grid has {ps.size('pp')}; use pipeline=1")
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
-        has_main_grad = any(getattr(parameter, "main_grad", None) is not None for parameter in model.parameters())
-        if grad_sync is None and has_main_grad:
+        owns_gradients = any(has_main_grad(parameter) for parameter in model.parameters())
+        if grad_sync is None and owns_gradients:
             raise ValueError(
                 "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
                 "over the replicas; pass the grad_sync that made them"
@@ -95,6 +95,7 @@ class SingleStage:
         microbatches = split_microbatches(batch, self.num_microbatches)
         sums = []
         self.stage.loss_scale = loss_scale
+        self.stage.begin_step()
         # a gradient is final, and its bucket may be reduced, after one backward per microbatch
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         sync.begin_step(dict.fromkeys(trained, len(microbatches)))
@@ -119,6 +120,7 @@ class SingleStage:
         with named("sums"):
             sync.stage_done(model)
             sync.finish()
+            self.stage.end_step()
         self.step_index += 1
         return self._global_result(sums)
 

@@ -153,8 +153,15 @@ class ModelConfig:
     moe_router_group_topk: int | None = None
     """How many groups are chosen from."""
 
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = None
-    """Over what experts should be used alike: the microbatch, each sequence, nothing; default: aux_loss."""
+    moe_router_enable_expert_bias: bool | None = None
+    """A bias per expert chooses, and moves after each step towards experts that few tokens use; default: false."""
+
+    moe_router_bias_update_rate: float | None = None
+    """By how much it moves; default: 0.001."""
+
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] | None = None
+    """Over what experts should be used alike: the microbatch, each sequence, the global batch before, nothing;
+    default: aux_loss."""
 
     moe_aux_loss_coeff: float | None = None
     """Weight of the loss for that, per layer and token; default: 0. 0.01 is usual."""

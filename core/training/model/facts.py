@@ -49,6 +49,8 @@ DEFAULTS: dict[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": 1e-3,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,

@@ -20,7 +20,7 @@ from torch import Tensor
 from core.autograd.bag import StageContext
 from core.autograd.recomputation.notes import note
 from core.parallel_state.collectives import all_reduce
-from core.transformer.moe.router import Routing
+from core.transformer.moe.router import Router, Routing
 from core.transformer.spec import Build
 
 
@@ -63,21 +63,20 @@ def follow_loss(loss: Tensor, stage: StageContext, *, is_models: bool) -> None:
 
 
 class Balance:
-    """The auxiliary losses of one layer. seq_aux_loss: f of each sequence; aux_loss: of the microbatch."""
+    """The auxiliary losses of one layer. seq_aux_loss: f of each sequence; aux_loss: of the microbatch;
+    global_aux_loss: of the global batch before, because what was counted so far in this one depends on the schedule
+    and on the data ranks; in the first step f is 1/E.
+    """
 
-    def __init__(self, build: Build) -> None:
-        config, self._ps = build.config, build.parallel
+    def __init__(self, build: Build, router: Router) -> None:
+        config, self._ps, self._router = build.config, build.parallel, router
         assert config.num_moe_experts is not None
         self._experts, self._stage = config.num_moe_experts, build.stage
+        self.is_on = config.balances_experts  # whether there is anything to attach
         self._of_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
         balances = config.moe_router_load_balancing_type != "none"
         self._aux_coefficient = config.moe_aux_loss_coeff if balances else 0.0
         self._z_coefficient = config.moe_z_loss_coeff or 0.0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything to attach."""
-        return bool(self._aux_coefficient or self._z_coefficient)
 
     def attach(self, y: Tensor, routing: Routing, sequences: int) -> Tensor:
         """y [s, b, h] of this rank's positions, its backward carrying the losses' gradients; sequences: b.
@@ -87,7 +86,10 @@ class Balance:
         loss = routing.logits.new_zeros(())
         if self._aux_coefficient:
             with torch.no_grad():
-                (shares,) = note(lambda: (self._shares(routing, sequences),))
+                if self._router.rows_of_last_step is not None:
+                    shares = self._shares_before(self._router.rows_of_last_step)
+                else:
+                    (shares,) = note(lambda: (self._shares(routing, sequences),))
             by_position = routing.scores.view(-1, sequences, self._experts)
             loss = loss + self._aux_coefficient * self._experts * (by_position * shares).sum()
         if self._z_coefficient:
@@ -96,6 +98,11 @@ class Balance:
         positions = routing.logits.shape[0] * ps.size("tp")
         attached: Tensor = _Attach.apply(y, loss, self._stage, positions)
         return attached
+
+    def _shares_before(self, rows: Tensor) -> Tensor:
+        """f [1, E] of the global batch before this one."""
+        total = rows.sum()
+        return torch.where(total > 0, rows / total.clamp(min=1), 1 / self._experts)[None]
 
     def _shares(self, routing: Routing, sequences: int) -> Tensor:
         """f: [b, E], or [1, E] of the microbatch. Rows are [s, b], flattened, with k experts each."""

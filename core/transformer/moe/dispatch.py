@@ -14,6 +14,7 @@ from torch import Tensor
 from core.autograd.gradients import no_second_derivative
 from core.autograd.recomputation.notes import note
 from core.parallel_state.collectives import Group, all_to_all
+from core.transformer.moe.router import Router, Routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +39,15 @@ class Dispatch:
     group: Group | None
 
     @classmethod
-    def plan(cls, experts: Tensor, num_experts: int, group: Group | None) -> "Dispatch":
-        """From the choice int64 [T, k]; noted, so that a second run exchanges no counts. One all-to-all over ep.
+    def plan(cls, routing: Routing, router: Router, group: Group | None) -> "Dispatch":
+        """Of T tokens; noted, so that a second run exchanges no counts. One all-to-all over ep.
 
-        Waits for the host once: how many rows arrive decides the shapes.
+        Waits for the host once: how many rows arrive decides the shapes; the load of a step is counted from the same
+        numbers. Raises ValueError, on all ranks of ep: logits that are not finite on one of them.
         """
-        facts = note(lambda: _planned(experts, num_experts, group))
+        facts = note(lambda: _planned(routing, router, group))
         order, place, send, receive, regroup, regroup_back, counts = facts
-        top_k = experts.shape[1]
+        top_k = routing.experts.shape[1]
         tokens = torch.div(order, top_k, rounding_mode="floor")
         return cls(top_k, order, tokens, place, send, receive, regroup, regroup_back, counts, group)
 
@@ -66,24 +68,42 @@ class Dispatch:
         return by_number if per_row == 1 else by_number.view(-1, per_row, by_number.shape[1]).sum(1)
 
 
-def _planned(experts: Tensor, num_experts: int, group: Group | None) -> tuple[Any, ...]:
-    ids = experts.reshape(-1)
+def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any, ...]:
+    ids, num_experts = routing.experts.reshape(-1), routing.logits.shape[1]
     order = ids.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, ids, torch.ones_like(ids))
+    # behind the counts for each rank: whether logits are not finite, for what is read anyway
+    broken = routing.logits.detach().isfinite().all().logical_not().to(counts.dtype)
     if group is None:
-        return order, place, [], [], None, None, counts.tolist()
-    # [ranks, local experts]: of each rank's rows for the experts here
-    arriving = all_to_all(counts, group).view(group.size, -1)
-    both = torch.stack((counts.view(group.size, -1), arriving)).tolist()  # the one wait for the device
-    send, arriving_counts = [sum(row) for row in both[0]], both[1]
-    receive = [sum(row) for row in arriving_counts]
+        *local_counts, is_broken = torch.cat((counts, broken[None])).tolist()
+        _refuse_broken(router, [0] if is_broken else [])
+        if router.training:
+            router.load.add(local_counts, sum(local_counts), router.weight)
+        return order, place, [], [], None, None, local_counts
+    leaving = torch.cat((counts.view(group.size, -1), broken.expand(group.size, 1)), 1)
+    # [2, ranks, local experts + 1]: rows of this rank for the experts there, of each rank for the experts here
+    both = torch.stack((leaving, all_to_all(leaving, group))).tolist()  # the one wait for the device
+    _refuse_broken(router, [rank for rank, row in enumerate(both[1]) if row[-1]])
+    leaving_counts, arriving_counts = [[row[:-1] for row in rows] for rows in both]
+    send, receive = [sum(row) for row in leaving_counts], [sum(row) for row in arriving_counts]
+    if router.training:
+        router.load.add([count for row in leaving_counts for count in row], sum(receive), router.weight)
     regroup = _regrouped(arriving_counts, order.device)
     back = torch.empty_like(regroup)
     back[regroup] = torch.arange(regroup.numel(), device=order.device)
     return order, place, send, receive, regroup, back, [sum(column) for column in zip(*arriving_counts, strict=True)]
+
+
+def _refuse_broken(router: Router, ranks: list[int]) -> None:
+    if ranks:
+        raise ValueError(
+            f"layers.{router.layer}: the router's logits are not finite for tokens of {len(ranks)} expert ranks "
+            f"({', '.join(map(str, ranks))}): no expert can be chosen. The layers before it overflowed, or a weight "
+            "is not a number; go back to a checkpoint, and lower the learning rate or clip gradients"
+        )
 
 
 def _regrouped(arriving: list[list[int]], device: torch.device) -> Tensor:

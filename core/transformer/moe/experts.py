@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from core.autograd.gradients import no_second_derivative
+from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.autograd.grouped import grouped_linear
 from core.parallel_state import Init, Layout
 from core.parallel_state.spread import SpreadModule
@@ -56,7 +56,7 @@ class Experts(torch.nn.Module):
 
     def _summed(self, weight: Parameter) -> Tensor:
         """The weight; in a plain loop one whose gradient is summed over the ranks that DDP does not know."""
-        has_owner = getattr(weight, "main_grad", None) is not None or hasattr(weight, "take_main_grad")
+        has_owner = has_main_grad(weight) or hasattr(weight, "take_main_grad")
         if has_owner or not (torch.is_grad_enabled() and weight.requires_grad):
             return weight
         if self._has_data_ranks and self._ranks > 1:

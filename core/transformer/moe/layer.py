@@ -28,9 +28,10 @@ class MoELayer(nn.Module):
         super().__init__()
         config, ps = build.config, build.parallel
         assert config.num_moe_experts is not None
-        self.num_experts, self.parallel = config.num_moe_experts, ps
+        self.parallel = ps
         self._tensor_group, self._expert_group = ps.group("tp"), ps.group("ep")
-        self.router, self.experts, self.balance = Router(build), Experts(build), Balance(build)
+        self.router, self.experts = Router(build), Experts(build)
+        self.balance = Balance(build, self.router)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             shared = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
@@ -51,7 +52,7 @@ class MoELayer(nn.Module):
         shard = scatter_to_sequence_region(self._padded(x), tp) if self._cuts_tokens else x
         tokens = shard.reshape(-1, shard.shape[-1])
         routing = self.router(tokens)
-        dispatch = Dispatch.plan(routing.experts, self.num_experts, self._expert_group)
+        dispatch = Dispatch.plan(routing, self.router, self._expert_group)
         rows, weights = to_experts(tokens, dispatch), weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
         if self.balance.is_on and self.training:  # in both runs of a recomputed forward

@@ -1,14 +1,17 @@
 """Which experts a token goes to, and with which weight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from core.autograd.recomputation.notes import note
 from core.parallel_state import Init, Layout
+from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
+from core.transformer.moe.load import Load, Loads
 from core.transformer.spec import Build
 
 _TINY = 1e-20  # beside a sum of sigmoids that is divided by, as DeepSeek-V3 and Megatron have it
@@ -27,7 +30,7 @@ class Routing:
     logits: Tensor
 
 
-class Router(nn.Module):
+class Router(SpreadModule):
     """Scores every expert for every token: x [T, h] -> `Routing`.
 
     weight: [E, h], whole on every rank; each tensor rank routes tokens of its own, so gradients are partial over tp.
@@ -36,8 +39,18 @@ class Router(nn.Module):
     scores, divided by their sum; with groups, of the best groups only (by the sum of their two largest scores). Both
     times `moe_router_topk_scaling_factor`.
 
+    With `moe_router_enable_expert_bias` experts are chosen by score + `expert_bias` (float32 [E], saved), weights
+    are made of scores alone; `end_step` moves it by `moe_router_bias_update_rate` towards experts with fewer rows
+    than the mean (arXiv 2408.15664). With "global_aux_loss", `rows_of_last_step` (float32 [E], saved) are those of
+    the global batch before.
+
     The choice is noted: a recomputed forward takes the first run's, so that near ties cannot route otherwise.
     """
+
+    equal_buffers = ("expert_bias", "rows_of_last_step")  # on all ranks, by `end_step`
+
+    expert_bias: Tensor | None
+    rows_of_last_step: Tensor | None
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -50,6 +63,35 @@ class Router(nn.Module):
         self.group = build.parallel.group("tp")
         layout = Layout((experts, config.hidden_size), partial=frozenset({"tp"}))
         self.weight = build.place.parameter(layout, Init(std=config.init_method_std))
+        self.layer, self.bias_rate = build.layer, config.moe_router_bias_update_rate
+        is_global = config.moe_router_load_balancing_type == "global_aux_loss"
+        device = build.place.device
+        zeros = torch.zeros(experts, dtype=torch.float32, device=device)
+        self.register_buffer("expert_bias", zeros if config.moe_router_enable_expert_bias else None)
+        self.register_buffer("rows_of_last_step", zeros.clone() if is_global else None)
+        self.load = Load(experts, remembers=is_global or config.moe_router_enable_expert_bias)
+        Loads.of(build).routers.append(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """`model.bfloat16()` leaves the buffers in float32, where small steps add up; from meta they begin at 0."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if old.is_meta and not moved.is_meta:
+                self._buffers[name] = torch.zeros_like(moved, dtype=torch.float32)
+            elif moved.dtype != old.dtype:
+                self._buffers[name] = old.to(moved.device)
+        return self
+
+    def end_step(self, rows: Tensor) -> None:
+        """rows: int64 [E], how many each expert got in the step, on all ranks together."""
+        if self.expert_bias is not None:
+            counts = rows.to(self.expert_bias.dtype)
+            self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=self.bias_rate)
+        if self.rows_of_last_step is not None:
+            self.rows_of_last_step.copy_(rows)
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, h] of this rank's tokens."""
@@ -78,7 +120,7 @@ class Router(nn.Module):
     def _chosen(self, scores: Tensor) -> Tensor:
         """[T, E] -> int64 [T, k]."""
         # in order of the scores alone: softmax keeps the order of logits
-        preference = scores
+        preference = scores if self.expert_bias is None else scores + self.expert_bias
         if self.num_groups is not None and self.group_topk is not None:
             by_group = preference.unflatten(1, (self.num_groups, -1))
             group_scores = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)

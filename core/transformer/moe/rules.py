@@ -7,7 +7,7 @@ from typing import Any
 from core.parallel_state.config import divisors
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
-BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "none")
+BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 ExpertFacts = Any  # a TransformerConfig, whose file imports this one
@@ -44,7 +44,12 @@ def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
         "moe_router_topk=1 with a softmax over the 1 chosen expert is 1: the router would have no gradient; set "
         "moe_router_pre_softmax",
     )
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_topk_scaling_factor"):
+    for name in (
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_topk_scaling_factor",
+        "moe_router_bias_update_rate",
+    ):
         value = getattr(config, name)
         yield value is None or 0 <= value < inf, f"{name}={value} must not be negative, and finite"
     yield (

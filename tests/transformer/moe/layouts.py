@@ -7,14 +7,17 @@ import torch
 from core.autograd import apply_recompute
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages, moe_spec
-from core.parallel_state import ParallelState
+from core.optimizer import OptimizerConfig, ShardedSGD
+from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.context import context_batch
+from core.parallel_state.layout import true_part
+from core.parallel_state.modules import named_buffers
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.parity.shards import norm, whole_gradients
-from tests.parity.whole import whole_parameters
+from tests.parity.whole import assembled, whole_parameters
 from tests.states import state
 from tests.twins.grad_norm import squared_grad_norm
 from tests.twins.per_parameter import PerParameterGradSync
@@ -30,6 +33,8 @@ BALANCING = {
     "none": {"moe_router_load_balancing_type": "none"},
     "microbatch": {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1},
     "sequence": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "seq_aux_loss"},
+    "global": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "global_aux_loss"},
+    "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.02},
 }
 
 
@@ -72,15 +77,11 @@ def made(facts, ps, placement):
     return gpt_stages(config(**facts), moe_spec(), VOCAB, S, parallel=ps, placement=placement)
 
 
-def step(facts, zero=0, schedule="none", recompute="none", **sizes):
-    """(whole gradients, loss, norm) of one step on this rank's rows; initial weights are the reference's."""
+def on_layout(facts, zero, schedule, recompute, **sizes):
+    """(stages, shard, executor, this rank's rows) on the layout of this rank."""
     ps = state(**sizes)
     placement = (0,) if schedule == "none" else named.placement(schedule, ps.size("pp"))
     stages = made(facts, ps, placement)
-    if ps.size("pp") == 1 and schedule == "none":
-        (model,) = stages.values()
-        for name, value in whole_parameters(model, ps).items():
-            assert torch.equal(value, reference(**facts)[3][name]), name
     shard = DataParallel(stages, ps, zero_stage=zero, bucket_size=300, overlap=True)
     rows = ROWS // ps.size("dp")
     if schedule != "none":
@@ -91,7 +92,47 @@ def step(facts, zero=0, schedule="none", recompute="none", **sizes):
         apply_recompute(model, recompute, stage=model.stage)
         executor = SingleStage(model, ps=ps, num_microbatches=rows, grad_sync=shard, seed=SEED)
     mine = {key: value[ps.index("dp") * rows :][:rows] for key, value in batch().items()}
+    return stages, shard, executor, context_batch(mine, ps)
+
+
+def step(facts, zero=0, schedule="none", recompute="none", **sizes):
+    """(whole gradients, loss, norm) of one step on this rank's rows; initial weights are the reference's."""
+    stages, shard, executor, mine = on_layout(facts, zero, schedule, recompute, **sizes)
+    if shard.ps.size("pp") == 1 and schedule == "none" and zero < 3:
+        (model,) = stages.values()
+        for name, value in whole_parameters(model, shard.ps).items():
+            assert torch.equal(value, reference(**facts)[3][name]), name
     shard.zero_grad()
-    mine = context_batch(mine, ps)
     result = executor.step(mine, next_token_loss)
     return whole_gradients(shard), result.loss.item(), norm(shard, result.num_tokens)
+
+
+def trained(facts, zero=0, schedule="none", recompute="none", steps=3, **sizes):
+    """Whole weights and buffers by name after some steps on this rank's rows."""
+    stages, shard, executor, mine = on_layout(facts, zero, schedule, recompute, **sizes)
+    optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.5, clip_grad=0.5, weight_decay=0.0))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        result = executor.step(mine, next_token_loss)
+        optimizer.step(num_tokens=result.num_tokens)
+    for stage in stages.values():
+        shard.unshard(stage)
+    tensors = dict(shard.named_parameters()) | dict(named_buffers(stages))
+    layouts = {name: layout_of(tensor) for name, tensor in tensors.items()}
+    return assembled(tensors, layouts, shard.ps)
+
+
+@cache
+def trained_alone(**facts):
+    """The same in one process, a sequence per microbatch."""
+    ps = ParallelState.single("cpu")
+    model = GPTModel(config(**facts), moe_spec(), VOCAB, S, parallel=ps)
+    shard = DataParallel(model, ps)
+    optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.5, clip_grad=0.5, weight_decay=0.0))
+    executor = SingleStage(model, ps=ps, num_microbatches=ROWS, grad_sync=shard, seed=SEED)
+    for _ in range(3):
+        optimizer.zero_grad()
+        result = executor.step(batch(), next_token_loss)
+        optimizer.step(num_tokens=result.num_tokens)
+    tensors = dict(model.named_parameters()) | dict(named_buffers(model))
+    return {name: true_part(tensor.detach(), layout_of(tensor), {}, {}) for name, tensor in tensors.items()}

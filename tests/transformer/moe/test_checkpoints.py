@@ -14,14 +14,16 @@ from core.models.gpt import GPTModel, gpt_stages, moe_spec
 from core.models.gpt.stages import split_layers
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
+from core.parallel_state.modules import named_buffers
 from core.pipeline.schedule import schedules as named
 from core.transformer.flops import multiplications_per_token
-from tests.parity.test_checkpoint import digest
+from tests.parity.test_checkpoint import digest, whole
 from tests.parity.test_sharded_checkpoint import fill, same, snapshot, whole_state
 from tests.states import state
 from tests.transformer.moe.layouts import VOCAB, S, config
 
 MIXED = {"layers": 4, "moe_layer_freq": [0, 1, 1, 1], "shared": True, "params_dtype": torch.float32}
+MIXED |= {"moe_router_enable_expert_bias": True, "balancing": "global"}
 PLAIN = {"layers": 4, "params_dtype": torch.float32}
 # layouts of up to four ranks; a stage of the pipeline may have no experts, or nothing else
 TWO = [{"expert": 2, "zero": 1}, {"tp": 2, "expert": 2, "sp": True}, {"pp": 2, "schedule": "zb-v", "zero": 2}]
@@ -37,7 +39,14 @@ def held(facts, zero=0, schedule="1f1b", **layout):
     shard = DataParallel(stages, ps, zero_stage=zero, bucket_size=3000)
     optimizer = ShardedAdamW(shard, OptimizerConfig())
     fill(shard, optimizer, empty=False)
+    for name, buffer in counted(shard).items():
+        buffer.copy_(whole(name, "buffer", buffer.shape))
     return shard, optimizer
+
+
+def counted(shard):
+    """The biases and counts of this rank's routers."""
+    return {name: buffer for name, buffer in named_buffers(shard.module) if ".router." in name}
 
 
 def round_trip(facts, layouts, folder):
@@ -47,10 +56,14 @@ def round_trip(facts, layouts, folder):
         at = f"{folder}/{shard.ps.sizes}-{number}"
         dist_checkpointing.save(whole_state(shard, optimizer), at, ps=shard.ps)
         fill(shard, optimizer, empty=True)
+        for buffer in counted(shard).values():
+            buffer.zero_()
         loaded = dist_checkpointing.load(whole_state(shard, optimizer), f"{folder}/first", ps=shard.ps)
         optimizer.load_state_dict(loaded["optimizer"])
         shard.wait()
         same(snapshot(shard, optimizer), want)
+        for name, buffer in counted(shard).items():
+            assert torch.equal(buffer, whole(name, "buffer", buffer.shape)), name
 
 
 def saved(facts, folder):
@@ -68,7 +81,7 @@ def identical(ranks, tmp_path, facts, worlds):
 
 
 def test_layers_of_two_kinds_write_identical_files(ranks, tmp_path):
-    identical(ranks, tmp_path, MIXED, {2: TWO, 4: FOUR})
+    identical(ranks, tmp_path, MIXED, {2: TWO[1:], 4: FOUR[2:]})
 
 
 @pytest.mark.full
@@ -94,6 +107,7 @@ def test_tools_know_which_layers_the_rows_are(tmp_path, capsys):
     stored = StoredCheckpoint.open(f"{tmp_path}/mixed")
     shapes = {tensor.name: tensor.shape for tensor in export.tensors(stored)}
     true = {name: p.parallel_layout.shape for name, p in model.named_parameters()}
+    true |= {name: tuple(buffer.shape) for name, buffer in named_buffers(model)}
     assert shapes == true
     by_stage = [{t.name: t.shape for t in export.tensors(stored, tp=(1, 2), pp=(stage, 2))} for stage in (0, 1)]
     assert by_stage[0].keys() | by_stage[1].keys() == true.keys() and not by_stage[0].keys() & by_stage[1].keys()

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from core.autograd import has_regions
+from core.autograd import has_main_grad, has_regions
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.state import ParallelState
@@ -124,7 +124,7 @@ def refuse_nested_recompute(stage: int, module: nn.Module, policy: Any, schedule
 def refuse_main_grad(modules: Sequence[nn.Module]) -> None:
     """Raise ValueError for gradient buffers that nobody would reduce."""
     for module in modules:
-        if any(getattr(parameter, "main_grad", None) is not None for parameter in module.parameters()):
+        if any(has_main_grad(parameter) for parameter in module.parameters()):
             raise ValueError(
                 "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
                 "over the replicas; pass the grad_sync that made them"

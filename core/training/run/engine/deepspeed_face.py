@@ -14,6 +14,7 @@ from core.dist_checkpointing import load, save
 from core.dist_checkpointing.planning.ranks import agree, from_first, problem_of
 from core.dist_checkpointing.storage.address import below, parse_address
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir
+from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
 from core.training.config import TrainingConfig
 from core.training.run.checkpoint import Checkpoints
@@ -103,6 +104,8 @@ class EngineFace(nn.Module):
             self.checkpoints.before_update()
             self._last_stats = self.optimizer.step()
             self.optimizer.zero_grad()
+            if isinstance(self.module, GPTModel):
+                self.module.end_step()
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
