@@ -97,8 +97,7 @@ class GPTModel(nn.Module):
         self.post_process = ps.is_last_stage if post_process is None else post_process
         self.tied, self.loss_chunk = share_embeddings_and_output_weights, checked_chunk(loss_chunk)
         self.parallel_output, self.tells_of_columns = parallel_output is not False, parallel_output is None
-        self.stage, self.transformer_layer_spec = StageContext(), transformer_layer_spec
-        spec = transformer_layer_spec
+        self.stage, self.transformer_layer_spec = StageContext(), (spec := transformer_layer_spec)
         self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
