@@ -165,6 +165,13 @@ class OptimizerConfig:
         return 0.95 if self.optimizer == "muon" else 0.9
 
     @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """The kinds of states, beside main weights, of which each trained parameter of a model has some or all."""
+        kinds = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",) if self.first_momentum else ()}
+        muon = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # hidden matrices the first, others the rest
+        return kinds.get(self.optimizer, muon) + (("ema",) if self.ema_decay else ())
+
+    @property
     def learning_rate(self) -> LearningRate | DeepSpeedSchedule:
         """The schedule that these fields describe: `.at(step)` is the rate after that many updates."""
         if self.lr_schedule in SCHEDULES:

@@ -140,6 +140,14 @@ def test_muon_takes_convolutions_as_out_times_the_rest(muon_lr):
         assert torch.equal(model["conv"].weight.detach().view(16, 27), matrix.detach())
 
 
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize("name, momentum", [("adamw", None), ("sgd", None), ("sgd", 0.0), ("muon", None)])
+def test_the_configuration_knows_the_kinds_of_states(name, momentum, ema_decay):
+    config = OptimizerConfig(optimizer=name, momentum=momentum, ema_decay=ema_decay, muon_except="second")
+    states = build_optimizer(FakeShard(Net()), config).states().values()
+    assert {kind for kinds in states for kind in kinds} - {"main"} == {*config.state_kinds}
+
+
 def test_muon_wants_whole_matrices():
     with pytest.raises(
         ValueError, match=r"whole matrices, but zero_stage=1 and tensor=1 may cut them; use zero_stage=0"

@@ -80,7 +80,8 @@ def test_what_is_counted_is_what_the_formulas_say(ranks, stage, bf16, offload):
             assert usage.parameters == formula.weights, point
     whole = usages["model init"][0]
     assert whole.gradients == whole.optimizer == 0 and whole.parameters > 4 * 2 * (12 if bf16 else 24) * 32 * 32 / 4
-    for usage in usages["first step"]:
+    for usage, formula in zip(usages["first step"], predicted, strict=True):
+        assert usage.gradients == formula.gradients, "p.grad, which is still there, has no memory of its own"
         assert usage.activations > usages["first forward"][0].activations > S * 32 * (2 if bf16 else 4)
     assert len({line.index("|") for line in said}) == 1 and len({len(line) for line in said}) == 1, "aligned"
     titles = [line.split("|")[0].strip() for line in said]

@@ -173,6 +173,10 @@ CHANGED = {
         {"model__hidden_size": 64, "model__num_layers": 2},
         r"of a model with num_layers=1 \(now 2\), hid",
     ),
+    "optimizer": (
+        {"optimizer__optimizer": "sgd"},
+        r"of another optimizer: it holds exp_avg, exp_avg_sq of each parameter, this run momentum_buffer; use the",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from core.data_parallel import DataParallel
+from core.data_parallel.buffers.gradient import BucketGradient
 from core.data_parallel.memory import StateBytes, expected_bytes
 from core.optimizer import Offload, ShardedOptimizer
 from core.parallel_state import ParallelState
@@ -65,7 +66,9 @@ class MemoryReport:
         maybe_gradients: list[Tensor | None] = []
         for parameter in weights:
             maybe_gradients += [parameter.grad, getattr(parameter, "main_grad", None)]
-        gradients = [gradient for gradient in maybe_gradients if gradient is not None]
+        # one that lies in the buckets says bytes that it does not have
+        without_memory = (type(None), BucketGradient)
+        gradients = [gradient for gradient in maybe_gradients if not isinstance(gradient, without_memory)]
         if self.shard is not None:
             for flat_buffer in self.shard.buffers:
                 weights += flat_buffer.memory["weights"]

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.dist_checkpointing.format.keys import key_of
+from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.state.mapping import ShardedObject
 from core.optimizer import ShardedOptimizer
 from core.optimizer.state.average import EMA
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
+from core.training.config import RunConfig
 
-_GROUP = "optimizer/"
+_GROUP, MAIN = "optimizer/", "main"
 
 
 def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) -> str | None:
@@ -22,16 +24,47 @@ def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) ->
     stored, here = _both_sides(template, url, ps)
     if stored is None or stored == here:
         return None
-    there_kinds, here_kinds = _kinds(stored), _kinds(here)
-    if sorted({*here_kinds, EMA}) == there_kinds:
-        return "it holds an average of the weights (ema), this run keeps none (optimizer.ema_decay=0)"
-    if there_kinds != here_kinds:
-        return f"it holds {_words(there_kinds)} of each parameter, this run {_words(here_kinds)}"
+    if words := _other_kinds(_kinds(stored), _kinds(here)):
+        return words
     only_there = sorted({_name(key) for key in stored - here})
     only_here = sorted({_name(key) for key in here - stored})
     parts = [f"only there are those of {', '.join(only_there[:4])}"] if only_there else []
     parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
     return " and ".join(parts)
+
+
+def refuse_other_optimizer(run: RunConfig, url: str, ps: ParallelState) -> None:
+    """Before the model is built, which alone knows the names: the checkpoint has states of the same kinds.
+
+    Collective. Raises ValueError, on every rank.
+    """
+    stored = from_first(lambda: sorted(_stored(url) or ()), ps)
+    # main weights are left out where the weights are their own; an average may begin
+    there, here = {*_kinds(set(stored))} - {MAIN}, {*run.optimizer.state_kinds}
+    here -= {EMA} - there
+    # of Muon's kinds a model has only some if it has no hidden matrices, or none that are trained
+    may_lack = run.optimizer.optimizer == "muon" and (run.optimizer.freeze or run.model.build is not None)
+    if not stored or "optimizer" in run.checkpoint.change or (may_lack and there < here):
+        return
+    if words := _other_kinds(sorted(there), sorted(here)):
+        raise ValueError(other_states(url, words))
+
+
+def other_states(url: str, difference: str) -> str:
+    """What a run is told that would go on with the states of another optimizer."""
+    return (
+        f"{url} has the states of another optimizer: {difference}; use the same, or begin with new states: "
+        f'checkpoint.change = ["optimizer"]; a run from step 0 with these weights is checkpoint.weights={url}'
+    )
+
+
+def _other_kinds(there: list[str], here: list[str]) -> str | None:
+    """What differs in the kinds of states, in words; None: nothing."""
+    if there == here:
+        return None
+    if sorted({*here, EMA}) == there:
+        return "it holds an average of the weights (ema), this run keeps none (optimizer.ema_decay=0)"
+    return f"it holds {_words(there)} of each parameter, this run {_words(here)}"
 
 
 def fitted_average(template: Mapping[str, Any], url: str, ps: ParallelState) -> tuple[Mapping[str, Any], bool]:

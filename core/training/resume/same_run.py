@@ -11,6 +11,7 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.models.gpt.description import description_of, differences
 from core.parallel_state import ParallelState
 from core.training.config import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from core.training.resume.other_optimizer import refuse_other_optimizer
 
 
 def order_of(data: DataConfig, training: TrainingConfig, order: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -60,9 +61,10 @@ def compare_models(
 
 
 def refuse_another_run(run: RunConfig, tokens: int, order: Mapping[str, Any], ps: ParallelState) -> None:
-    """Before the model is built: the checkpoint that `run` goes on from has its data, batch and model. Collective.
+    """Before the model is built: the checkpoint that `run` goes on from has its data, batch, model and optimizer.
 
-    tokens: of the tokenizer. Only the newest step is looked at; what cannot be read is told when it is loaded.
+    Collective. tokens: of the tokenizer. Only the newest step is looked at; what cannot be read is told when it is
+    loaded.
     Raises ValueError, on every rank.
     """
     url = from_first(lambda: _newest(run.checkpoint), ps)
@@ -77,6 +79,7 @@ def refuse_another_run(run: RunConfig, tokens: int, order: Mapping[str, Any], ps
     if run.model.build is None:
         model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
         compare_models(url, model, run.checkpoint.change, lambda line: None)
+    refuse_other_optimizer(run, url, ps)
 
 
 def _newest(config: CheckpointConfig) -> str | None:

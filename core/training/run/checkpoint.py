@@ -18,7 +18,7 @@ from core.parallel_state import ParallelState
 from core.pipeline.run.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
-from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer
+from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer, other_states
 from core.training.resume.same_run import changes_of_order, compare_models, order_of
 from core.training.run.export import ExportAtEnd
 from core.training.run.stop import StopFlag
@@ -128,15 +128,12 @@ class Checkpoints(AbstractContextManager):
         compare_models(url, self._model, self.config.change, self.say)
         template = self.state(0)
         template["optimizer"], self._average_begins = fitted_average(template["optimizer"], url, self.ps)
-        other_states = other_optimizer(template["optimizer"], url, self.ps)
-        if other_states is None:
+        difference = other_optimizer(template["optimizer"], url, self.ps)
+        if difference is None:
             return template
         if "optimizer" not in self.config.change:
-            raise ValueError(
-                f"{url} has the states of another optimizer: {other_states}; use the same, or begin with new states: "
-                f'checkpoint.change = ["optimizer"]; a run from step 0 with these weights is checkpoint.weights={url}'
-            )
-        self.say(f"new optimizer states: {other_states}")
+            raise ValueError(other_states(url, difference))
+        self.say(f"new optimizer states: {difference}")
         return {name: part for name, part in template.items() if name != "optimizer"}
 
     def _refuse_newer_steps(self, start: int) -> int:
