@@ -92,6 +92,20 @@ def frequencies(config, d, rope=None):
     return torch.tensor(out, dtype=torch.float64)
 
 
+def sigmoid_router(self, x):
+    """DeepSeek-V3's: the best groups by their two largest scores with bias, weights without it."""
+    logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+    scores = logits.sigmoid()
+    by_group = (scores + self.e_score_correction_bias).unflatten(-1, (self.num_group, -1))
+    best = by_group.topk(2).values.sum(-1).topk(self.topk_group).indices
+    kept = torch.full_like(by_group, -torch.inf)
+    for token, groups in enumerate(best.tolist()):
+        kept[token, groups] = by_group[token, groups]
+    chosen = kept.flatten(1).topk(self.top_k).indices
+    weights = scores.gather(1, chosen)
+    return logits, self.routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + 1e-20), chosen
+
+
 def exactly(patch):
     """Their parts that compute in float32, in float64."""
     in_float64(patch)
@@ -121,19 +135,6 @@ def exactly(patch):
         patch.setattr(getattr(module, f"{kind}RMSNorm"), "forward", norm)
         patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
         patch.setattr(getattr(module, f"{kind}TopKRouter"), "forward", router)
-
-    def sigmoid_router(self, x):
-        """DeepSeek-V3's: the best groups by their two largest scores with bias, weights without it."""
-        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        scores = logits.sigmoid()
-        by_group = (scores + self.e_score_correction_bias).unflatten(-1, (self.num_group, -1))
-        best = by_group.topk(2).values.sum(-1).topk(self.topk_group).indices
-        kept = torch.full_like(by_group, -torch.inf)
-        for token, groups in enumerate(best.tolist()):
-            kept[token, groups] = by_group[token, groups]
-        chosen = kept.flatten(1).topk(self.top_k).indices
-        weights = scores.gather(1, chosen)
-        return logits, self.routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + 1e-20), chosen
 
     patch.setattr(modeling_glm4_moe.Glm4MoeRMSNorm, "forward", norm)
     patch.setattr(modeling_glm4_moe.Glm4MoeRotaryEmbedding, "forward", rotary)
