@@ -24,6 +24,7 @@ from core.training.config.sources import checked
 from core.training.log.console import errors_as_one_line
 from core.training.log.json_rows import json_number
 from core.training.log.validation import MAIN, perplexity
+from core.training.model.folder import tokenizer_in
 from core.training.run.data import Corpus, open_corpus
 from core.training.run.evaluate import TextLoss, evaluate_texts
 from core.training.run.trained import Trained, executor_of, find_trained
@@ -100,14 +101,19 @@ def _texts(prefixes: Sequence[str] | None, trained: Trained) -> tuple[dict[str, 
 
 def _tokenizer_of_run(trained: Trained) -> str:
     """Raises ValueError: the run's tokenizer is not there, or it was bytes."""
+    said = trained.settings.get("model.huggingface")
+    folder = None if said == "None" else said
+    if own := tokenizer_in(folder):
+        return own
     given, train = trained.settings.get("data.tokenizer"), trained.settings.get("data.train") or ()
     if given not in (None, "None"):
         return str(given)
     prefixes = [prefix for _, prefix in open_blend(train)] if train else []
     beside = tokenizer_beside(prefixes[0]) if prefixes else None
     if beside is None:
+        cause = f"the tokenizer of {trained.url} lies beside its text, which is not here"
         raise ValueError(
-            f"the tokenizer of {trained.url} lies beside its text, which is not here; prepare the text with it "
+            f"{cause if folder is None else f'{folder} has no tokenizer.json'}; prepare the text with it "
             "(python -m core.datasets.prepare --tokenizer FILE) and give --data PREFIX"
         )
     return str(beside)

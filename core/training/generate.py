@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             load_huggingface(model, source)
         _write(model, tokenizer, options.prompt, options.new_tokens, how, ps)
+        ps.leave()
         destroy_model_parallel()
     return 0
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,12 @@ def test_a_hugging_face_folder_costs_what_transformers_says(run, tmp_path, capsy
             for row in rows
         ]
     assert told["texts"][str(run / "valid")]["loss"] == pytest.approx(float(sum(losses)) / 32, rel=1e-5)
+    # a text that is not prepared is, with the folder's own tokenizer
+    text = run / "other.txt"
+    with pytest.raises(ValueError, match=r"has no tokenizer.json; prepare the text with it"):
+        evaluate([str(tmp_path), "--data", str(text), "--device", "cpu"])
+    shutil.copyfile(run / "other.tokenizer.json", tmp_path / "tokenizer.json")
+    assert said(capsys, tmp_path, "--data", text)["texts"][str(text)]["tokens"] > 100
 
 
 WRONG = {

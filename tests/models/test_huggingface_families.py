@@ -336,6 +336,11 @@ def test_which_files_of_a_folder_count(tmp_path):
         load_huggingface(model, folder / "config.json")
 
 
+def test_a_name_of_the_hub_is_no_folder():
+    with pytest.raises(ValueError, match=r"hf download meta-llama/Llama-3\.2-1B --local-dir DIR fetches one"):
+        from_huggingface("meta-llama/Llama-3.2-1B")
+
+
 def test_folders_that_cannot_be_read(tmp_path):
     _, folder = saved(tmp_path, "llama", max_shard_size="20KB")
     shards = sorted(folder.glob("*.safetensors"))

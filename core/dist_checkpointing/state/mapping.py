@@ -170,7 +170,8 @@ def refuse_freed(name: str, tensor: Tensor) -> None:
     if allocated < needed:
         raise ValueError(
             f"{name} has {allocated} bytes of memory for {needed}: it is sharded (ZeRO-3); "
-            "take the model's state from core.optimizer.sharded_state_dict(shard), shard being its DataParallel"
+            "take the model's state from core.optimizer.sharded_state_dict(shard), shard being its DataParallel "
+            "(save_huggingface takes the shard itself)"
         )
 
 

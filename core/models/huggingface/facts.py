@@ -1,6 +1,7 @@
 """The fields of a Hugging Face configuration, which remember who asked for them: none that counts is overlooked."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ IRRELEVANT = frozenset(
 )
 
 
+def no_folder(path: Path) -> str:
+    """What is said of a path where no folder is; a name of the Hub's is none."""
+    fetch = f"; hf download {path} --local-dir DIR fetches one" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) else ""
+    return f"{path} is no folder; give the one that save_pretrained or the Hub made{fetch}"
+
+
 class Facts:
     """One configuration: a dict, a transformers configuration object, or what `config.json` of a folder says."""
 
@@ -67,7 +74,7 @@ class Facts:
         folder = Path(folder).expanduser()
         path = folder / "config.json"
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder; give the one that save_pretrained or the Hub made")
+            raise ValueError(no_folder(folder))
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from core.models.huggingface.blocks import Slices
+from core.models.huggingface.facts import no_folder
 
 # masks and rotary tables that older transformers stored beside the weights; we compute them
 _BUFFERS = re.compile(r"(transformer\.h\.\d+\.attn\.(masked_)?bias|model\..*rotary_emb\.inv_freq)")
@@ -59,7 +60,7 @@ class Folder:
     def _located(self) -> dict[str, str]:
         """Name of each tensor -> its file. One file is taken before an index, as transformers does."""
         if not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is no folder; give the one that save_pretrained or the Hub made")
+            raise ValueError(no_folder(self.folder))
         index = self.folder / "model.safetensors.index.json"
         if (self.folder / "model.safetensors").is_file():
             return dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")

@@ -70,6 +70,8 @@ def initialize(
     # configuration first: its mistakes are reported before any process group exists
     device = _joined(run, joins_world=joins_world)
     ps = _parallel_state(run, model, device)
+    if joins_world:
+        atexit.register(_leave, ps)
 
     # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
     corpus = None
@@ -109,6 +111,12 @@ def _joined(run: RunConfig, *, joins_world: bool) -> torch.device:
     if run.training.deterministic:  # the loop is the program's: there is no end to undo it at
         use_deterministic()
     return device
+
+
+def _leave(ps: ParallelState) -> None:
+    """No group is held any more, unless the program has ended communication itself."""
+    if is_initialized():
+        ps.leave()
 
 
 def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
