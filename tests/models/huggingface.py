@@ -5,6 +5,7 @@ import math
 import torch
 import transformers
 from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmo2 import modeling_olmo2
@@ -23,6 +24,8 @@ DEEP = COMMON | {"num_hidden_layers": 4}  # one for each stage of a V over 2 ran
 LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "pad_token_id": None}
 GEMMA3 = DEEP | {"head_dim": 6, "query_pre_attn_scalar": 11, "sliding_window": 5}
+GLM = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "pad_token_id": None}
+GLM |= {"n_shared_experts": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "head_dim": 8}
 TODAY = {
     "llama3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=dict(LLAMA3)),
     "linear": lambda: transformers.LlamaConfig(
@@ -48,6 +51,13 @@ TODAY = {
     "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, head_dim=6),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, head_dim=6),
     "qwen3_moe-not-normalized": lambda: transformers.Qwen3MoeConfig(**COMMON, **EXPERTS),
+    "qwen3_moe-mixed": lambda: transformers.Qwen3MoeConfig(
+        **DEEP, **EXPERTS, norm_topk_prob=True, head_dim=6, mlp_only_layers=[0], decoder_sparse_step=1
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**DEEP, **GLM, n_group=2, topk_group=1, use_qk_norm=True),
+    "glm4_moe-biased": lambda: transformers.Glm4MoeConfig(
+        **COMMON, **GLM | {"first_k_dense_replace": 0}, attention_bias=True
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**DEEP, **NO_PADDING),
     "smollm3": lambda: transformers.SmolLM3Config(**DEEP, **NO_PADDING, no_rope_layer_interval=2),
     "smollm3-window": lambda: transformers.SmolLM3Config(
@@ -82,6 +92,20 @@ def frequencies(config, d, rope=None):
     return torch.tensor(out, dtype=torch.float64)
 
 
+def sigmoid_router(self, x):
+    """DeepSeek-V3's: the best groups by their two largest scores with bias, weights without it."""
+    logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+    scores = logits.sigmoid()
+    by_group = (scores + self.e_score_correction_bias).unflatten(-1, (self.num_group, -1))
+    best = by_group.topk(2).values.sum(-1).topk(self.topk_group).indices
+    kept = torch.full_like(by_group, -torch.inf)
+    for token, groups in enumerate(best.tolist()):
+        kept[token, groups] = by_group[token, groups]
+    chosen = kept.flatten(1).topk(self.top_k).indices
+    weights = scores.gather(1, chosen)
+    return logits, self.routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + 1e-20), chosen
+
+
 def exactly(patch):
     """Their parts that compute in float32, in float64."""
     in_float64(patch)
@@ -112,6 +136,10 @@ def exactly(patch):
         patch.setattr(getattr(module, f"{kind}RotaryEmbedding"), "forward", rotary)
         patch.setattr(getattr(module, f"{kind}TopKRouter"), "forward", router)
 
+    patch.setattr(modeling_glm4_moe.Glm4MoeRMSNorm, "forward", norm)
+    patch.setattr(modeling_glm4_moe.Glm4MoeRotaryEmbedding, "forward", rotary)
+    patch.setattr(modeling_glm4_moe.Glm4MoeTopkRouter, "forward", sigmoid_router)
+
     def gemma_norm(self, x):
         return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
@@ -135,4 +163,7 @@ def random_model(config):
     torch.manual_seed(1)  # after theirs were drawn, which depend on torch's default dtype
     for p in model.parameters():  # biases start at zero and norms at one: make every number matter
         torch.nn.init.normal_(p, std=0.2, mean=float(p.dim() == 1))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # in float32 everywhere
+            buffer.copy_(torch.randn(buffer.shape, dtype=torch.float32).mul_(0.1))
     return model

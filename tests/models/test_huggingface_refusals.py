@@ -23,7 +23,9 @@ def weights(kind):
 
 
 def test_unknown_models_positions_and_windows():
-    with pytest.raises(ValueError, match="model_type='mamba' is not supported; known: gemma3_text, gpt2, llama"):
+    with pytest.raises(
+        ValueError, match="model_type='mamba' is not supported; known: gemma3_text, glm4_moe, gpt2, llama"
+    ):
         from_huggingface(transformers.MambaConfig())
     for kind in ("yarn", "dynamic"):
         rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}

@@ -13,13 +13,13 @@ import torch
 
 from core.models.gpt.gpt_layer_specs import gemma3_spec, olmo2_spec
 from core.models.huggingface.facts import Facts
-from core.models.huggingface.family.experts import Mixtral, Qwen3Moe
+from core.models.huggingface.family.experts import Glm4Moe, Mixtral, Qwen3Moe
 from core.models.huggingface.family.family import Family, HuggingFaceModel, Rules
 from core.models.huggingface.family.gemma3 import Gemma3
 from core.models.huggingface.family.gpt2 import gpt2_fields, gpt2_model, gpt2_rules
 from core.models.huggingface.family.llama_like import LlamaLike
 from core.models.huggingface.family.smollm3 import SmolLM3
-from core.models.huggingface.rows import GEMMA3_ROWS, GPT2_ROWS, MIXTRAL_ROWS, OLMO2_ROWS, PHI3_ROWS, QWEN3_MOE_ROWS
+from core.models.huggingface.rows import GEMMA3_ROWS, GPT2_ROWS, MIXTRAL_ROWS, MOE_ROWS, OLMO2_ROWS, PHI3_ROWS
 from core.parallel_state.config import raise_all
 
 # known, and why they are not read
@@ -45,6 +45,7 @@ _GEMMA3 = Gemma3(
 )
 _MIXTRAL = Mixtral(window="always", epsilon=1e-5, rope_theta=1e6, groups=8)
 _QWEN3_MOE = Qwen3Moe(attention_bias=True, qk_norm=True, window="always", groups=4, sliding_window=4096)
+_GLM4_MOE = Glm4Moe(attention_bias=True, partial_rotary=True, epsilon=1e-5, groups=8)
 
 # by model_type; a model that was born here is exported as the first that says all of its facts
 FAMILIES: dict[str, Family] = {
@@ -57,7 +58,8 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _OLMO2.family("Olmo2ForCausalLM", OLMO2_ROWS),
     "gemma3_text": _GEMMA3.family("Gemma3ForCausalLM", GEMMA3_ROWS),
     "mixtral": _MIXTRAL.family("MixtralForCausalLM", MIXTRAL_ROWS),
-    "qwen3_moe": _QWEN3_MOE.family("Qwen3MoeForCausalLM", QWEN3_MOE_ROWS),
+    "qwen3_moe": _QWEN3_MOE.family("Qwen3MoeForCausalLM", MOE_ROWS),
+    "glm4_moe": _GLM4_MOE.family("Glm4MoeForCausalLM", MOE_ROWS),
     "gpt2": Family(
         architecture="GPT2LMHeadModel", model=gpt2_model, rules=gpt2_rules, fields=gpt2_fields, rows=GPT2_ROWS
     ),

@@ -14,7 +14,7 @@ from core.dist_checkpointing.format.grid import cell_of, cells, inner_shape
 from core.dist_checkpointing.format.keys import path_of
 from core.dist_checkpointing.format.zarr_metadata import Chunking, Json, array_metadata
 from core.dist_checkpointing.publish.manifest import FORMAT
-from core.dist_checkpointing.reading.read import memory_of
+from core.dist_checkpointing.reading.read import memory_of, torch_dtype
 from core.dist_checkpointing.tools.offline import check_new, write_offline
 from core.dist_checkpointing.writing.job import Cells
 from core.models.gpt.description import description_of
@@ -24,6 +24,7 @@ from core.models.huggingface.reading import OpenedWeights, open_weights
 from core.models.huggingface.sources import Folder
 from core.parallel_state import ParallelState
 
+_FLOAT32 = ".e_score_correction_bias"
 MODEL = "model/"  # where a run keeps its model in a checkpoint
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -67,8 +68,8 @@ def import_huggingface(
 
 
 def _dtype(source: Folder) -> torch.dtype:
-    """The one dtype of all weights."""
-    names = {source.dtype(name) for name in source.names()}
+    """The one dtype of all weights, but for buffers that are in float32 always."""
+    names = {source.dtype(name) for name in source.names() if not name.endswith(_FLOAT32)}
     if len(names) != 1 or not names <= _DTYPES.keys():
         raise ValueError(
             f"{source.folder} holds weights of {', '.join(sorted(names))}, 1 of {', '.join(_DTYPES)} is needed; "
@@ -92,7 +93,8 @@ def _cells(
             parameters = {layer: tensor for layer, tensor in parameters.items() if layer in layers}
             for layer in layers:
                 if layer not in parameters:
-                    parameters[layer] = weights.parameter(_name(key, info, layer))
+                    parameter = weights.parameter(_name(key, info, layer))
+                    parameters[layer] = parameter.to(torch_dtype(info.dtype))
             part = tuple(slice(*interval) for interval in inner)
             cut = [parameters[layer][part] for layer in layers]
             array = memory_of((torch.stack(cut) if info.stacked else cut[0]).contiguous())

@@ -12,6 +12,7 @@ _SETTINGS = (
     "pipeline_dtype",
     "use_cpu_initialization",
     "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
 )
@@ -59,6 +60,7 @@ def _facts(model: HuggingFaceModel) -> dict[str, Any]:
         facts |= dict.fromkeys(_OF_EXPERTS)
     else:
         facts |= {"moe_layer_freq": layers, "moe_ffn_hidden_size": config.moe_ffn}
+    facts["moe_router_topk_scaling_factor"] = config.moe_router_topk_scaling_factor or 1.0
     if all(layers):  # no MLP
         facts["ffn_hidden_size"] = None
     for name, part in vars(model.transformer_layer_spec).items():

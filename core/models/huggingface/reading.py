@@ -1,6 +1,7 @@
 """Hugging Face weights into our parameters: of each tensor a rank reads only the rows or columns of its shard."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from core.models.huggingface.rows import STACKED_ROWS, Row, rows_of
 from core.models.huggingface.sources import Folder, Recorded, StateDict, WeightSource
 from core.parallel_state import layout_of
 from core.parallel_state.layout import true_part
+from core.parallel_state.modules import named_buffers
 from core.transformer.transformer_config import TransformerConfig
 
 _TABLES = ("transformer.wte.weight", "model.embed_tokens.weight")
@@ -33,11 +35,11 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
         raise ValueError("the model is on meta, it has no memory to load into; call model.to_empty(device=...) first")
     opened = open_weights(model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights))
     sizes, coordinate = model.parallel.sizes, model.parallel.coordinate
-    for name, parameter in model.named_parameters():
-        layout = layout_of(parameter)
+    for name, tensor in opened.tensors_of(model).items():
+        layout = layout_of(tensor)
         if layout.padding:  # after `to_empty` anything is there, and 0 times NaN is NaN
-            parameter.zero_()
-        opened.fill(name, true_part(parameter, layout, coordinate, sizes), layout.box(coordinate, sizes))
+            tensor.zero_()
+        opened.fill(name, true_part(tensor, layout, coordinate, sizes), layout.box(coordinate, sizes))
     opened.check_tied(model)
 
 
@@ -46,6 +48,11 @@ class OpenedWeights:
 
     def __init__(self, source: Recorded, rows: Mapping[str, Row], config: TransformerConfig) -> None:
         self._source, self._rows, self._config = source, rows, config
+
+    def tensors_of(self, model: GPTModel) -> dict[str, Tensor]:
+        """Every parameter of a model, and its buffers that the weights have, by name."""
+        buffers = {name: buffer for name, buffer in named_buffers(model) if name in self._rows}
+        return {**dict(model.named_parameters()), **buffers}
 
     def parameter(self, name: str) -> Tensor:
         """A full parameter of ours, in new memory on the host, in the dtype of the Hugging Face tensor."""
@@ -87,8 +94,10 @@ def open_weights(model: GPTModel, source: WeightSource) -> OpenedWeights:
     """Raises ValueError: parameters without weights, weights without a parameter, other shapes."""
     recorded = Recorded(source)
     rows = _rows(recorded, model.config)
-    _check_counterparts(model, recorded, rows, dict(model.named_parameters()))
-    return OpenedWeights(recorded, rows, model.config)
+    opened = OpenedWeights(recorded, rows, model.config)
+    _leave_out_further_predictions(recorded, model.config.num_layers)
+    _check_counterparts(model, recorded, rows, opened.tensors_of(model))
+    return opened
 
 
 def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
@@ -107,8 +116,8 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
     """Our name -> row, of the family whose names these are."""
     if any(table in source for table in _TABLES):
         tables = {id(family.rows): family.rows for family in FAMILIES.values()} | {id(STACKED_ROWS): STACKED_ROWS}
-        best = max(tables.values(), key=lambda table: _fit(source, table, config.num_moe_experts))
-        return rows_of(best, config.num_layers, config.num_moe_experts)
+        best = max(tables.values(), key=lambda table: _fit(source, table, config))
+        return rows_of(best, range(config.num_layers), config.num_moe_experts)
     for table in _TABLES:
         prefix, _, bare = table.partition(".")
         if bare in source:
@@ -122,15 +131,33 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
     )
 
 
-def _fit(source: Recorded, table: Iterable[Row], num_experts: int | None) -> tuple[int, int]:
-    """How many names of one layer, and of the ends, the source has; then how few it has not."""
-    names = [name for row in rows_of(table, 1, num_experts).values() for name in row.hf_names]
+def _fit(source: Recorded, table: Iterable[Row], config: TransformerConfig) -> tuple[int, int]:
+    """How many names of the ends and of the first and last layer the source has; then how few it has not."""
+    rows = rows_of(table, {0, config.num_layers - 1}, config.num_moe_experts)
+    names = [name for row in rows.values() for name in row.hf_names]
     known = sum(name in source for name in names)
     return known, known - len(names)
 
 
 def _full_box(shape: Iterable[int]) -> Slices:
     return tuple(slice(0, size) for size in shape)
+
+
+def _leave_out_further_predictions(source: Recorded, layers: int) -> None:
+    """Parts behind the last layer that predict tokens after the next one (GLM-4.5): transformers has none.
+
+    Warns. They stand as layers of a higher number, with an `eh_proj` each.
+    """
+    number = layers
+    while f"model.layers.{number}.eh_proj.weight" in source:
+        source.used.update(name for name in source.unused() if name.startswith(f"model.layers.{number}."))
+        number += 1
+    if number > layers:
+        warnings.warn(
+            f"{number - layers} parts of the Hugging Face weights predict tokens after the next one, behind the "
+            f"model's {layers} layers; they are left out",
+            stacklevel=3,
+        )
 
 
 def _check_counterparts(

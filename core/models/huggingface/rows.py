@@ -1,6 +1,6 @@
 """Which of our parameters is made of which Hugging Face tensors: one row each, of one layer or of the model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from core.models.huggingface.blocks import (
@@ -51,15 +51,15 @@ class Row:
         return shapes
 
 
-def rows_of(table: Iterable[Row], num_layers: int, num_experts: int | None = None) -> dict[str, Row]:
-    """Our name -> row, for every layer of a model. Without experts there are no rows of any."""
+def rows_of(table: Iterable[Row], layers: Collection[int], num_experts: int | None = None) -> dict[str, Row]:
+    """Our name -> row, for these layers of a model. Without experts there are no rows of any."""
     rows: dict[str, Row] = {}
     for row in table:
         if "{e}" in row.hf_names[0]:
             row = row.of_experts(num_experts or 0)
         if not row.hf_names:
             continue
-        numbered = [row.of_layer(number) for number in range(num_layers)] if "{n}" in row.ours else [row]
+        numbered = [row.of_layer(number) for number in layers] if "{n}" in row.ours else [row]
         rows |= {numbered_row.ours: numbered_row for numbered_row in numbered}
     return rows
 
@@ -124,10 +124,20 @@ MIXTRAL_ROWS = (
     ),
     Row(f"{_EXPERTS}linear_fc2.weight", experts, (f"{_LLAMA}block_sparse_moe.experts.{{e}}.w2.weight",)),
 )
-_ROUTER_OF_MLP = Row(f"{_OURS}mlp.router.weight", same, (f"{_LLAMA}mlp.gate.weight",))
-QWEN3_MOE_ROWS = (
-    *_WITHOUT_MLP,
-    _ROUTER_OF_MLP,
+# dense layers, and in layers with experts a router, its bias, experts and shared ones: what a family has of these
+_BESIDE_EXPERTS = (
+    *LLAMA_ROWS,
+    Row(f"{_OURS}mlp.router.weight", same, (f"{_LLAMA}mlp.gate.weight",)),
+    Row(f"{_OURS}mlp.router.expert_bias", same, (f"{_LLAMA}mlp.gate.e_score_correction_bias",)),
+    Row(
+        f"{_OURS}mlp.shared_experts.linear_fc1.weight",
+        gate_up,
+        (f"{_LLAMA}mlp.shared_experts.gate_proj.weight", f"{_LLAMA}mlp.shared_experts.up_proj.weight"),
+    ),
+    Row(f"{_OURS}mlp.shared_experts.linear_fc2.weight", same, (f"{_LLAMA}mlp.shared_experts.down_proj.weight",)),
+)
+MOE_ROWS = (
+    *_BESIDE_EXPERTS,
     Row(
         f"{_EXPERTS}linear_fc1.weight",
         expert_gate_up,
@@ -136,8 +146,7 @@ QWEN3_MOE_ROWS = (
     Row(f"{_EXPERTS}linear_fc2.weight", experts, (f"{_LLAMA}mlp.experts.{{e}}.down_proj.weight",)),
 )
 STACKED_ROWS = (
-    *_WITHOUT_MLP,
-    _ROUTER_OF_MLP,
+    *_BESIDE_EXPERTS,
     Row(f"{_EXPERTS}linear_fc1.weight", stacked_gate_up, (f"{_LLAMA}mlp.experts.gate_up_proj",)),
     Row(f"{_EXPERTS}linear_fc2.weight", stacked_experts, (f"{_LLAMA}mlp.experts.down_proj",)),
 )

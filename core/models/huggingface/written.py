@@ -22,6 +22,7 @@ from core.models.huggingface.family.family import Family, HuggingFaceModel
 from core.models.huggingface.matching import matching_family
 from core.models.huggingface.rows import Row, rows_of
 from core.parallel_state import ParallelState, layout_of
+from core.parallel_state.modules import named_buffers
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,19 @@ class Parameters:
     ) -> None:
         self._config, self._read, self._arrays = form.model.config, read, arrays
         self._rows: dict[str, Row] = rows_of(
-            form.family.rows, form.model.config.num_layers, form.model.config.num_moe_experts
+            form.family.rows, range(form.model.config.num_layers), form.model.config.num_moe_experts
         )
         self._parts: dict[str, Part] = {}
         self._last: tuple[str, Tensor] | None = None
         with torch.device("meta"):  # names, shapes and layers, no memory
             model = GPTModel(**form.model.arguments(), parallel=ParallelState.single("cpu"), seed=0)
-        self._shapes = {name: tuple(layout_of(parameter).shape) for name, parameter in model.named_parameters()}
+        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        # buffers that the family knows; what a run counts beside them is not of the model
+        tensors |= {name: buffer for name, buffer in named_buffers(model) if name in self._rows}
+        self._shapes = {name: tuple(layout_of(tensor).shape) for name, tensor in tensors.items()}
         for name, sharded in model.sharded_state_dict().items():
+            if name not in tensors:
+                continue
             key = sharded.key
             if key not in arrays:
                 raise ValueError(f"{origin} holds no {key}, which {form.said_by} asks for")

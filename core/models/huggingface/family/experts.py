@@ -1,4 +1,4 @@
-"""Families with experts: Mixtral and Qwen3-MoE."""
+"""Families with experts: Mixtral, Qwen3-MoE and GLM-4-MoE."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +51,13 @@ class Qwen3Moe(LlamaLike):
             "moe_router_topk": facts.get("num_experts_per_tok", 8),
             "moe_ffn_hidden_size": facts.get("moe_intermediate_size", 768),
             "moe_router_pre_softmax": not facts.get("norm_topk_prob", False),
+            "moe_layer_freq": self._frequency(facts),
         }
+
+    def _frequency(self, facts: Facts) -> tuple[int, ...]:
+        step, dense = facts.get("decoder_sparse_step", 1), facts.get("mlp_only_layers") or []
+        layers = range(facts["num_hidden_layers"])
+        return tuple(int(layer not in dense and (layer + 1) % step == 0) for layer in layers)
 
     def windows(self, facts: Facts) -> Windows:
         """One window for all layers, where `use_sliding_window` says that it counts."""
@@ -63,14 +69,10 @@ class Qwen3Moe(LlamaLike):
         return {"use_sliding_window": windows is not None, "sliding_window": windows[0] if windows else None}
 
     def rules(self, facts: Facts) -> Rules:
-        """Those of Llama's relatives; every layer has experts."""
+        """Those of Llama's relatives, and of the layers that have experts."""
         yield from super().rules(facts)
-        step, dense = facts.get("decoder_sparse_step", 1), facts.get("mlp_only_layers") or []
-        yield (
-            step == 1 and not dense,
-            f"decoder_sparse_step={step}, mlp_only_layers={dense}: models of which only some layers have experts are "
-            "not read yet; 1 and [] are",
-        )
+        step = facts.get("decoder_sparse_step", 1)
+        yield isinstance(step, int) and step >= 1, f"decoder_sparse_step={step} must be at least 1"
         yield from balancing_rules(facts)
 
     def fields(self, model: HuggingFaceModel) -> Fields:
@@ -81,6 +83,80 @@ class Qwen3Moe(LlamaLike):
             "num_experts_per_tok": config.moe_router_topk,
             "moe_intermediate_size": config.moe_ffn,
             "norm_topk_prob": not config.moe_router_pre_softmax,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.has_experts(layer)],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4Moe(LlamaLike):
+    """DeepSeek-V3's routing beside Llama's attention: sigmoid, groups, a bias, shared experts, first layers dense."""
+
+    def config(self, facts: Facts) -> dict[str, Any]:
+        """The arguments of TransformerConfig."""
+        dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
+        width = facts.get("moe_intermediate_size", 1408)
+        groups, best = facts.get("n_group", 1), facts.get("topk_group", 1)
+        for name in (
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+        ):  # parts that predict more tokens: not of the model
+            facts.get(name)
+        return super().config(facts) | {
+            "add_bias_linear": False,
+            "add_qkv_bias": bool(facts.get("attention_bias", False)),
+            "qk_layernorm": bool(facts.get("use_qk_norm", False)),
+            "num_moe_experts": facts.get("n_routed_experts") or facts.get("num_local_experts", 128),
+            "moe_layer_freq": tuple(int(layer >= dense) for layer in range(layers)),
+            "moe_router_topk": facts.get("num_experts_per_tok", 8),
+            "moe_ffn_hidden_size": width,
+            "moe_shared_expert_intermediate_size": width * facts.get("n_shared_experts", 1),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": float(facts.get("routed_scaling_factor", 1.0)),
+            "moe_router_num_groups": groups if groups > 1 else None,
+            "moe_router_group_topk": best if groups > 1 else None,
+        }
+
+    def _biases(self, facts: Facts) -> tuple[bool, bool]:
+        """`attention_bias` is of query, key and value only."""
+        return False, False
+
+    def rules(self, facts: Facts) -> Rules:
+        """Those of Llama's relatives, and of the router."""
+        yield from super().rules(facts)
+        divided, chosen = facts.get("norm_topk_prob", True), facts.get("num_experts_per_tok", 8)
+        yield (
+            bool(divided) == (chosen > 1),
+            f"norm_topk_prob={divided} with num_experts_per_tok={chosen}: weights of several experts are divided by "
+            f"their sum here, that of 1 is not; set norm_topk_prob={chosen > 1}",
+        )
+        dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
+        yield (
+            0 <= dense < layers,
+            f"first_k_dense_replace={dense} of num_hidden_layers={layers} leaves no layer with experts; such a model "
+            "is a Llama",
+        )
+        yield facts.get("n_shared_experts", 1) >= 1, "n_shared_experts=0 is not supported; 1 or more are"
+        yield from balancing_rules(facts)
+
+    def fields(self, model: HuggingFaceModel) -> Fields:
+        """What the family would say of a model of ours."""
+        config = model.config
+        shared = config.moe_shared_expert_intermediate_size or 0
+        return super().fields(model) | {
+            "attention_bias": config.add_qkv_bias,
+            "use_qk_norm": config.qk_layernorm,
+            "n_routed_experts": config.num_moe_experts or config.moe_router_topk,
+            "num_experts_per_tok": config.moe_router_topk,
+            "moe_intermediate_size": config.moe_ffn,
+            "n_shared_experts": max(1, shared // config.moe_ffn),
+            "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+            "n_group": config.moe_router_num_groups or 1,
+            "topk_group": config.moe_router_group_topk or 1,
+            "norm_topk_prob": config.moe_router_topk > 1,
+            "first_k_dense_replace": next(filter(config.has_experts, range(config.num_layers)), 0),
+            "num_nextn_predict_layers": 0,
         }
 
 
