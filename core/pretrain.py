@@ -19,6 +19,7 @@ from core.parallel_state.environment import started_processes
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
 from core.training.config.sources import checked
 from core.training.log.console import Console, errors_as_one_line
+from core.training.log.experts import loads_of
 from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
@@ -85,13 +86,13 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
             profiler=profiler,
+            experts=loads_of(stages.values(), ps),
         )
     if skipped := optimizer.skipped_steps:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
-    steps = last_step(executor)
-    prompt = corpus.prompt(s // 2 or 1)
+    steps, prompt = last_step(executor), corpus.prompt(s // 2 or 1)
     written = sample(stages, prompt, executor)
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)

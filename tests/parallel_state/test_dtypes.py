@@ -29,7 +29,9 @@ def test_emulated_bfloat16_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module", [tells(True), SimpleNamespace(is_bf16_supported=lambda: True), SimpleNamespace()], ids=str
+    "module",
+    [tells(True), SimpleNamespace(is_bf16_supported=lambda: True), SimpleNamespace()],
+    ids=["native", "without emulation", "silent"],
 )
 def test_native_bfloat16_and_backends_that_do_not_tell_pass(monkeypatch, module):
     monkeypatch.setattr(torch, "get_device_module", lambda of: module)

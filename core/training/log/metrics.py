@@ -20,6 +20,7 @@ from core.training.log.sinks import SCALAR_NAMES, Sink
 from core.training.log.validation import ValidationRecord, best_of, read_validations
 from core.transformer import TransformerConfig
 from core.transformer.flops import multiplications_per_token
+from core.transformer.moe.load import ExpertLoad
 
 # FLOP/s of one device at 16 bits without sparsity, as its maker states it. The first name that a device's name
 # contains counts, so longer names stand before their beginnings
@@ -126,7 +127,7 @@ class StepRecord:
     mfu: the part of all devices' FLOP/s that the model's own products used, None where no peak is known.
     memory_mib: the most that rank 0 held so far (`memory_mib`). skipped: steps since the last record that changed
     nothing, because a gradient was not finite. time: seconds since 1970. tokens_seen: tokens that the run has read,
-    those before a resume included.
+    those before a resume included. experts: of each layer that has some, in order, how evenly they were used.
 
     A new field is filled in `run/loop.py`, printed by `line`, drawn by `log/page.py` and sent on by `log/sinks.py`.
     """
@@ -144,6 +145,12 @@ class StepRecord:
     skipped: int = 0
     time: float | None = None
     tokens_seen: int | None = None
+    experts: tuple[ExpertLoad, ...] = ()
+
+    @property
+    def expert_load(self) -> float | None:
+        """Rows of the busiest expert of all layers over the mean; None without experts."""
+        return max((load.busiest for load in self.experts), default=None)
 
     def line(self, total: int) -> str:
         """One line of the console for a step, made to be grepped; a narrow terminal leaves out the last cells."""
@@ -151,17 +158,30 @@ class StepRecord:
         return (
             f"step {self.step:5d}/{total} | loss {self.loss:.4f} | grad norm {self.grad_norm:.4f} | "
             f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s{mfu} | {self.step_ms:.1f} ms/step | "
-            f"{self.tflops_per_s:.3g} TFLOP/s"
+            f"{self.tflops_per_s:.3g} TFLOP/s{self._experts_in_words()}"
         )
+
+    def _experts_in_words(self) -> str:
+        if not self.experts:
+            return ""
+        busiest = max(self.experts, key=lambda load: load.busiest)
+        idlest = min(load.idlest for load in self.experts)
+        return f" | expert load {idlest:.2f} to {busiest.busiest:.2f} (layer {busiest.layer})"
 
     def scalars(self) -> dict[str, float]:
         """Name in TensorBoard and W&B -> value, without what is not known."""
         values = {name: getattr(self, field) for field, name in SCALAR_NAMES.items()}
-        return {name: float(value) for name, value in values.items() if value is not None}
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        for load in self.experts:
+            known[f"experts/layer_{load.layer:03d}_busiest"] = load.busiest
+            known[f"experts/layer_{load.layer:03d}_idlest"] = load.idlest
+            known[f"experts/layer_{load.layer:03d}_received"] = float(load.received)
+        return known
 
     def to_json(self) -> dict[str, Any]:
         """For JSON: a value that is not finite, which JSON cannot write, becomes "NaN", "Infinity" or "-Infinity"."""
-        return {name: json_number(value) for name, value in asdict(self).items()}
+        values = asdict(self) | {"expert_load": self.expert_load}
+        return {name: json_number(value) for name, value in values.items()}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "StepRecord":
@@ -169,7 +189,9 @@ class StepRecord:
         known_names = {field.name for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in row.items():
-            if name in known_names:
+            if name == "experts":
+                values[name] = tuple(ExpertLoad(**load) for load in value)
+            elif name in known_names:
                 values[name] = float(value) if isinstance(value, str) else value
         return cls(**values)
 

@@ -108,7 +108,9 @@ def _replace(target: Path, text: str) -> None:
 
 def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
     """Field -> its value in each record, as JSON has it; fields without records are empty."""
-    return {field.name: [json_number(getattr(r, field.name)) for r in records] for field in fields(StepRecord)}
+    rows = [record.to_json() for record in records]
+    names = [*(field.name for field in fields(StepRecord)), "expert_load"]
+    return {name: [row[name] for row in rows] for name in names}
 
 
 def _render(**values: Any) -> str:
@@ -238,6 +240,7 @@ def curves(
         ("learning_rate", "Learning rate", "", 1.0),
         ("tokens_per_s", "Throughput", "tokens/s, all ranks", 1.0),
         ("memory_mib", "Peak memory", "MiB, rank 0", 1.0),
+        ("expert_load", "Busiest expert", "its rows over the mean, of all layers", 1.0),
     )
     for key, name, unit, by in rest:
         values = [None if (v := getattr(record, key)) is None else v * by for record in records]

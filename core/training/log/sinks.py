@@ -17,6 +17,7 @@ SCALAR_NAMES = {
     "mfu": "speed/mfu",
     "memory_mib": "memory/peak_mib",
     "tokens_seen": "train/tokens_seen",
+    "expert_load": "experts/busiest",
 }
 
 

@@ -1,7 +1,7 @@
 """The training loop: step, optimizer, a line now and then. The same for every executor and layout."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsFloat
 
@@ -16,6 +16,7 @@ from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
 from core.training.log.profile import StepProfiler
 from core.training.log.validation import MAIN, ValidationRecord
 from core.training.run.evaluate import StepExecutor, TextLoss, next_token_loss
+from core.transformer.moe.load import ExpertLoad
 
 
 class Optimizer(Protocol):
@@ -80,8 +81,16 @@ class _Meter:
     flops_per_token: of the model. peak_flops: of all devices together. tokens_per_step: of all ranks, 0: not known.
     """
 
-    def __init__(self, start: int, flops_per_token: int, peak_flops: float | None, tokens_per_step: int) -> None:
+    def __init__(
+        self,
+        start: int,
+        flops_per_token: int,
+        peak_flops: float | None,
+        tokens_per_step: int,
+        experts: Callable[[], Sequence[ExpertLoad]] | None,
+    ) -> None:
         self._flops, self._peak, self._tokens_per_step = flops_per_token, peak_flops, tokens_per_step
+        self._experts = experts
         self._last_read, self._first_step = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
@@ -112,6 +121,7 @@ class _Meter:
             skipped=skipped,
             time=time.time(),
             tokens_seen=self.tokens_seen(step),
+            experts=tuple(self._experts()) if self._experts is not None else (),
         )
 
     def tokens_seen(self, step: int) -> int | None:
@@ -166,20 +176,22 @@ def train(
     start: int = 0,
     tokens_per_step: int = 0,
     profiler: StepProfiler | None = None,
+    experts: Callable[[], Sequence[ExpertLoad]] | None = None,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
     Logs every `log_interval` steps and at both ends, with the part of `peak_flops` (FLOP/s of all devices together,
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
-    may end the run early. tokens_per_step: of all ranks, for the records; 0: not told. profiler: of some steps.
-    Returns what the first step computed. Raises RuntimeError: a loss that is NaN. ValueError: no step left to run.
+    may end the run early. For the records: tokens_per_step of all ranks (0: not told), experts() (collective), how
+    evenly the last step used them. profiler: of some steps. Returns what the first step computed. Raises
+    RuntimeError: a NaN loss. ValueError: no step left to run.
     """
     if start >= config.train_steps:
         raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
     executor.step_index = start  # dropout seeds are a function of the step
-    progress = _Progress()
-    first_step, meter = None, _Meter(start, flops_per_token, peak_flops, tokens_per_step)
+    progress, first_step = _Progress(), None
+    meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
     for step in range(start, config.train_steps):
         if profiler is not None:
             profiler.before(step)
@@ -200,8 +212,7 @@ def train(
         if every_step is not None:
             progress.show(step + 1, result.loss, every_step)
 
-        # validate and save, outside of the throughput
-        begin = time.perf_counter()
+        begin = time.perf_counter()  # validating and saving are outside of the throughput
         bits = _validate(step, validate if is_validated else None, meter, config, log, say)
         stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)

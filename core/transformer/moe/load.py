@@ -6,6 +6,7 @@ the auxiliary loss of the batch before (arXiv 2501.11873).
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,6 +15,19 @@ from torch import Tensor
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.transformer.spec import Build
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How evenly a step used the experts of one layer: rows of the busiest and of the idlest one over their mean.
+
+    received: the most rows of a microbatch that went to the experts of one rank.
+    """
+
+    layer: int
+    busiest: float
+    idlest: float
+    received: int
 
 
 class Load:
@@ -90,6 +104,20 @@ class Loads:
         for router in self.routers:
             router.load.take()
             router.load.most_received = 0
+
+    @torch.no_grad()
+    def of_layers(self) -> list[ExpertLoad]:
+        """Of the last step, on every rank with these layers. All-reduce over ep and edp; waits for the device."""
+        if self.rows is None:
+            return []
+        received = torch.tensor([router.load.most_received for router in self.routers], device=self.rows.device)
+        for group in (self._ps.group("ep"), self._ps.group("edp")):
+            received = all_reduce(received, group, "max")
+        found = []
+        for router, rows, most in zip(self.routers, self.rows.tolist(), received.tolist(), strict=True):
+            mean = sum(rows) / len(rows) or 1.0
+            found.append(ExpertLoad(router.layer, max(rows) / mean, min(rows) / mean, most))
+        return found
 
     @torch.no_grad()
     def end_step(self) -> None:

@@ -1,0 +1,35 @@
+"""How evenly experts are used, layer by layer, as a record of a step tells it."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch import nn
+
+from core.models.gpt import GPTModel
+from core.parallel_state import ParallelState
+from core.parallel_state.collectives import all_gather_objects
+from core.transformer.moe.load import ExpertLoad, Loads
+
+
+def loads_of(stages: Iterable[nn.Module], ps: ParallelState) -> Callable[[], list[ExpertLoad]] | None:
+    """What tells how evenly the last step used the experts of these stages; None for a model without some."""
+    models = [stage for stage in stages if isinstance(stage, GPTModel)]
+    if not any(model.config.num_moe_experts is not None for model in models):
+        return None
+    return partial(expert_loads, models, ps)
+
+
+def expert_loads(stages: Iterable[GPTModel], ps: ParallelState) -> list[ExpertLoad]:
+    """Of the last step, all layers of the model in order, on every rank; empty before the first step's end.
+
+    Collective: all-reduces within a pipeline stage, and an all-gather of objects over pp.
+    """
+    here = []
+    for stage in stages:
+        for listener in stage.stage.listeners:
+            if isinstance(listener, Loads):
+                here += listener.of_layers()
+    group = ps.group("pp")
+    if group is not None:
+        here = [load for loads in all_gather_objects(here, group) for load in loads]
+    return sorted(here, key=lambda load: load.layer)
