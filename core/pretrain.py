@@ -24,15 +24,13 @@ from core.training.log.memory import MemoryReport
 from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
 from core.training.log.profile import StepProfiler
-from core.training.model.begin import began_as, begin, sample, step_flops_per_token
+from core.training.model.begin import begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.resume.same_run import refuse_another_run
-from core.training.run.build import build_executor, build_sharded
-from core.training.run.checkpoint import Checkpoints
+from core.training.run.assembly import assemble
 from core.training.run.compare import comparisons
 from core.training.run.data import local_batches, open_corpus
 from core.training.run.evaluate import validate
-from core.training.run.facts import facts_of_run
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 from core.transformer.attention.kernels import kernels_of_run
 
@@ -51,13 +49,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
-    shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
-    executor = build_executor(stages, run.pipeline, run.training, ps, shard)
-    memory.watch(executor)
-    origin, facts = began_as(run), facts_of_run(stages, corpus, run)
-    checkpoints = Checkpoints(
-        run.checkpoint, optimizer, ps, run.data, run.training, console.say, corpus.order, origin, facts
-    )
+    _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, console.say, memory)
     start = console.start = checkpoints.resume()
     batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     if start >= run.training.train_steps:

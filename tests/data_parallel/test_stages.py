@@ -87,7 +87,7 @@ SEVERAL = [{"zero": zero, "microbatches": 3} | setting for zero in (0, 1) for se
 ONE = [{"zero": zero} | setting for zero, setting in [(0, {}), *itertools.product((1, 2, 3), SETTINGS)]]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_stages_overlap_and_offload_give_the_same_bits(ranks, world):
     few = slice(None, None, 1 if world == 2 else 3)
     assert ranks(equal_bits, SEVERAL[few], world=world) == [[]] * world

@@ -129,7 +129,7 @@ def validates_and_samples(zero, pp):
     return losses, generate(model, [1, 2, 3], new_tokens=4, temperature=0.0, executor=run)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_validation_and_sampling(ranks, pp):
     plain = ranks(validates_and_samples, 0, pp, world=4)
     cut = ranks(validates_and_samples, 3, pp, world=4)

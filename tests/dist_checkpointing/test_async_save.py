@@ -94,6 +94,7 @@ def test_growing_keeps_what_is_there():
     slab.close()
 
 
+@pytest.mark.full
 def test_busy(tmp_path, single):
     waiting, skipping = (CheckpointManager(tmp_path / w, ps=single, when_busy=w) for w in ("wait", "skip"))
     for manager in (waiting, skipping):
@@ -197,6 +198,7 @@ def trainer(root, pipe):
     os.killpg(0, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_a_killed_trainer_leaves_a_writer_that_commits(ranks, tmp_path, single):
     ranks(abs, -1, world=1)  # the fork server has torch from here on
     context = mp.get_context("forkserver")
@@ -356,6 +358,7 @@ def copies_aside(root):
     manager.close()
 
 
+@pytest.mark.full
 def test_a_copy_beside_the_step(ranks, tmp_path):
     ranks(copies_aside, str(tmp_path), world=2)
 

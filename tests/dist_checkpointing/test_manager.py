@@ -139,6 +139,7 @@ def test_what_a_manager_is_told(tmp_path, single):
     assert manager.steps() == []
 
 
+@pytest.mark.full
 def test_a_manager_may_go_on_after_it_was_closed(tmp_path, single):
     manager = CheckpointManager(tmp_path, ps=single)
     for step in (1, 2):

@@ -238,6 +238,7 @@ def replicas(root):
         save(state, f"{root}/other", ps=ps)
 
 
+@pytest.mark.full
 def test_replicas(ranks, tmp_path):
     ranks(replicas, str(tmp_path), world=2)
 
@@ -382,6 +383,7 @@ def fully_sharded_gpt(root, tp, shard, written=None):
     quick(state, f"{root}/{tp}-{shard}-from-{written}", ps)
 
 
+@pytest.mark.full
 def test_fully_shard_over_layouts(ranks, tmp_path):
     for world, tp, shard in ((1, 1, False), (4, 2, True)):
         ranks(fully_sharded_gpt, str(tmp_path), tp, shard, world=world)

@@ -130,6 +130,7 @@ def test_a_writer_that_does_not_commit_leaves_and_leaves_all(ranks, tmp_path):
     assert left == ["00001.json"], "the committer may only be slow"
 
 
+@pytest.mark.full
 def test_a_log_does_not_grow_for_ever(tmp_path, single):
     log = tmp_path / ".logs" / "writer-00000.log"
     log.parent.mkdir()

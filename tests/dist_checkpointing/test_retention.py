@@ -144,6 +144,7 @@ def saved(manager, step, **metrics):
     return manager.save(step, {"w": torch.full((3,), float(step))}, metrics)
 
 
+@pytest.mark.full
 def test_the_best_steps_of_a_run_stay(tmp_path):
     with_best = {"keep_last": 1, "keep_best": "validation.loss", "keep_best_count": 2}
     manager = CheckpointManager(tmp_path, ps=single, **with_best)

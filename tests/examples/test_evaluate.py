@@ -128,6 +128,7 @@ def test_every_layout_costs_the_same(run, capsys):
             assert found[name] == pytest.approx(values, rel=1e-5)
 
 
+@pytest.mark.full
 def test_the_first_documents_of_each_text_are_of_one_length_whatever_the_batch(run, capsys):
     whole = said(capsys, run / "out")["texts"]
     short = said(capsys, run / "out", "--max-tokens", 300)["texts"]

@@ -19,7 +19,15 @@ def alone(_pool, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "tp, pp, cp, world",
-    [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 1, 2), (2, 1, 1, 4), (1, 2, 1, 4), (1, 1, 2, 2), (2, 1, 2, 4)],
+    [
+        (2, 1, 1, 2),
+        (1, 2, 1, 2),
+        (1, 1, 1, 2),
+        (2, 1, 1, 4),
+        pytest.param(1, 2, 1, 4, marks=pytest.mark.full),
+        (1, 1, 2, 2),
+        (2, 1, 2, 4),
+    ],
 )
 def test_one_curve_on_every_layout(ranks, alone, tmp_path, tp, pp, cp, world):
     losses, weights = alone

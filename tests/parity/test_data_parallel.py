@@ -126,7 +126,7 @@ def test_every_stage_and_schedule_equals_one_process(ranks, zero):
     check(ranks, [case for case in itertools.product([zero], *FACTORS[1:]) if allowed(case)], 300.0)
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_any_number_of_ranks(ranks, world):
     cases = [(zero, "none", "none", True, 0.0) for zero in ZERO]
     assert ranks(compare, cases, world=world) == [{}] * world

@@ -62,7 +62,9 @@ def compiled(schedule, recompute, backend):
     assert counters["stats"]["unique_graphs"] <= 3, "layers share graphs: with gradients, without, of the first input"
 
 
-@pytest.mark.parametrize("schedule, recompute", [("1f1b", "none"), ("zb-v", "stage")])
+@pytest.mark.parametrize(
+    "schedule, recompute", [pytest.param("1f1b", "none", marks=pytest.mark.full), ("zb-v", "stage")]
+)
 def test_compiled_layers_inside_stages(ranks, schedule, recompute):
     ranks(compiled, schedule, recompute, "aot_eager", world=2)
 

@@ -132,7 +132,7 @@ def held_as_predicted(cases):
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_forwards_and_live_activations_of_every_schedule_are_as_predicted(ranks, world):
     """Also trap 19: no recompute where I follows F directly."""
     cases = [(s, r, 6 if world == 4 else 3) for s in named.NAMED for r in ("none", "stage")]

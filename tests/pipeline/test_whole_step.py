@@ -113,7 +113,12 @@ def staged_gpt(name, tied, sp, tp, rows):
 
 
 @pytest.mark.parametrize(
-    "name, tied, sp, tp", [("zb-v", True, False, 2), ("1f1b", False, True, 2), ("interleaved-zb", True, False, 1)]
+    "name, tied, sp, tp",
+    [
+        ("zb-v", True, False, 2),
+        pytest.param("1f1b", False, True, 2, marks=pytest.mark.full),
+        pytest.param("interleaved-zb", True, False, 1, marks=pytest.mark.full),
+    ],
 )
 def test_evaluation_logits_and_greedy_text_are_those_of_one_process(ranks, name, tied, sp, tp):
     rows = [4, 3, 1, 6, 8]

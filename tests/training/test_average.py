@@ -91,8 +91,8 @@ def trained(made, fields):
 
 LAYOUTS = [
     (2, {"parallel__pipeline": 2, "data_parallel__zero_stage": 2}),
-    (2, {"parallel__tensor": 2}),
-    (2, {"data_parallel__zero_stage": 3}),
+    pytest.param(2, {"parallel__tensor": 2}, marks=pytest.mark.full),
+    pytest.param(2, {"data_parallel__zero_stage": 3}, marks=pytest.mark.full),
     pytest.param(4, {"parallel__pipeline": 2, "data_parallel__zero_stage": 3}, marks=pytest.mark.full),
     pytest.param(4, {"parallel__pipeline": 2, "parallel__tensor": 2}, marks=pytest.mark.full),
 ]

@@ -109,7 +109,7 @@ def unbroken_and_resumed(directory, steps, layout):
 
 LAYOUTS = [
     pytest.param(1, {"recompute": "none"}, id="none", marks=pytest.mark.full),
-    pytest.param(1, {"recompute": "selective", "bf16": True}, id="selective-bf16"),
+    pytest.param(1, {"recompute": "selective", "bf16": True}, id="selective-bf16", marks=pytest.mark.full),
     pytest.param(2, {"tp": 2, "recompute": "layer", "bf16": True}, id="layer-tp2-bf16"),
     pytest.param(2, {"zero": 3, "bf16": True}, id="zero3-bf16"),
     pytest.param(1, {"recompute": "layer"}, id="layer", marks=pytest.mark.full),
@@ -223,7 +223,9 @@ def writer_dies(directory, on_failure):
     assert sum("the save of step 2 failed" in line and "saving step 3" in line for line in run.said) == 1
 
 
-@pytest.mark.parametrize("on_failure", ["retry", "raise", "warn"])
+@pytest.mark.parametrize(
+    "on_failure", ["retry", *(pytest.param(how, marks=pytest.mark.full) for how in ("raise", "warn"))]
+)
 def test_a_writer_that_dies(ranks, tmp_path, on_failure):
     ranks(writer_dies, str(tmp_path), on_failure, world=1)
 
@@ -244,7 +246,7 @@ def every_save_fails(directory, on_failure):
         run.go(before)
 
 
-@pytest.mark.parametrize("on_failure", ["retry", "warn"])
+@pytest.mark.parametrize("on_failure", ["retry", pytest.param("warn", marks=pytest.mark.full)])
 def test_two_failures_in_a_row(ranks, tmp_path, on_failure):
     ranks(every_save_fails, str(tmp_path), on_failure, world=1)
 

@@ -119,6 +119,7 @@ def test_the_embedded_data_are_the_records_and_every_curve_is_drawn(records, tmp
         assert not [v for _, facts in made.tags if re.search("nan|inf", v := facts.get(name) or "")]
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_records_are_kept_and_drawn_small(tmp_path):
     records = [record(n, loss=2 + math.sin(n / 9)) for n in range(1, 100_001)]
     records[77_776] = record(77_777, grad_norm=math.nan)

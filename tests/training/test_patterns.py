@@ -90,7 +90,16 @@ def test_every_layout_trains_the_same_parameters(ranks, made, world, layout):
         assert losses == pytest.approx(alone, abs=2e-5)
 
 
-@pytest.mark.parametrize("more", [{}, {"model__bf16": True}, {"data_parallel__zero_stage": 3}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        *(
+            pytest.param(more, marks=pytest.mark.full)
+            for more in ({"model__bf16": True}, {"data_parallel__zero_stage": 3})
+        ),
+    ],
+)
 def test_a_run_with_patterns_resumes_as_if_it_had_never_ended(made, tmp_path, more):
     unbroken, _ = trained(made, PATTERNS | more | {"training__train_steps": 4})
     kept = PATTERNS | more | {"checkpoint__directory": str(tmp_path)}

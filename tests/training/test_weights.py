@@ -201,6 +201,7 @@ def test_a_smaller_batch_goes_on_with_the_next_row(made, base):
     assert torch.equal(rows, whole.batch(3)["tokens"])
 
 
+@pytest.mark.full
 def test_a_run_with_another_optimizer_resumes_as_if_it_had_never_ended(made, base, tmp_path):
     """AdamW's bias correction counts the updates since the change, also after another resume."""
     kept = {"checkpoint__every": 1, "checkpoint__asynchronous": False}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.optimizer import StepStats
 from core.parallel_state.environment import HostCopy, reading_waits
-from core.pipeline import StepResult
+from core.pipeline import LossFn, StepResult
 from core.pipeline.run.ranges import named
 from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
@@ -196,7 +196,7 @@ def train(
         if profiler is not None:
             profiler.before(step)
         learning_rate = optimizer.learning_rate
-        result, stats = _update(executor, optimizer, batch_of, step, checkpoints)
+        result, stats = update(executor, optimizer, _batch(batch_of, step), next_token_loss, checkpoints)
         meter.add(result.num_tokens, stats.skipped)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
@@ -222,18 +222,24 @@ def train(
     return first_step
 
 
-def _update(
+def _batch(batch_of: Callable[[int], Mapping[str, Tensor]], step: int) -> Mapping[str, Tensor]:
+    with named("data"):
+        return batch_of(step)
+
+
+def update(
     executor: StepExecutor,
     optimizer: Optimizer,
-    batch_of: Callable[[int], Mapping[str, Tensor]],
-    step: int,
-    checkpoints: CheckpointHook | None,
+    batch: Mapping[str, Tensor],
+    loss_fn: LossFn,
+    checkpoints: CheckpointHook | None = None,
 ) -> tuple[StepResult, StepStats]:
-    """Forward, backward, gradient reduction; gradient clipping and the update are the optimizer's."""
+    """One step on this data rank's rows: forward, backward, gradient reduction, then gradient clipping and update.
+
+    Gradients are divided by the tokens of the global batch. `checkpoints` hears when parameters are about to change.
+    """
     optimizer.zero_grad()
-    with named("data"):
-        batch = batch_of(step)
-    result = executor.step(batch, next_token_loss, optimizer.loss_scale)
+    result = executor.step(batch, loss_fn, optimizer.loss_scale)
     if checkpoints is not None:
         checkpoints.before_update()
     with named("optimizer"):

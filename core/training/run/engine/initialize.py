@@ -18,16 +18,14 @@ from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.config.texts import with_token_files
-from core.training.model.begin import began_as, begin
+from core.training.model.begin import begin
 from core.training.model.weights import load_weights
 from core.training.resume.batch_plan import PlannedBatches
 from core.training.resume.same_run import refuse_another_run
-from core.training.run.build import build_executor, build_sharded
-from core.training.run.checkpoint import Checkpoints
+from core.training.run.assembly import assemble
 from core.training.run.data import BatchSource, Corpus, open_corpus
 from core.training.run.engine.training_model import TrainingModel
 from core.training.run.evaluate import next_token_loss
-from core.training.run.facts import facts_of_run
 from core.training.run.loader import Loader, Scheduler
 from core.transformer.attention.kernels import use_deterministic
 
@@ -80,15 +78,9 @@ def initialize(
         if model is None:
             refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = _stages(run, model, corpus, ps)
-    shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps)
-    executor = build_executor(stages, run.pipeline, run.training, ps, shard)
-    source, order = batches, None
-    if corpus is not None:
-        source, order = corpus.train, corpus.order
+    _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, _say_on_first_rank(ps))
+    source = batches if corpus is None else corpus.train
     # load before the loader is made: it begins with the batch after the checkpoint's
-    say, origin = _say_on_first_rank(ps), began_as(run)
-    facts = facts_of_run(stages, corpus, run)
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, origin, facts)
     start = checkpoints.resume()
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)

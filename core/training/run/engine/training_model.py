@@ -20,6 +20,7 @@ from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import moved_to
 from core.training.run.engine.deepspeed_face import EngineFace
 from core.training.run.loader import Loader, Scheduler
+from core.training.run.loop import update
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,17 +126,12 @@ class TrainingModel(EngineFace):
         if not self._owns_signals:  # SIGTERM and Ctrl-C end this loop from its first step on
             self._owns_signals = True
             self.checkpoints.__enter__()
-        # forward, backward and gradient reduction
-        self.optimizer.zero_grad()
         self.executor.step_index = self.global_steps  # dropout seeds are a function of it, also after a resume
         learning_rate = self.optimizer.learning_rate
         cut_as_planned(
             self.executor, self.checkpoints.plan, self.global_steps, self.training_config, self.dp_world_size
         )
-        result = self.executor.step(self._move(batch), self.loss_fn, self.optimizer.loss_scale)
-        # the update; gradients are divided by the tokens of the global batch
-        self.checkpoints.before_update()
-        stats = self.optimizer.step(num_tokens=result.num_tokens)
+        result, stats = update(self.executor, self.optimizer, self._move(batch), self.loss_fn, self.checkpoints)
         self._last_stats = stats
         # checkpoints, and the end of the run after SIGTERM
         steps = self.global_steps

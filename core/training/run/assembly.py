@@ -1,0 +1,50 @@
+"""What a run is put together of: the same for the command and for `initialize`."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from core.data_parallel import DataParallel
+from core.optimizer import ShardedOptimizer
+from core.parallel_state import ParallelState
+from core.pipeline import Pipeline, SingleStage
+from core.training.config import RunConfig
+from core.training.log.memory import MemoryReport
+from core.training.model.begin import began_as
+from core.training.run.build import build_executor, build_sharded
+from core.training.run.checkpoint import Checkpoints
+from core.training.run.data import Corpus
+from core.training.run.facts import facts_of_run
+
+
+class Assembly(NamedTuple):
+    """Around the stages of a model: who sums gradients, updates weights, drives microbatches and saves."""
+
+    shard: DataParallel
+    optimizer: ShardedOptimizer
+    executor: SingleStage | Pipeline
+    checkpoints: Checkpoints
+
+
+def assemble(
+    stages: Mapping[int, nn.Module],
+    run: RunConfig,
+    corpus: Corpus | None,
+    ps: ParallelState,
+    say: Callable[[str], None],
+    memory: MemoryReport | None = None,
+) -> Assembly:
+    """Everything that a run needs beside its model and its text; nothing is loaded yet. Collective.
+
+    memory: reports what is held, and follows the first step. Raises ValueError: what `build_sharded`,
+    `build_executor` and `Checkpoints` refuse.
+    """
+    shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
+    executor = build_executor(stages, run.pipeline, run.training, ps, shard)
+    if memory is not None:
+        memory.watch(executor)
+    order = corpus.order if corpus is not None else None
+    facts = facts_of_run(stages, corpus, run)
+    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, began_as(run), facts)
+    return Assembly(shard, optimizer, executor, checkpoints)
