@@ -131,6 +131,14 @@ class Glm4Moe(LlamaLike):
             f"norm_topk_prob={divided} with num_experts_per_tok={chosen}: weights of several experts are divided by "
             f"their sum here, that of 1 is not; set norm_topk_prob={chosen > 1}",
         )
+        groups, best = facts.get("n_group", 1), facts.get("topk_group", 1)
+        experts = facts.get("n_routed_experts") or facts.get("num_local_experts", 128)
+        left = best * experts // groups
+        yield (
+            groups == 1 or chosen <= left,
+            f"num_experts_per_tok={chosen}, but topk_group={best} of n_group={groups} groups leave {left} of "
+            f"{experts} experts; use fewer experts, or more groups of them",
+        )
         dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
         yield (
             0 <= dense < layers,
