@@ -26,7 +26,7 @@ from core.dist_checkpointing.tools.safetensors_files import new_folder, tensors_
 from core.models.gpt.description import description
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.family.family import HuggingFaceModel
-from core.models.huggingface.written import Form, Parameters, Part, TheirTensor, form_of_run, form_of_source
+from core.models.huggingface.written import FolderForm, Parameters, Part, TheirTensor, form_of_run, form_of_source
 from core.optimizer import sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import intersect
@@ -70,7 +70,7 @@ def export_huggingface(
         return _largest_difference(temporary, checkpoint, form.model) if check else None
 
 
-def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> Form:
+def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> FolderForm:
     run = open_stored(checkpoint).run
     said: Any = run.get("model")
     if source is not None:

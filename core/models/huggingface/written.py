@@ -33,7 +33,7 @@ class TheirTensor(FileTensor):
 
 
 @dataclass(frozen=True)
-class Form:
+class FolderForm:
     """What a model is written as; `companions(folder, dtype)` writes what lies beside the weights."""
 
     model: HuggingFaceModel
@@ -42,7 +42,7 @@ class Form:
     said_by: str  # for messages: who says what the model is
 
 
-def form_of_source(source: str | Path, described_as: Mapping[str, Any] | None, origin: str) -> Form:
+def form_of_source(source: str | Path, described_as: Mapping[str, Any] | None, origin: str) -> FolderForm:
     """As the folder that the model began as.
 
     described_as: what `origin` (for messages) says of its model, if it does.
@@ -56,7 +56,7 @@ def form_of_source(source: str | Path, described_as: Mapping[str, Any] | None, o
             f"{origin} is not the model that {source} describes: {', '.join(different)}; give the folder that it "
             "began as, or leave the source out: the model itself says what it is"
         )
-    return Form(
+    return FolderForm(
         model,
         family,
         lambda folder, dtype: copy_companions(source, folder, dtype),
@@ -64,11 +64,11 @@ def form_of_source(source: str | Path, described_as: Mapping[str, Any] | None, o
     )
 
 
-def form_of_run(described_as: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> Form:
+def form_of_run(described_as: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> FolderForm:
     """As the family that says all that a run said of its model. Raises ValueError: there is none."""
     model = HuggingFaceModel(**described(described_as))
     family, fields = matching_family(model)
-    return Form(
+    return FolderForm(
         model,
         family,
         lambda folder, dtype: write_companions(fields, tokenizer, folder, dtype),
@@ -94,7 +94,7 @@ class Parameters:
 
     def __init__(
         self,
-        form: Form,
+        form: FolderForm,
         arrays: Mapping[str, tuple[tuple[int, ...], str]],
         origin: str,
         read: Callable[[Part], Tensor],

@@ -18,7 +18,7 @@ from core.training.run.data import Corpus
 from core.training.run.facts import facts_of_run
 
 
-class Assembly(NamedTuple):
+class RunParts(NamedTuple):
     """Around the stages of a model: who sums gradients, updates weights, drives microbatches and saves."""
 
     shard: DataParallel
@@ -34,7 +34,7 @@ def assemble(
     ps: ParallelState,
     say: Callable[[str], None],
     memory: MemoryReport | None = None,
-) -> Assembly:
+) -> RunParts:
     """Everything that a run needs beside its model and its text; nothing is loaded yet. Collective.
 
     memory: reports what is held, and follows the first step. Raises ValueError: what `build_sharded`,
@@ -47,4 +47,4 @@ def assemble(
     order = corpus.order if corpus is not None else None
     facts = facts_of_run(stages, corpus, run)
     checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, began_as(run), facts)
-    return Assembly(shard, optimizer, executor, checkpoints)
+    return RunParts(shard, optimizer, executor, checkpoints)
