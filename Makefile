@@ -12,7 +12,7 @@ RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
 WORKERS ?= 0
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?= 4
-# a run whose curve is the same on every layout to 1e-4: no gradient is divided by a number as small as its rounding
+# a run whose curve is the same on the layouts tried to 1e-4 (docs/benchmarks.md): no gradient is divided by a number as small as its rounding
 OPTIMIZER := --optimizer.lr 2e-3 --optimizer.min-lr 2e-4 --optimizer.lr-warmup-steps 40 --optimizer.adam-beta2 0.95 \
 	--optimizer.adam-eps 1e-5
 LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel --pipeline.schedule zb-v --training.micro-batch-size 4

@@ -26,8 +26,6 @@ from tests.dist_checkpointing import small
 from tests.parity.test_checkpoint import digest
 from tests.states import state as parallel
 
-LATE_S = 20.0  # a job's own time limit is 600 s; a writer that was given half a second may wait for a busy machine
-
 
 @pytest.fixture
 def manager(tmp_path, single):
@@ -268,7 +266,7 @@ def test_a_rank_that_is_silent_is_named_at_the_time_limit(tmp_path):
     with pytest.raises(TimeoutError, match="is not written after 0 s"):
         writer.wait(0.0)
     error, seconds = writer.wait()
-    assert "no receipt of 1 of 2 ranks, 1;" in error and 0.4 < seconds < LATE_S
+    assert "no receipt of 1 of 2 ranks, 1;" in error and 0.4 < seconds < 2
     assert planned_files(group_metadata(job.metadata, {})) == {"zarr.json"}
     writer.close()
 
@@ -279,7 +277,7 @@ def test_a_writer_that_hangs_is_ended(tmp_path, monkeypatch):
     os.kill(writer._process.pid, signal.SIGSTOP)
     writer.begin(job)
     error, seconds = writer.wait()
-    assert "the writer program ended by SIGKILL" in error and seconds < LATE_S
+    assert "the writer program ended by SIGKILL" in error and seconds < 2
     writer.start(64)  # and is there again
     assert writer._process.poll() is None
     writer.close()

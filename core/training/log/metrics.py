@@ -173,9 +173,8 @@ class StepRecord:
         values = {name: getattr(self, field) for field, name in SCALAR_NAMES.items()}
         known = {name: float(value) for name, value in values.items() if value is not None}
         for load in self.experts:
-            known[f"experts/layer_{load.layer:03d}_busiest"] = load.busiest
-            known[f"experts/layer_{load.layer:03d}_idlest"] = load.idlest
-            known[f"experts/layer_{load.layer:03d}_received"] = float(load.received)
+            for name in ("busiest", "idlest", "received"):
+                known[f"experts/layer_{load.layer:03d}_{name}"] = float(getattr(load, name))
         return known
 
     def to_json(self) -> dict[str, Any]:
