@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from benchmarks.harness import alternating, compare_pairs, matmul_flops, median
+from benchmarks.harness import DTYPES, alternating, compare_pairs, matmul_dtypes, median
 from core.autograd import Comm, StageContext, apply_recompute
 from core.context_parallel import Exchange, begin_of_rows, context_attention, visible_mask
 from core.data_parallel import DataParallel
@@ -31,7 +31,6 @@ from core.testing.live import LiveBytes
 from core.training import next_token_loss
 
 PAIRS = 5
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def backward(attend, q, k, v, grad):
@@ -135,18 +134,6 @@ def attention(quick, found):
         ]
         short = next(name for name, known in DTYPES.items() if str(known).endswith(dtype))
         compare_pairs(found, f"attention_vs_torch_ring_{short}", times, *fastest)
-
-
-def matmul_dtypes():
-    """short name -> dtype of the whole steps: bf16 only where its matmul is not slower than float32's."""
-    rates = {name: matmul_flops(dtype, n=512, rounds=12) for name, dtype in DTYPES.items()}
-    if rates["bf16"] >= rates["fp32"]:
-        return DTYPES
-    print(
-        f"bf16 steps are left out: this processor multiplies bf16 at {rates['bf16'] / 1e9:.1f} GFLOP/s, float32 at "
-        f"{rates['fp32'] / 1e9:.1f}"
-    )
-    return {"fp32": torch.float32}
 
 
 def step_rank(rank, world, store, s, dtype, pairs, result):

@@ -9,6 +9,9 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass
@@ -62,6 +65,38 @@ def take_turns(ours, peer, *, pairs, warmup=3, before=lambda: None):
     return Ratio(times[ours], times[peer])
 
 
+def timed(step, together=True):
+    """Seconds from the first rank's start to the last one's end; a machine's processes share the clock."""
+    if together:
+        dist.barrier()
+    begin = time.perf_counter()
+    step()
+    mine = (begin, time.perf_counter())
+    ends = [mine]
+    if together:  # a barrier inside the clock would take milliseconds
+        ends = [None] * dist.get_world_size()
+        dist.all_gather_object(ends, mine)
+    return max(end for _, end in ends) - min(begin for begin, _ in ends)
+
+
+def in_turns(first, second, pairs):
+    """Seconds of two steps that take turns, after two warm-ups each; every rank calls it alike."""
+    for step in (first, second, first, second):
+        step()
+    times = {0: [], 1: []}
+    gc.collect()
+    gc.disable()
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            times[side].append(timed((first, second)[side]))
+    gc.enable()
+    return Ratio(times[0], times[1])
+
+
+def spread(values):
+    return f"{statistics.median(values):.4f} ({min(values):.4f} .. {max(values):.4f})"
+
+
 def cpu():
     """CPU seconds of this process so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -107,6 +142,18 @@ def matmul_flops(dtype, n=1024, rounds=60):
         torch.mm(a, b)
         times.append(time.perf_counter() - begin)
     return 2 * n**3 / statistics.median(times[5:])
+
+
+def matmul_dtypes():
+    """short name -> dtype of the whole steps: bf16 only where its matmul is not slower than float32's."""
+    rates = {name: matmul_flops(dtype, n=512, rounds=12) for name, dtype in DTYPES.items()}
+    if rates["bf16"] >= rates["fp32"]:
+        return DTYPES
+    print(
+        f"bf16 steps are left out: this processor multiplies bf16 at {rates['bf16'] / 1e9:.1f} GFLOP/s, float32 at "
+        f"{rates['fp32'] / 1e9:.1f}"
+    )
+    return {"fp32": torch.float32}
 
 
 def kernel_seconds(step, rounds=3):
