@@ -21,7 +21,7 @@ from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
 from core.data_parallel.buffers.units import StageUnits, make_units, needs_units
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.replicas import check_replicas, check_shards
-from core.data_parallel.weights.start import same_on_all
+from core.data_parallel.weights.start import check_parts, same_on_all
 from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
 from core.parallel_state.by_hand import make_plain
 from core.parallel_state.collectives import all_gather_objects
@@ -85,6 +85,7 @@ class DataParallel(GradSync):
         self.module, self.ps, self.zero_stage = module, ps, zero_stage
         self.backward_passes, self.require_gradients = backward_passes, require_gradients
         on_meta = allocate_from_meta(module, ps)
+        check_parts(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()
         stages = stages_of(module, shard_units)
