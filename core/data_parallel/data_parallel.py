@@ -85,7 +85,6 @@ class DataParallel(GradSync):
         self.module, self.ps, self.zero_stage = module, ps, zero_stage
         self.backward_passes, self.require_gradients = backward_passes, require_gradients
         on_meta = allocate_from_meta(module, ps)
-        check_parts(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()
         stages = stages_of(module, shard_units)
@@ -151,6 +150,7 @@ class DataParallel(GradSync):
         return holders
 
     def _take_over(self) -> None:
+        check_parts(self.module, self.ps)
         make_plain(self._names)
         if owned := [name for p, name in self._names.items() if has_main_grad(p)]:
             raise ValueError(

@@ -31,9 +31,9 @@ class Placement:
     Under `sequence_parallel` the tensors between the parallel regions are [s/tp, b, h] instead of [s, b, h].
     `stage` is the context through which the layers' weight gradients may be deferred.
     filled_by_model: parameters are NaN until the model that holds the layers fills them under their names
-        (`initialize_parameters`). Otherwise a layer draws them when it is made, as torch's layers do: every rank draws
-        the whole tensor from torch's generator and keeps its part, so that one `torch.manual_seed` on all ranks gives
-        the same model over any number of them.
+        (`initialize_parameters`). Otherwise a layer draws them when it is made, as torch's layers do: every rank
+        draws the whole tensor from torch's generator and keeps its part, so that one `torch.manual_seed` on all ranks
+        gives the same model over any number of them.
     """
 
     group: Group | None = None

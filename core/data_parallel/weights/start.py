@@ -17,7 +17,7 @@ from core.parallel_state.state import ParallelState
 def check_parts(module: Modules, ps: ParallelState) -> None:
     """Raise ValueError for a parameter that is not the part of its tensor that a rank of `ps` holds.
 
-    A layer made without `place` is whole on every tensor rank; norms, updates and checkpoints would take it for a part.
+    A layer made without `place` is whole on every tensor rank; norms and checkpoints would take it for a part.
     """
     wrong = []
     for name, parameter in named_parameters(module):
