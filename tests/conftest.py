@@ -26,6 +26,15 @@ def single():
     return ParallelState.single("cpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items):
+    """Of two workers (`--dist loadgroup`) one has the tests of the pool, so that there is one pool; the other has the
+    rest, file by file."""
+    for item in items:
+        has_pool = "_pool" in item.fixturenames
+        item.add_marker(pytest.mark.xdist_group("pool" if has_pool else item.location[0]))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """The seed that the pool's ranks start from: a model takes its initial weights from it."""
