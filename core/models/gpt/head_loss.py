@@ -28,11 +28,10 @@ class _Arrived:
         self.parameter = parameter
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """None are held."""
         return ()
 
     def run(self) -> None:
-        """Nothing."""
+        """The gradient was added in I already."""
 
 
 class _Labels:
