@@ -26,15 +26,12 @@ def single():
     return ParallelState.single("cpu")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(config, items):
-    """Of two workers (`--dist loadgroup`) one has the tests of the pool, so that there is one pool; the other has the
-    rest, file by file."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        has_pool = "_pool" in item.fixturenames
-        item.add_marker(pytest.mark.xdist_group("pool" if has_pool else item.location[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """How several workers share the tests. (`--dist loadgroup` groups nothing under pytest 9.2.)"""
+    from tests.workers import OnePool
+
+    return OnePool(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
