@@ -69,6 +69,38 @@ def take_turns(ours, peer, *, pairs, warmup=3, before=lambda: None):
     return Ratio(times[ours], times[peer])
 
 
+def timed(step, together=True):
+    """Seconds from the first rank's start to the last one's end; a machine's processes share the clock."""
+    if together:
+        dist.barrier()
+    begin = time.perf_counter()
+    step()
+    mine = (begin, time.perf_counter())
+    ends = [mine]
+    if together:  # a barrier inside the clock would take milliseconds
+        ends = [None] * dist.get_world_size()
+        dist.all_gather_object(ends, mine)
+    return max(end for _, end in ends) - min(begin for begin, _ in ends)
+
+
+def in_turns(first, second, pairs):
+    """Seconds of two steps that take turns, after two warm-ups each; every rank calls it alike."""
+    for step in (first, second, first, second):
+        step()
+    times = {0: [], 1: []}
+    gc.collect()
+    gc.disable()
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            times[side].append(timed((first, second)[side]))
+    gc.enable()
+    return Ratio(times[0], times[1])
+
+
+def spread(values):
+    return f"{statistics.median(values):.4f} ({min(values):.4f} .. {max(values):.4f})"
+
+
 def cpu():
     """CPU seconds of this process so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)

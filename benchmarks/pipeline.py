@@ -1,18 +1,17 @@
 """Our pipeline executor against torch.distributed.pipelining, in one run of four gloo processes.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.pipeline [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.pipeline [--quick] [--parts PART ...] [--json FILE]
 
 Sleeping stages (a rank's whole slice costs the same F, I and W per microbatch) measure schedules and executors on
 few cores; real stages of plain nn.Linear with whole-stage recomputation measure what a user gets. Ideal is
 M (F + I + W), with recomputation M (F + R + I + W). Beside each step: what the player predicts, and what one rank
-alone without any message needs in the same harness.
+alone without any message needs in the same harness. `bound`: a step of GPTModel over what its kernels and messages
+cost when they are called bare (benchmarks.pipeline_bound).
 """
 
-import gc
 import os
 import socket
 import statistics
-import time
 import warnings
 
 import torch
@@ -25,7 +24,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import pipeline_backward
-from benchmarks.harness import Ratio, arguments, report
+from benchmarks.harness import arguments, in_turns, matmul_dtypes, report, spread, timed
+from benchmarks.pipeline_bound import over_bound
 from benchmarks.sleeping import OurStage, TorchStage, precise_naps
 from core.parallel_state import ParallelConfig, ParallelState
 from core.pipeline import Costs, Pipeline, play
@@ -73,38 +73,6 @@ def torch_sleep(ps, schedule, seconds):
     modules = [TorchStage({k: v / len(mine) for k, v in seconds.items()}, HIDDEN, s == 0) for s in mine]
     x, target = torch.randn(MICROBATCHES, HIDDEN), torch.zeros(MICROBATCHES, HIDDEN)
     return torch_step(schedule, ps, modules, x, target, F.mse_loss)
-
-
-def timed(step, together=True):
-    """Seconds from the first rank's start to the last one's end; a machine's processes share the clock."""
-    if together:
-        dist.barrier()
-    begin = time.perf_counter()
-    step()
-    mine = (begin, time.perf_counter())
-    ends = [mine]
-    if together:  # a barrier inside the clock would take milliseconds
-        ends = [None] * dist.get_world_size()
-        dist.all_gather_object(ends, mine)
-    return max(end for _, end in ends) - min(begin for begin, _ in ends)
-
-
-def in_turns(first, second, pairs):
-    """Seconds of two steps that take turns, after two warm-ups each; every rank calls it alike."""
-    for step in (first, second, first, second):
-        step()
-    times = {0: [], 1: []}
-    gc.collect()
-    gc.disable()
-    for pair in range(pairs):
-        for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            times[side].append(timed((first, second)[side]))
-    gc.enable()
-    return Ratio(times[0], times[1])
-
-
-def spread(values):
-    return f"{statistics.median(values):.4f} ({min(values):.4f} .. {max(values):.4f})"
 
 
 def sleeping(ps, schedule, milliseconds, pairs, say):
@@ -246,7 +214,13 @@ def two_ranks(ps, quick, say):
     }
 
 
-def work(rank, world, port, quick, queue):
+def near_the_bound(ps, quick, say, dtypes):
+    pairs = 3 if quick else 11
+    keys = {"fp32": "over_bound_pp2", "bf16": "over_bound_pp2_bf16"}
+    return {keys[short]: over_bound(ps, quick, dtype, pairs, say) for short, dtype in dtypes.items()}
+
+
+def work(rank, world, port, run, options, queue):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -254,28 +228,49 @@ def work(rank, world, port, quick, queue):
     dist.init_process_group("gloo", rank=rank, world_size=world)
     ps = ParallelState.build(ParallelConfig(pipeline=world), device="cpu")
     say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
-    result = (four_ranks if world == 4 else two_ranks)(ps, quick, say)
+    quick, *more = options
+    result = run(ps, quick, say, *more)
     if rank == 0:
         queue.put(result)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def launch(world, quick):
+def launch(world, run, *options):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(work, (world, port, quick, queue), nprocs=world)
+    mp.spawn(work, (world, port, run, options, queue), nprocs=world)
     return queue.get()
 
 
-def main():
-    args = arguments(__doc__).parse_args()
+def backward_part(quick):
     print("one process: the two halves of backward (benchmarks.pipeline_backward)")
-    result = pipeline_backward.measure(args.quick)
-    print("4 and 2 gloo ranks on 2 cores, 8 microbatches, one thread each; sleeping stages cost F = I = W")
-    report(result | launch(4, args.quick) | launch(2, args.quick), args.json)
+    return pipeline_backward.measure(quick)
+
+
+def sleeping_part(quick):
+    print("4 gloo ranks on 2 cores, 8 microbatches, one thread each; sleeping stages cost F = I = W")
+    return launch(4, four_ranks, quick)
+
+
+PARTS = {
+    "backward": backward_part,
+    "sleeping": sleeping_part,
+    "computing": lambda quick: launch(2, two_ranks, quick),
+    "bound": lambda quick: launch(2, near_the_bound, quick, matmul_dtypes()),
+}
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    args = parser.parse_args()
+    result = {}
+    for part in args.parts:
+        result |= PARTS[part](args.quick)
+    report(result, args.json)
 
 
 if __name__ == "__main__":
