@@ -13,6 +13,7 @@ from tests.examples.test_pretrain import TINY
 from tests.training.tiny import prepared
 
 EXPERTS = ["--model.num-moe-experts=4", "--model.moe-router-topk=2", "--model.style=llama"]
+EXPERTS += ["--model.moe-aux-loss-coeff=0.01", "--model.moe-z-loss-coeff=0.001"]
 LAYOUTS = [
     (2, ["--parallel.expert=2"]),
     (2, ["--parallel.pipeline=2"]),
@@ -44,11 +45,25 @@ def test_one_process_counts_every_row(alone):
         assert [load.layer for load in record.experts] == [0, 1]
         for load in record.experts:
             assert 0 <= load.idlest <= 1 <= load.busiest <= 2 and load.received == rows
+            assert 1 <= load.aux < 2 and load.z > 0
         assert record.expert_load == max(load.busiest for load in record.experts)
         assert "| expert load " in record.line(5)
-    assert "Busiest expert" in (where / "report.html").read_text()
+        assert record.aux_loss == sum(load.aux for load in record.experts) / 2
+    page = (where / "report.html").read_text()
+    assert all(title in page for title in ("Busiest expert", "Auxiliary loss", "Router z loss"))
     row = json.loads((where / "metrics.jsonl").read_text().splitlines()[0])
     assert StepRecord.from_json(row).experts[0] == ExpertLoad(**row["experts"][0])
+
+
+def test_what_is_not_finite_comes_back_from_a_file():
+    load = ExpertLoad(layer=1, busiest=2.0, idlest=0.0, received=3, aux=1.5, z=float("inf"))
+    facts = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_s": 1.0}
+    record = StepRecord(**facts, tflops_per_s=1.0, step_ms=1.0, tokens=1, experts=(load,))
+    row = json.loads(json.dumps(record.to_json(), allow_nan=False))
+    assert StepRecord.from_json(row) == record and row["z_loss"] == "Infinity"
+    row["experts"][0] = {name: row["experts"][0][name] for name in ("layer", "busiest", "idlest", "received")}
+    row["experts"][0]["of_a_later_version"] = 1
+    assert StepRecord.from_json(row).experts[0] == ExpertLoad(layer=1, busiest=2.0, idlest=0.0, received=3)
 
 
 def first_step(flags):
@@ -67,3 +82,4 @@ def test_every_layout_tells_the_same(ranks, made, alone, world, layout):
         for load, expected in zip(loads, records[0].experts, strict=True):
             assert (load.layer, load.busiest, load.idlest) == (expected.layer, expected.busiest, expected.idlest)
             assert 0 < load.received <= world * expected.received
+            assert (load.aux, load.z) == pytest.approx((expected.aux, expected.z), rel=1e-5)

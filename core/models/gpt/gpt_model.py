@@ -71,6 +71,8 @@ class GPTModel(nn.Module):
     device does not compute in.
     """
 
+    awaits_checkpoint = False  # whether its weights are no numbers yet, because a checkpoint will fill them
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -151,8 +153,13 @@ class GPTModel(nn.Module):
                 reset()
         self._initialize()
 
+    @property
+    def draws_on_cpu(self) -> bool:
+        """Whether initial values are drawn on the CPU, the same ones for every kind of device."""
+        return self.config.use_cpu_initialization
+
     def _initialize(self) -> None:
-        ps, on_cpu = self.parallel, self.config.use_cpu_initialization
+        ps, on_cpu = self.parallel, self.draws_on_cpu
         initialize_parameters(self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu)
 
     def forward(

@@ -40,7 +40,7 @@ class _Texts:
         return tuple(self.prefix(name) if name in texts else name for name in names)
 
     def prefix(self, name: str) -> str:
-        """Of one text."""
+        """Where the prepared form of one text lies; a prefix stays as it is."""
         if is_text(name):
             path = prepared_text(
                 name,

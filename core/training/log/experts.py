@@ -1,6 +1,6 @@
 """How evenly experts are used, layer by layer, as a record of a step tells it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from torch import nn
@@ -12,10 +12,15 @@ from core.transformer.moe.load import ExpertLoad, Loads
 
 
 def loads_of(stages: Iterable[nn.Module], ps: ParallelState) -> Callable[[], list[ExpertLoad]] | None:
-    """What tells how evenly the last step used the experts of these stages; None for a model without some."""
+    """What tells how evenly the last step used the experts of these stages; None for a model without some.
+
+    From now on auxiliary losses are summed for it.
+    """
     models = [stage for stage in stages if isinstance(stage, GPTModel)]
     if not any(model.config.num_moe_experts is not None for model in models):
         return None
+    for loads in _loads(models):
+        loads.log()
     return partial(expert_loads, models, ps)
 
 
@@ -24,12 +29,13 @@ def expert_loads(stages: Iterable[GPTModel], ps: ParallelState) -> list[ExpertLo
 
     Collective: all-reduces within a pipeline stage, and an all-gather of objects over pp.
     """
-    here = []
-    for stage in stages:
-        for listener in stage.stage.listeners:
-            if isinstance(listener, Loads):
-                here += listener.of_layers()
+    here = [load for loads in _loads(stages) for load in loads.of_layers()]
     group = ps.group("pp")
     if group is not None:
         here = [load for loads in all_gather_objects(here, group) for load in loads]
     return sorted(here, key=lambda load: load.layer)
+
+
+def _loads(stages: Iterable[GPTModel]) -> Iterator[Loads]:
+    for stage in stages:
+        yield from (listener for listener in stage.stage.listeners if isinstance(listener, Loads))

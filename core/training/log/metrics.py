@@ -120,6 +120,23 @@ def memory_mib(device: torch.device) -> float:
     return peak / units_per_mib
 
 
+OF_ALL_LAYERS = ("expert_load", "aux_loss", "z_loss")  # what a record says of its layers' experts in one number
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _json_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: json_number(value) for name, value in row.items()}
+
+
+def _expert_load(row: dict[str, Any]) -> ExpertLoad:
+    known = {field.name for field in fields(ExpertLoad)}
+    numbers: dict[str, Any] = {name: float(value) if isinstance(value, str) else value for name, value in row.items()}
+    return ExpertLoad(**{name: value for name, value in numbers.items() if name in known})
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One logged step: its loss (nats per token) and tokens of all ranks; rates since the last record.
@@ -152,6 +169,16 @@ class StepRecord:
         """Rows of the busiest expert of all layers over the mean; None without experts."""
         return max((load.busiest for load in self.experts), default=None)
 
+    @property
+    def aux_loss(self) -> float | None:
+        """The mean of the layers' auxiliary losses: 1 where all experts are used alike; None without them."""
+        return _mean([load.aux for load in self.experts if load.aux is not None])
+
+    @property
+    def z_loss(self) -> float | None:
+        """The mean of the layers' z losses; None without them."""
+        return _mean([load.z for load in self.experts if load.z is not None])
+
     def line(self, total: int) -> str:
         """One line of the console for a step, made to be grepped; a narrow terminal leaves out the last cells."""
         mfu = "" if self.mfu is None else f" | mfu {self.mfu:.1%}"
@@ -173,14 +200,16 @@ class StepRecord:
         values = {name: getattr(self, field) for field, name in SCALAR_NAMES.items()}
         known = {name: float(value) for name, value in values.items() if value is not None}
         for load in self.experts:
-            for name in ("busiest", "idlest", "received"):
-                known[f"experts/layer_{load.layer:03d}_{name}"] = float(getattr(load, name))
+            for name, value in asdict(load).items():
+                if name != "layer" and value is not None:
+                    known[f"experts/layer_{load.layer:03d}_{name}"] = float(value)
         return known
 
     def to_json(self) -> dict[str, Any]:
         """For JSON: a value that is not finite, which JSON cannot write, becomes "NaN", "Infinity" or "-Infinity"."""
-        values = asdict(self) | {"expert_load": self.expert_load}
-        return {name: json_number(value) for name, value in values.items()}
+        values = asdict(self) | {name: getattr(self, name) for name in OF_ALL_LAYERS}
+        values["experts"] = [_json_numbers(load) for load in values["experts"]]
+        return _json_numbers(values)
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "StepRecord":
@@ -189,7 +218,7 @@ class StepRecord:
         values: dict[str, Any] = {}
         for name, value in row.items():
             if name == "experts":
-                values[name] = tuple(ExpertLoad(**load) for load in value)
+                values[name] = tuple(_expert_load(load) for load in value)
             elif name in known_names:
                 values[name] = float(value) if isinstance(value, str) else value
         return cls(**values)

@@ -18,7 +18,7 @@ from core.pipeline.schedule.timeline import Event, Timeline
 from core.training.log import charts
 from core.training.log.charts import Curve, draw, finite, legend, short
 from core.training.log.json_rows import json_number
-from core.training.log.metrics import StepRecord
+from core.training.log.metrics import OF_ALL_LAYERS, StepRecord
 from core.training.log.validation import ValidationRecord, best_of
 
 
@@ -109,7 +109,7 @@ def _replace(target: Path, text: str) -> None:
 def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
     """Field -> its value in each record, as JSON has it; fields without records are empty."""
     rows = [record.to_json() for record in records]
-    names = [*(field.name for field in fields(StepRecord)), "expert_load"]
+    names = [*(field.name for field in fields(StepRecord)), *OF_ALL_LAYERS]
     return {name: [row[name] for row in rows] for name in names}
 
 
@@ -241,6 +241,8 @@ def curves(
         ("tokens_per_s", "Throughput", "tokens/s, all ranks", 1.0),
         ("memory_mib", "Peak memory", "MiB, rank 0", 1.0),
         ("expert_load", "Busiest expert", "its rows over the mean, of all layers", 1.0),
+        ("aux_loss", "Auxiliary loss", "mean of the layers, 1: experts are used alike", 1.0),
+        ("z_loss", "Router z loss", "mean of the layers", 1.0),
     )
     for key, name, unit, by in rest:
         values = [None if (v := getattr(record, key)) is None else v * by for record in records]

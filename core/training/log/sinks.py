@@ -18,6 +18,8 @@ SCALAR_NAMES = {
     "memory_mib": "memory/peak_mib",
     "tokens_seen": "train/tokens_seen",
     "expert_load": "experts/busiest",
+    "aux_loss": "experts/aux_loss",
+    "z_loss": "experts/z_loss",
 }
 
 

@@ -56,7 +56,7 @@ class TextLoss:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """The mean over the labels, in nats per token."""
         return self.loss_sum / max(1, self.tokens)
 
     @property

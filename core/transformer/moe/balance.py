@@ -84,6 +84,7 @@ class Balance:
         All-reduce of [b, E] counts over tp and cp, noted for a second run.
         """
         loss = routing.logits.new_zeros(())
+        sums: dict[str, Tensor] = {}
         if self._aux_coefficient:
             with torch.no_grad():
                 if self._router.rows_of_last_step is not None:
@@ -91,13 +92,21 @@ class Balance:
                 else:
                     (shares,) = note(lambda: (self._shares(routing, sequences),))
             by_position = routing.scores.view(-1, sequences, self._experts)
-            loss = loss + self._aux_coefficient * self._experts * (by_position * shares).sum()
+            sums["aux"] = self._experts * (by_position * shares).sum()
+            loss = loss + self._aux_coefficient * sums["aux"]
         if self._z_coefficient:
-            loss = loss + self._z_coefficient * routing.logits.logsumexp(-1).square().sum()
+            sums["z"] = routing.logits.logsumexp(-1).square().sum()
+            loss = loss + self._z_coefficient * sums["z"]
+        if self._router.load.is_logged:
+            note(lambda: self._logged(sums))
         ps = self._ps
         positions = routing.logits.shape[0] * ps.size("tp")
         attached: Tensor = _Attach.apply(y, loss, self._stage, positions)
         return attached
+
+    def _logged(self, sums: dict[str, Tensor]) -> tuple[()]:
+        self._router.load.add_losses(sums)
+        return ()
 
     def _shares_before(self, rows: Tensor) -> Tensor:
         """f [1, E] of the global batch before this one."""

@@ -5,8 +5,8 @@ the auxiliary loss of the batch before (arXiv 2501.11873).
 """
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,35 +21,53 @@ from core.transformer.spec import Build
 class ExpertLoad:
     """How evenly a step used the experts of one layer: rows of the busiest and of the idlest one over their mean.
 
-    received: the most rows of a microbatch that went to the experts of one rank.
+    received: the most rows of a microbatch that went to the experts of one rank. aux, z: the means of the auxiliary
+    losses over positions, not yet times their coefficients; None for one that is not used.
     """
 
     layer: int
     busiest: float
     idlest: float
     received: int
+    aux: float | None = None
+    z: float | None = None
+
+
+@dataclass
+class Counts:
+    """Of one layer and the tokens of this rank, since a step began.
+
+    rows: by expert. most_received: rows of a microbatch that went to the experts here. losses: name -> the sum over
+    positions, on the device.
+    """
+
+    rows: list[int]
+    most_received: int = 0
+    losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Load:
-    """Of one layer, since the step began: rows of this rank's tokens by expert, and the most that it received.
+    """Counts of one layer. A forward that runs again is counted once, for what is counted is noted.
 
-    remembers: whether the counts of a step are used after it. A forward that runs again is counted once, for routing
-    is noted.
+    remembers: whether the counts of a step change what comes after it. is_logged: whether a log reads the auxiliary
+    losses; else they are not summed.
     """
 
     def __init__(self, experts: int, *, remembers: bool) -> None:
-        self._rows, self._remembers = [0] * experts, remembers
-        self.most_received = 0  # rows of a microbatch that went to this rank's experts
+        self.remembers, self.is_logged = remembers, False
+        self._experts = experts
+        self._counts = Counts([0] * experts)
         self._version: int | None = None  # of the router's weight, when counting began
         self._told = False
 
     def add(self, rows: Sequence[int], received: int, weight: Tensor) -> None:
         """A microbatch: rows of its tokens by expert, rows received for the experts here."""
-        self._rows = [a + b for a, b in zip(self._rows, rows, strict=True)]
-        self.most_received = max(self.most_received, received)
+        counts = self._counts
+        counts.rows = [a + b for a, b in zip(counts.rows, rows, strict=True)]
+        counts.most_received = max(counts.most_received, received)
         if self._version is None:
             self._version = weight._version
-        elif self._remembers and self._version != weight._version and not self._told:
+        elif self.remembers and self._version != weight._version and not self._told:
             self._told = True
             warnings.warn(
                 "the weights of a model with moe_router_enable_expert_bias or global_aux_loss were updated, and its "
@@ -58,22 +76,29 @@ class Load:
                 stacklevel=2,
             )
 
-    def take(self) -> list[int]:
-        """The rows by expert; counting begins again."""
-        rows, self._rows = self._rows, [0] * len(self._rows)
+    def add_losses(self, losses: Mapping[str, Tensor]) -> None:
+        """A microbatch: the sums of its auxiliary losses over this rank's positions; nothing waits for the device."""
+        sums = self._counts.losses
+        for name, loss in losses.items():
+            sums[name] = sums[name] + loss.detach() if name in sums else loss.detach()
+
+    def take(self) -> Counts:
+        """What was counted; counting begins again."""
+        counts, self._counts = self._counts, Counts([0] * self._experts)
         self._version = None
-        return rows
+        return counts
 
 
 class Counted(Protocol):
-    """A router whose rows are counted."""
+    """A router whose rows are counted; top_k: how many of each token."""
 
     layer: int
+    top_k: int
     load: Load
 
     @property
     def weight(self) -> Tensor:
-        """[E, h]."""
+        """The router's weight [E, h]; its device is where counts are summed."""
         ...
 
     def end_step(self, rows: Tensor) -> None:
@@ -87,7 +112,7 @@ class Loads:
     def __init__(self, ps: ParallelState) -> None:
         self.routers: list[Counted] = []
         self._ps = ps
-        self.rows: Tensor | None = None  # int64 [layers, E] of the last step, all ranks' tokens
+        self._last: list[Counts] = []  # of this rank, in the last step
 
     @classmethod
     def of(cls, build: Build) -> "Loads":
@@ -99,30 +124,47 @@ class Loads:
         build.stage.listeners.append(loads)
         return loads
 
+    def log(self) -> None:
+        """From now on auxiliary losses are summed, for `of_layers`."""
+        for router in self.routers:
+            router.load.is_logged = True
+
     def begin_step(self) -> None:
         """Forget what was counted outside of a step."""
         for router in self.routers:
             router.load.take()
-            router.load.most_received = 0
 
     @torch.no_grad()
     def of_layers(self) -> list[ExpertLoad]:
-        """Of the last step, on every rank with these layers. All-reduce over ep and edp; waits for the device."""
-        if self.rows is None:
+        """Of the last step, on every rank with these layers. All-reduces over ep and edp; waits for the device."""
+        if not self._last:
             return []
-        received = torch.tensor([router.load.most_received for router in self.routers], device=self.rows.device)
-        for group in (self._ps.group("ep"), self._ps.group("edp")):
-            received = all_reduce(received, group, "max")
-        found = []
-        for router, rows, most in zip(self.routers, self.rows.tolist(), received.tolist(), strict=True):
-            mean = sum(rows) / len(rows) or 1.0
-            found.append(ExpertLoad(router.layer, max(rows) / mean, min(rows) / mean, most))
+        names, device = list(self._last[0].losses), self.routers[0].weight.device
+        rows = torch.tensor([counts.rows for counts in self._last], dtype=torch.float64, device=device)
+        losses = rows.new_zeros(len(self._last), len(names))
+        for layer, counts in enumerate(self._last):
+            for place, name in enumerate(names):
+                losses[layer, place] = counts.losses[name]
+        sums = self._over_ranks(torch.cat((rows, losses), 1)).tolist()
+        received = torch.tensor([counts.most_received for counts in self._last], device=device)
+        most = self._over_ranks(received, "max").tolist()
+        experts, found = rows.shape[1], []
+        for router, summed, most_received in zip(self.routers, sums, most, strict=True):
+            of_experts, of_losses = summed[:experts], summed[experts:]
+            mean, positions = sum(of_experts) / experts or 1.0, sum(of_experts) / router.top_k or 1.0
+            means = {name: loss / positions for name, loss in zip(names, of_losses, strict=True)}
+            busiest, idlest = max(of_experts) / mean, min(of_experts) / mean
+            found.append(ExpertLoad(router.layer, busiest, idlest, most_received, **means))
         return found
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Sum the rows of the step and hand them to the routers. One all-reduce over ep, one over edp."""
-        rows = torch.tensor([router.load.take() for router in self.routers], device=self.routers[0].weight.device)
-        self.rows = all_reduce(all_reduce(rows, self._ps.group("ep")), self._ps.group("edp"))
-        for router, rows_of_layer in zip(self.routers, self.rows, strict=True):
-            router.end_step(rows_of_layer)
+        """Hand the rows of the step to routers that remember them: an all-reduce over ep, one over edp, else none."""
+        self._last = [router.load.take() for router in self.routers]
+        if any(router.load.remembers for router in self.routers):
+            rows = torch.tensor([counts.rows for counts in self._last], device=self.routers[0].weight.device)
+            for router, rows_of_layer in zip(self.routers, self._over_ranks(rows), strict=True):
+                router.end_step(rows_of_layer)
+
+    def _over_ranks(self, x: Tensor, op: str = "sum") -> Tensor:
+        return all_reduce(all_reduce(x, self._ps.group("ep"), op), self._ps.group("edp"), op)
