@@ -8,9 +8,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := $(VENV)/.stamp
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
-# WORKERS=n runs n tests at a time, each with a pool of four ranks (3 GB): worth it with 8 cores, not with 2
-WORKERS ?= 0
-PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
+# tests at a time: one worker has the pool of four ranks, the others the tests that need none (tests/workers.py)
+WORKERS ?= 2
+PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder
 NPROC ?= 4
 # a run whose curve is the same on the layouts tried to 1e-4 (docs/benchmarks.md): no gradient is divided by a number as small as its rounding
 OPTIMIZER := --optimizer.lr 2e-3 --optimizer.min-lr 2e-4 --optimizer.lr-warmup-steps 40 --optimizer.adam-beta2 0.95 \

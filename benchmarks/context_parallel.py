@@ -7,17 +7,13 @@ CPU seconds of all ranks (getrusage), with the time beside them: on a shared mac
 context parallelism refuses CPUs; its ring template runs when it is handed the CPU kernel, which is the peer here.
 """
 
-import argparse
 import json
-import os
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from benchmarks.harness import DTYPES, alternating, compare_pairs, matmul_dtypes, median
+from benchmarks.harness import DTYPES, alternating, compare_pairs, matmul_dtypes, median, on_ranks, run_parts, total
 from core.autograd import Comm, StageContext, apply_recompute
 from core.context_parallel import Exchange, begin_of_rows, context_attention, visible_mask
 from core.data_parallel import DataParallel
@@ -86,11 +82,6 @@ def attention_rank(rank, world, store, s, pairs, result):
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     )
 
-    def total(seconds):
-        value = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(value)
-        return value.item()
-
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         sides = {}
@@ -113,15 +104,6 @@ def attention_rank(rank, world, store, s, pairs, result):
         with open(result, "w") as file:
             json.dump(found, file)
     dist.destroy_process_group()
-
-
-def on_ranks(work, world, *options):
-    """What rank 0 of `work(rank, world, store, *options, result)` writes."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = os.path.join(directory, "result")
-        mp.spawn(work, (world, os.path.join(directory, "store"), *options, result), nprocs=world)
-        with open(result) as file:
-            return json.load(file)
 
 
 def attention(quick, found):
@@ -164,11 +146,6 @@ def step_rank(rank, world, store, s, dtype, pairs, result):
             losses[name] = stats.loss.item()
 
         sides[name] = step
-
-    def total(seconds):
-        value = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(value)
-        return value.item()
 
     tried = alternating(sides, 1, total, dist.barrier)
     assert max(losses.values()) - min(losses.values()) < 2e-2, f"the losses differ: {losses}"
@@ -272,23 +249,5 @@ def head(quick, found):
         compare_pairs(found, "head_loss_vs_torch", times, "torch", "ours")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--json", metavar="FILE")
-    parts = {part.__name__: part for part in (documents, head, recompute, attention, steps)}
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = {}
-    for name in options.parts:
-        parts[name](options.quick, found)
-    text = json.dumps({name: round(value, 3) for name, value in found.items()})
-    if options.json:
-        with open(options.json, "w") as file:
-            file.write(text + "\n")
-    print(text)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, documents, head, recompute, attention, steps)

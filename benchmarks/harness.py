@@ -3,13 +3,17 @@
 import argparse
 import gc
 import json
+import os
 import resource
 import statistics
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -122,15 +126,31 @@ def median(times, name, clock=0):
     return statistics.median(used[clock] for used in times[name])
 
 
-def compare_pairs(found, key, times, over, under, say=print):
-    """found[key]: the median over the pairs of `over`'s CPU seconds / `under`'s; prints that of time beside it."""
+def compare_pairs(found, key, times, over, under, say=print, clock=0):
+    """found[key]: the median over the pairs of `over`'s CPU seconds / `under`'s (clock=1: of time); prints both."""
     texts = []
-    for clock, what in enumerate(("CPU seconds", "time")):
-        each = [a[clock] / b[clock] for a, b in zip(times[over], times[under], strict=True)]
+    for number, what in enumerate(("CPU seconds", "time")):
+        each = [a[number] / b[number] for a, b in zip(times[over], times[under], strict=True)]
         texts.append(f"{what} {statistics.median(each):.3f} ({min(each):.3f} .. {max(each):.3f}, {len(each)} pairs)")
-        if clock == 0:
+        if number == clock:
             found[key] = statistics.median(each)
     say(f"{key:36s} {'; '.join(texts)}")
+
+
+def total(seconds):
+    """The sum over the ranks."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value)
+    return value.item()
+
+
+def on_ranks(work, world, *options):
+    """What rank 0 of `work(rank, world, store, *options, result)` writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = os.path.join(directory, "result")
+        mp.spawn(work, (world, os.path.join(directory, "store"), *options, result), nprocs=world)
+        with open(result) as file:
+            return json.load(file)
 
 
 def matmul_flops(dtype, n=1024, rounds=60):
@@ -154,6 +174,23 @@ def matmul_dtypes():
         f"{rates['fp32'] / 1e9:.1f}"
     )
     return {"fp32": torch.float32}
+
+
+def count_calls(step):
+    """Python function calls of one warm step on this rank (`sys.setprofile` 'call' events)."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    for _ in range(2):  # the second forward still compares what the ranks hold
+        step()
+    gc.collect()  # models that nobody uses any more, whose hooks every optimizer's step would call
+    sys.setprofile(profile)
+    step()
+    sys.setprofile(None)
+    return count
 
 
 def kernel_seconds(step, rounds=3):
@@ -195,3 +232,16 @@ def report(result, path=None):
         with open(path, "w") as f:
             f.write(line + "\n")
     print(line, flush=True)
+
+
+def run_parts(doc, *parts):
+    """The command of a benchmark: each part is called with (quick, found) and adds its figures to found."""
+    parser = arguments(doc)
+    by_name = {part.__name__: part for part in parts}
+    parser.add_argument("--parts", nargs="+", choices=by_name, default=list(by_name))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for name in options.parts:
+        by_name[name](options.quick, found)
+    report(found, options.json)

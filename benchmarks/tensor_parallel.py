@@ -7,7 +7,6 @@ agree. Beside our step its bound: its own matmul and attention kernels and its m
 function calls of one step (forward, backward, optimizer; one microbatch) of each.
 """
 
-import gc
 import os
 import subprocess
 import sys
@@ -17,7 +16,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.bound import bound_of
-from benchmarks.harness import alternating, arguments, compare_pairs, fused_adamw, report, take_turns
+from benchmarks.harness import (
+    alternating,
+    arguments,
+    compare_pairs,
+    count_calls,
+    fused_adamw,
+    report,
+    take_turns,
+    total,
+)
 from benchmarks.llama import Llama, Shape, huggingface_names, tensor_parallel
 from core.models.gpt import GPTModel, llama_spec
 from core.models.huggingface import load_huggingface
@@ -89,30 +97,6 @@ def compare(shape, batch, microbatches, dtype, pairs):
     ratio = take_turns(our_step, peer, pairs=pairs, before=dist.barrier)
     sides = {"step": our_step, "bound": bound_of(our_step, ours.parallel.group("tp"))}
     return ratio, alternating(sides, pairs, total, dist.barrier)
-
-
-def total(seconds):
-    """The sum over the ranks."""
-    value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value)
-    return value.item()
-
-
-def count_calls(step):
-    """Python function calls of one warm step on this rank (`sys.setprofile` 'call' events)."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    for _ in range(2):  # the second forward still compares what the ranks hold
-        step()
-    gc.collect()  # models that nobody uses any more, whose hooks every optimizer's step would call
-    sys.setprofile(profile)
-    step()
-    sys.setprofile(None)
-    return count
 
 
 def counted_step(model, loss_fn):

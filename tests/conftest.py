@@ -26,6 +26,14 @@ def single():
     return ParallelState.single("cpu")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """How several workers share the tests. (`--dist loadgroup` groups nothing under pytest 9.2.)"""
+    from tests.workers import OnePool
+
+    return OnePool(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """The seed that the pool's ranks start from: a model takes its initial weights from it."""

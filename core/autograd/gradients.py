@@ -42,14 +42,16 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
         return False
 
 
-def check_unwritten(weight: Tensor, version: int) -> None:
-    """Raise RuntimeError for a weight that was written since the forward; autograd does so for what it saves."""
-    if weight._version != version:
-        raise RuntimeError(
-            f"a weight of shape {list(weight.shape)} was written {weight._version - version} times between a forward "
-            "and its backward, which would use the new values; write weights between steps (an optimizer in backward "
-            "needs num_microbatches=1), or clone the weight in forward"
-        )
+def overwritten(weight: Tensor, version: int) -> RuntimeError:
+    """To be raised where `weight._version != version`, that of the forward; autograd does so for what it saves.
+
+    The comparison stands at each place: it is made for every linear of a step, without a call.
+    """
+    return RuntimeError(
+        f"a weight of shape {list(weight.shape)} was written {weight._version - version} times between a forward "
+        "and its backward, which would use the new values; write weights between steps (an optimizer in backward "
+        "needs num_microbatches=1), or clone the weight in forward"
+    )
 
 
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:

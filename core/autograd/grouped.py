@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from core.autograd.bag import StageContext
-from core.autograd.gradients import accumulate, check_unwritten, delivers, main_grad_of, no_second_derivative
+from core.autograd.gradients import accumulate, delivers, main_grad_of, no_second_derivative, overwritten
 from core.autograd.products import add_product
 from core.autograd.recomputation.region import recomputed_region
 
@@ -110,7 +110,8 @@ class _GroupedLinear(torch.autograd.Function):
             raise no_second_derivative("a grouped linear")
         weight, counts, bag, dx, dw = ctx.weight, ctx.counts, ctx.bag, None, None
         if ctx.needs_input_grad[0]:
-            check_unwritten(weight, ctx.version)
+            if weight._version != ctx.version:
+                raise overwritten(weight, ctx.version)
             dx = multiply_groups(gy, weight.flatten(1, -2).to(gy.dtype), counts)
         if ctx.needs_input_grad[1]:
             (x,) = ctx.saved_tensors

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import NO_DEFERRAL, StageContext, Ticket, object_of
-from core.autograd.gradients import check_unwritten, delivers, has_main_grad, no_second_derivative
+from core.autograd.gradients import delivers, has_main_grad, no_second_derivative, overwritten
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
 from core.autograd.recomputation.lazy_product import linears_of_region
 from core.autograd.recomputation.region import recomputed_region
@@ -80,7 +80,8 @@ class _DeferredLinear(torch.autograd.Function):
             if not is_deferred and comm.restart_before_forward is not None:
                 pending_x = comm.restart_before_forward(x)
         if wants_dx:
-            check_unwritten(weight, ctx.version)
+            if weight._version != ctx.version:
+                raise overwritten(weight, ctx.version)
             matrix = matrix_of(weight)
             dx = gy.matmul(matrix if matrix.dtype == gy.dtype else matrix.to(gy.dtype))
             if comm.after_backward is not None:

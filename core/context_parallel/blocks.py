@@ -16,7 +16,7 @@ Rows = npt.NDArray[np.int64]
 STRIP = 256  # queries of a piece with a mask: the mask is at most [STRIP, keys of one rank]
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """The rows `queries` of this rank with the rows `keys` of rank `source`, numbered within each rank."""
 
     source: int
@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a block that is one kernel call. causal: as in `Block`; masked: by document and row."""
+    """A part of a block that is one kernel call. causal: as in `AttentionBlock`; masked: by document and row."""
 
     queries: slice
     keys: slice
@@ -35,22 +35,22 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def blocks(size: int, rank: int, count: int) -> tuple[Block, ...]:
+def blocks(size: int, rank: int, count: int) -> tuple[AttentionBlock, ...]:
     """The blocks of a rank that holds `count` rows of a zigzag over `size` ranks, in the order of a ring.
 
     Of an earlier rank all queries see its low chunk and none its high one; of a later rank only the high queries see
     keys, and these all of them. So every block but the own one is one dense call, of equal work.
     """
     whole, half = range(count), count // 2
-    found = [Block(rank, whole, whole, True)]
+    found = [AttentionBlock(rank, whole, whole, True)]
     for distance in range(1, size):
         source = (rank - distance) % size
         queries, keys = (whole, range(half)) if source < rank else (range(half, count), whole)
-        found.append(Block(source, queries, keys, False))
+        found.append(AttentionBlock(source, queries, keys, False))
     return tuple(found)
 
 
-def pieces(block: Block, query_rows: Rows, key_rows: Rows, first: Rows, last: Rows) -> Iterator[Piece]:
+def pieces(block: AttentionBlock, query_rows: Rows, key_rows: Rows, first: Rows, last: Rows) -> Iterator[Piece]:
     """The kernel calls of a block where queries begin to see keys somewhere; keys that none sees are left out.
 
     query_rows, key_rows: of this rank and of the block's source. first, last: of each query the lowest and the
@@ -68,7 +68,7 @@ def pieces(block: Block, query_rows: Rows, key_rows: Rows, first: Rows, last: Ro
 
 
 @lru_cache(maxsize=256)
-def whole(block: Block) -> tuple[Piece, ...]:
+def whole(block: AttentionBlock) -> tuple[Piece, ...]:
     """A block as one kernel call: no document begins among its keys."""
     queries, keys = block.queries, block.keys
     return (Piece(slice(queries.start, queries.stop), slice(keys.start, keys.stop), block.causal, False),)

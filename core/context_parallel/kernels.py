@@ -56,7 +56,7 @@ def plain_backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `attend_backward`."""
+    """The gradients of q, k and v, as `attend_backward`; the scores exist in full."""
     scores = _scores(q, k, causal, bias, scale)
     shape, compute = (*scores.shape[:4], q.shape[3]), scores.dtype
     probabilities = (scores - logsumexp.reshape(scores.shape[:4])[..., None]).exp()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.context_parallel.blocks import Block, Piece, Rows, blocks, pieces, whole
+from core.context_parallel.blocks import AttentionBlock, Piece, Rows, blocks, pieces, whole
 from core.context_parallel.documents import Documents
 from core.context_parallel.kernels import attend, attend_backward, merge, wide
 from core.parallel_state.context import zigzag
@@ -33,7 +33,7 @@ class RowsOfRing:
     def _rows(self, rank: int) -> Rows:
         return _row_numbers(self.s, self.size, rank)
 
-    def pieces(self, block: Block) -> Sequence[Piece]:
+    def pieces(self, block: AttentionBlock) -> Sequence[Piece]:
         """The kernel calls of a block."""
         if self.documents is None:
             return whole(block)
@@ -44,7 +44,7 @@ class RowsOfRing:
             return whole(block)
         return list(pieces(block, query_rows, key_rows, first, last))
 
-    def bias(self, block: Block, piece: Piece, q: Tensor) -> Tensor:
+    def bias(self, block: AttentionBlock, piece: Piece, q: Tensor) -> Tensor:
         """The additive mask of a piece that needs one, [b or 1, 1, queries, keys]."""
         assert self.documents is not None
         keys = torch.from_numpy(self._rows(block.source)[piece.keys]).to(q.device, non_blocking=True)
@@ -69,7 +69,7 @@ class Attended:
         self._out: Tensor
         self._logsumexp: Tensor
 
-    def add(self, block: Block, k: Tensor, v: Tensor) -> None:
+    def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> None:
         """k, v [b, g, n, d]: all rows of the block's source."""
         rows, q = self._rows, self._q
         for piece in rows.pieces(block):
@@ -100,7 +100,7 @@ class Gradients:
         self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._dq: Tensor | None = None
 
-    def add(self, block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """-> gradients of the block's keys and values, [b, g, keys of the block, d]; k, v: all rows of its source."""
         rows, own = self._rows, block is self._rows.own
         found = rows.pieces(block)

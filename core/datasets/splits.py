@@ -103,7 +103,7 @@ class TokenRange:
 
     @property
     def marks_answers(self) -> bool:
-        """As the file."""
+        """Whether the file says which of its tokens are answers."""
         return self.file.marks_answers
 
     def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:

@@ -1,1 +1,1 @@
-"""Whole models."""
+"""Whole models: GPT, and Hugging Face's configurations and weights for it."""

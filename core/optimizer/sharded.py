@@ -286,9 +286,9 @@ class ShardedOptimizer(Averages, TorchFace):
 
     def _to_weights(self, *, all_buffers: bool = False) -> None:
         """16-bit weights from float32 main weights, rounded to nearest; offloaded buffers do it chunk by chunk."""
-        for state_buffer in self._state_buffers:
-            if state_buffer.main is not None and (state_buffer.direct or all_buffers):
-                state_buffer.weights.copy_(state_buffer.main)
+        pairs = [(b.weights, b.main) for b in self._state_buffers if b.main is not None and (b.direct or all_buffers)]
+        if pairs:  # one call: on an accelerator one pass over all buckets
+            torch._foreach_copy_([weights for weights, _ in pairs], [main for _, main in pairs])
 
     def _count_step(self, found_inf: Tensor, *, scaled: bool) -> None:
         self.step_count += 1

@@ -42,7 +42,7 @@ class ContextRows:
 
     @classmethod
     def of_state(cls, ps: "ParallelState") -> "ContextRows":
-        """Of this rank."""
+        """Which rows the rank of `ps` holds."""
         return cls(ps.config.context, ps.coordinate["cp"], ps.config.ulysses_ranks)
 
     @cached_property

@@ -84,7 +84,7 @@ class HostCopy:
         self._arrival.record()
 
     def read(self) -> float:
-        """The number."""
+        """The number, on the host; waits for its copy only."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return float(self._copy)

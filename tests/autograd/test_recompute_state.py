@@ -243,3 +243,22 @@ def test_ddp_on_two_ranks(ranks):
     plain, ours = ranks(gradients_under_ddp, "none", world=2), ranks(gradients_under_ddp, "layer", world=2)
     assert ours == plain
     assert ours[0] == ours[1]
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.0, 0), (0.5, 2)], ids=["draws-nothing", "draws"])
+def test_generators_are_set_only_where_the_first_run_drew(monkeypatch, rate, expected):
+    """Set to the first run's state and back again."""
+    layers = (nn.Dropout(rate), nn.Linear(8, 4)) if rate else (nn.Linear(8, 4),)
+    module, x = nn.Sequential(*layers), torch.randn(4, 8, requires_grad=True)
+    recompute(module, x).sum().backward()  # its first run is watched
+    calls, real = [], torch.set_rng_state
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: calls.append(state) or real(state))
+    x.grad, state = None, torch.get_rng_state()
+    y = recompute(module, x)
+    assert torch.equal(torch.get_rng_state(), state) == (rate == 0.0)
+    y.sum().backward()
+    assert len(calls) == expected
+    found, x.grad = x.grad, None
+    real(state)
+    module(x).sum().backward()
+    assert torch.equal(found, x.grad)

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.tensor_parallel import count_calls, counted_step
+from benchmarks.harness import count_calls
+from benchmarks.tensor_parallel import counted_step
 from core.autograd import apply_recompute
 from core.models.gpt import GPTModel, llama_config, llama_spec
 from core.parallel_state import context_batch

@@ -34,6 +34,7 @@ def test_slurm_is_a_shell_script(fields):
     assert max(lines.index(line) for line in directives) < first_command, "Slurm reads no directive after a command"
     assert f"#SBATCH --nodes={fields.get('nodes', 1)}" in directives
     assert "#SBATCH --signal=TERM@120" in directives
+    assert "PYTORCH_ALLOC_CONF:-expandable_segments:True" in text
 
 
 def test_what_a_cluster_asks_for_stands_in_the_slurm_file():
@@ -67,6 +68,7 @@ def test_kubernetes_is_a_service_and_a_job(nodes):
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert {"name": "PYTORCH_ALLOC_CONF", "value": "expandable_segments:True"} in container["env"]
     assert f"--nnodes={nodes}" in container["args"] and "--rdzv-endpoint=gpt-0.gpt:29500" in container["args"]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     assert all(isinstance(word, str) for word in container["args"])

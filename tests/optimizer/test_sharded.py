@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
@@ -263,3 +264,29 @@ def test_the_kernels_take_a_step_without_waiting_for_tensors(monkeypatch):
     model.first.main_grad[3, 3] = float("nan")
     ours.step()
     assert ours.non_finite() == ["first on rank 0"]
+
+
+class Copies(TorchDispatchMode):
+    """Names of the copies made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "copy_" in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_16_bit_weights_are_rounded_in_one_pass_over_all_buckets():
+    names = [["first", "scale"], ["second"], ["wide.bias"]]
+    model, optimizer = flat(torch.bfloat16, buckets=names)
+    give(model, 1)
+    with Copies() as copies:
+        optimizer.step()
+    assert copies.names.count("aten::_foreach_copy_") == 1
+    assert "aten::copy_" not in copies.names
+    for name, p in model.named_parameters():
+        main = optimizer.states()[name]["main"].tensor
+        assert torch.equal(p, main.view(p.shape).to(torch.bfloat16)), name

@@ -308,6 +308,8 @@ def lbfgs():
     optimizer = torch.optim.LBFGS(model.parameters())
     pipeline = Pipeline([model], ps=ps, num_microbatches=2)
     pipeline.step(batch(), loss)
+    of_another_model = torch.optim.LBFGS(nn.Linear(2, 2).parameters())
+    of_another_model.step(lambda: torch.zeros(()))  # is nobody's concern
     with pytest.raises(ValueError, match="sees those of 1 of 2 pipeline ranks"):
         optimizer.step(lambda: torch.zeros(()))
 

@@ -1,6 +1,7 @@
 """The probe of live bytes: each storage once, with its size of the moment, until it is freed."""
 
 import gc
+import threading
 
 import torch
 
@@ -107,3 +108,31 @@ def test_saved_activations_live_until_backward():
             p.grad = None
         gc.collect()
         assert probe.live == 0
+
+
+def test_what_backward_makes_in_a_thread_of_its_own_counts():
+    """Autograd's engine hands the caller's modes to its threads: an accelerator's, here that of a deep nesting."""
+    threads, kept = set(), []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, depth):
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.depth:
+                with torch.enable_grad():
+                    Nested.apply(gradient.detach().requires_grad_(), ctx.depth - 1).sum().backward()
+            else:
+                threads.add(threading.get_ident())
+                kept.append(torch.zeros(KIB))
+            return gradient, None
+
+    y = Nested.apply(torch.zeros(2, requires_grad=True), 70).sum()
+    with live_bytes() as probe:
+        before = probe.live
+        y.backward()
+        assert probe.live - before >= 1024
+    assert threads and threading.get_ident() not in threads, "it did not run elsewhere"

@@ -15,6 +15,7 @@ from core.models.huggingface import from_huggingface, load_huggingface
 from core.parallel_state import ParallelState, layout_of
 from core.training import RunConfig, initialize
 from core.training.model.begin import begin
+from core.training.run.assembly import assemble
 from tests.parity.whole import assembled
 from tests.states import state
 from tests.training.tiny import S, prepared
@@ -135,6 +136,43 @@ def test_a_run_that_goes_on_reads_no_weights_and_keeps_where_they_are_from(made,
     for step in (2, 4):
         manifest = read_manifest(CheckpointRoot(tmp_path / "steps").open(step))
         assert manifest.run["began_as"] == {"huggingface": str(folder)}
+
+
+def parts_of(run, on_meta):
+    ps = ParallelState.single("cpu")
+    stages = begin(run, 64, ps, may_be_on_meta=on_meta)
+    return stages[0], assemble(stages, run, None, ps, lambda line: None)
+
+
+@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "device"])
+def test_a_run_that_goes_on_draws_no_weights(tmp_path, monkeypatch, on_meta):
+    run = RunConfig.from_dict(
+        {"checkpoint.directory": str(tmp_path), "model.num_layers": 2, "model.hidden_size": 16, "device": "cpu"}
+        | {"model.num_attention_heads": 4, "data.sequence_length": 8, "training.global_batch_size": 2}
+    )
+    draws, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *args, **how: draws.append(args) or randn(*args, **how))
+    first, parts = parts_of(run, on_meta)
+    assert draws, "the probe sees nothing"
+    with parts.checkpoints as checkpoints:
+        checkpoints.manager.save(1, checkpoints.state(1))
+    draws.clear()
+    second, parts = parts_of(run, on_meta)
+    assert all(p.isnan().any() for p in second.parameters()), "what nobody fills must be seen"
+    assert parts.checkpoints.resume() == 1
+    assert not draws
+    for (name, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    parts.checkpoints.close()
+    # the steps go between a model's construction and its load: no training of NaN
+    _, parts = parts_of(run, on_meta)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+        parts.checkpoints.resume()
+    if not on_meta:
+        second.init_weights()
+        pairs = zip(first.parameters(), second.parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs), "the initial values of its own are kept"
 
 
 def broken(made, tmp_path, change):

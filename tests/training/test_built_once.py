@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from core.data_parallel import DataParallel
+from core.data_parallel.buffers import meta
 from core.parallel_state import layout_of
 from core.testing.live import LiveBytes
 from core.training import RunConfig
@@ -65,3 +66,13 @@ def test_the_weights_are_those_of_a_model_built_on_the_device(ranks, layout, sch
     ):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_model_on_meta_is_drawn_where_its_configuration_says(monkeypatch, on_cpu):
+    ps, asked = state(), set()
+    real = meta.fill
+    monkeypatch.setattr(meta, "fill", lambda *a, draw_on_cpu, **how: asked.add(draw_on_cpu) or real(*a, **how))
+    run = RunConfig.from_dict(FIELDS | {"model.num_layers": 1, "model.use_cpu_initialization": on_cpu})
+    DataParallel(begin(run, 64, ps, may_be_on_meta=True), ps)
+    assert asked == {on_cpu}

@@ -217,6 +217,12 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
         torch.get_device_module(device).set_rng_state(state[1], device)
 
 
+def same_random_state(before: tuple[Tensor, Tensor | None], after: tuple[Tensor, Tensor | None]) -> bool:
+    """Whether nothing was drawn between two calls of `random_state`."""
+    same_on_device = before[1] is None or (after[1] is not None and torch.equal(before[1], after[1]))
+    return torch.equal(before[0], after[0]) and same_on_device
+
+
 class Autocast:
     """Whether a kind of device casts, and to what."""
 

@@ -61,7 +61,7 @@ class Notes:
             )
 
     def take(self, make: Callable[[], tuple[Any, ...]], *, activation: bool) -> tuple[Any, ...]:
-        """See `note`."""
+        """In the first run call `make` and remember what it returns; in the second return that. See `note`."""
         if activation and not self.keeps_activations:
             return make()
         if self._next is None:

@@ -21,7 +21,12 @@ from torch.utils import _pytree as pytree
 from core.autograd.bag import StageContext
 from core.autograd.recomputation.lazy_product import LazyProduct, RegionLinears, linears_of_region
 from core.autograd.recomputation.leaving import LeakWatch, RegionHistory, call_with_graph, in_torch_func, is_plain
-from core.autograd.recomputation.module_state import Autocast, random_state, set_random_state
+from core.autograd.recomputation.module_state import (
+    Autocast,
+    random_state,
+    same_random_state,
+    set_random_state,
+)
 from core.autograd.recomputation.notes import Notes
 
 # Set while a region runs again, and read only inside that run, in the same thread: a region inside a region
@@ -88,7 +93,7 @@ class _Region:
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), cpu)
         # bag, seed, step and microbatch: dropout draws the same mask in the second run
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
-        self.random = random_state(self.device)
+        self.random, self.draws = random_state(self.device), True
         self.autocast = Autocast(self.device)
 
     def call(self, tensors: Sequence[Tensor]) -> list:
@@ -109,6 +114,7 @@ class _Region:
                 outputs = self.call(tensors)
         finally:
             linears_of_region.reset(token)
+        self.draws = not same_random_state(self.random, random_state(self.device))
         self.history.state.after(self.state_before)
         if versions != [t._version for t in tensors]:
             raise RuntimeError(
@@ -146,9 +152,11 @@ class _Region:
 
         The bag is closed meanwhile, as it was in the first run.
         """
-        present_random = random_state(self.device)
+        present_random = None
+        if self.draws:  # what drew nothing from torch's generators then draws nothing now
+            present_random = random_state(self.device)
+            set_random_state(self.device, self.random)
         present_stage = self.stage.snapshot() if self.stage is not None else None
-        set_random_state(self.device, self.random)
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
         bag = self.stage.bag if self.stage is not None else None
@@ -164,7 +172,8 @@ class _Region:
             linears_of_region.reset(outer_linears)
             if bag is not None:
                 bag.open = was_open
-            set_random_state(self.device, present_random)
+            if present_random is not None:
+                set_random_state(self.device, present_random)
             if self.stage is not None:
                 self.stage.restore(present_stage)  # type: ignore[arg-type]
 

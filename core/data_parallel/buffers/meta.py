@@ -80,7 +80,8 @@ def fill_all(
                 own_parameters = {name: p for name, p in present.items() if id(p) in name_of_unfilled}
                 ids = {id(parameter) for parameter in own_parameters.values()}
                 if ids - filled:
-                    _fill_module(submodule, own_parameters, name_of_unfilled, ps, init, getattr(stage, "seed", seed))
+                    how = {"seed": getattr(stage, "seed", seed), "draw_on_cpu": getattr(stage, "draws_on_cpu", True)}
+                    _fill_module(submodule, own_parameters, name_of_unfilled, ps, init, how)
                     for name, parameter in own_parameters.items():
                         # the full tensor goes as soon as this rank has its elements of it
                         full, submodule._parameters[name] = submodule._parameters[name], parameter
@@ -104,9 +105,9 @@ def _fill_module(
     name_of: Mapping[int, str],
     ps: ParallelState,
     init: Init | None,
-    seed: int,
+    how: Mapping[str, Any],
 ) -> None:
-    """Put real parameters into the module, with values."""
+    """Put real parameters into the module, with values; how: seed and draw_on_cpu of `fill`."""
     for name, parameter in own_parameters.items():
         full = Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=ps.device), requires_grad=False)
         full.__dict__.update(parameter.__dict__)
@@ -123,7 +124,7 @@ def _fill_module(
         for name, parameter in own_parameters.items():
             tensor: Tensor = submodule._parameters[name]  # type: ignore[assignment]
             initial = parameter.initial  # type: ignore[attr-defined]
-            fill(tensor, name_of[id(parameter)], initial, seed=seed, coordinate=ps.coordinate, sizes=ps.sizes)
+            fill(tensor, name_of[id(parameter)], initial, coordinate=ps.coordinate, sizes=ps.sizes, **how)
     elif callable(reset := getattr(submodule, "reset_parameters", None)):
         reset()
     else:

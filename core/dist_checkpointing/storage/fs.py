@@ -66,7 +66,7 @@ class Fs:
         os.rename(source, target)
 
     def unlink(self, path: str) -> None:
-        """Remove one file."""
+        """Remove one file; durable after a sync of the directory."""
         os.unlink(path)
 
     def rmdir(self, path: str) -> None:

@@ -1,6 +1,7 @@
 """GPTModel: embedding, transformer layers, output layer; whole, or the part of it that one pipeline stage holds."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class GPTModel(nn.Module):
     device does not compute in.
     """
 
+    awaits_checkpoint = False  # whether its weights are no numbers yet, because a checkpoint will fill them
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -101,7 +104,7 @@ class GPTModel(nn.Module):
         self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
-        self.place = build.place
+        self.place = replace(build.place, filled_by_model=False)  # of adapters, which come when all else is filled
         # Tied ends on two pipeline ranks are two copies: their gradients are summed over an "embedding" group.
         across_stages = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
         if self.pre_process or (self.tied and self.post_process):
@@ -150,8 +153,13 @@ class GPTModel(nn.Module):
                 reset()
         self._initialize()
 
+    @property
+    def draws_on_cpu(self) -> bool:
+        """Whether initial values are drawn on the CPU, the same ones for every kind of device."""
+        return self.config.use_cpu_initialization
+
     def _initialize(self) -> None:
-        ps, on_cpu = self.parallel, self.config.use_cpu_initialization
+        ps, on_cpu = self.parallel, self.draws_on_cpu
         initialize_parameters(self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu)
 
     def forward(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd import Comm, StageContext, main_grad_of
-from core.autograd.gradients import check_unwritten, delivers, no_second_derivative
+from core.autograd.gradients import delivers, no_second_derivative, overwritten
 from core.autograd.products import add_product
 from core.autograd.recomputation.region import recomputed_region
 from core.parallel_state.collectives import Group, all_gather
@@ -28,11 +28,10 @@ class _Arrived:
         self.parameter = parameter
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """None are held."""
         return ()
 
     def run(self) -> None:
-        """Nothing."""
+        """The gradient was added in I already."""
 
 
 class _Labels:
@@ -100,7 +99,8 @@ class _HeadLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("the output layer's loss in chunks")
         weight, comm, found = ctx.weight, ctx.comm, ctx.labels
-        check_unwritten(weight, ctx.version)
+        if weight._version != ctx.version:
+            raise overwritten(weight, ctx.version)
         held, logsumexp = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         x = comm.before_forward(held) if comm.before_forward is not None else held

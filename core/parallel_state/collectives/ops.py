@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.groups import Group
-from core.parallel_state.collectives.staged import Staged, to_host
+from core.parallel_state.collectives.staged import StagedCollective, to_host
 
 TAG = 0x7A11  # of the messages inside a composed collective, so that they never match a user's
 
@@ -64,7 +64,7 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
     if group is None:
         return x
     if x.device.type in group.staged:
-        return Staged(Done(all_reduce(to_host(x), group.on_host, op)), x).wait()
+        return StagedCollective(Done(all_reduce(to_host(x), group.on_host, op)), x).wait()
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(f"all_reduce[{op}]", x, group)
@@ -105,7 +105,7 @@ def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
         return Done(x)
     if x.device.type in group.staged:
         gathered = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-        return Staged(start_all_gather(to_host(x), group.on_host), gathered)
+        return StagedCollective(start_all_gather(to_host(x), group.on_host), gathered)
     start_time = perf_counter()
     x = x.contiguous()
     if group.checked:
@@ -143,7 +143,7 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
         )
     if x.device.type in group.staged:
         local_sum = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-        return Staged(start_reduce_scatter(to_host(x), group.on_host), local_sum)
+        return StagedCollective(start_reduce_scatter(to_host(x), group.on_host), local_sum)
     x = x.contiguous()
     if group.checked:
         compare_across_ranks("reduce_scatter", x, group)
@@ -196,7 +196,7 @@ def all_to_all(
     if x.device.type in group.staged:
         received = x.new_empty((rows, *x.shape[1:]))
         host = all_to_all(to_host(x), group.on_host, send_rows=send_rows, receive_rows=receive_rows)
-        return Staged(Done(host), received).wait()
+        return StagedCollective(Done(host), received).wait()
     start_time = perf_counter()
     x = x.contiguous()
     if group.checked:  # of uneven rows all but their number
@@ -212,7 +212,7 @@ def broadcast(x: Tensor, group: Group | None, source: int = 0) -> Tensor:
     if group is None:
         return x
     if x.device.type in group.staged:
-        return Staged(Done(broadcast(to_host(x), group.on_host, source)), x).wait()
+        return StagedCollective(Done(broadcast(to_host(x), group.on_host, source)), x).wait()
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks("broadcast", x, group)

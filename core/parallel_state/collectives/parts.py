@@ -15,7 +15,7 @@ from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.groups import Group
 from core.parallel_state.collectives.ops import TAG, Done, PendingCollective, composes
-from core.parallel_state.collectives.staged import Staged, to_host
+from core.parallel_state.collectives.staged import StagedCollective, to_host
 
 
 class _PeerMessages:
@@ -106,7 +106,7 @@ def start_sum_into_own(
         raise ValueError(f"a buffer of shape {list(x.shape)} does not divide into {group.size} equal parts; pad it")
     if x.device.type in group.staged:
         on_host = start_sum_into_own(to_host(x), group.on_host, reduce_dtype=reduce_dtype, tag=tag, label=label)
-        return Staged(on_host, own_part(x, group))
+        return StagedCollective(on_host, own_part(x, group))
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(label, x, group)
@@ -138,7 +138,7 @@ def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, label: s
     if group is None:
         return Done(x)
     if x.device.type in group.staged:
-        return Staged(start_gather_parts(to_host(x), group.on_host, tag=tag, label=label), x)
+        return StagedCollective(start_gather_parts(to_host(x), group.on_host, tag=tag, label=label), x)
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(label, x, group)

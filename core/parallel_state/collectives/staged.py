@@ -24,7 +24,7 @@ def to_host(x: Tensor) -> Tensor:
     return host_memory(x).copy_(x)
 
 
-class Staged:
+class StagedCollective:
     """A collective under way in host memory; `wait()` copies its result into `target`, and returns that."""
 
     def __init__(self, pending: _Pending, target: Tensor) -> None:

@@ -99,7 +99,7 @@ class Form:
 
     @property
     def values(self) -> list[Any]:
-        """The constants."""
+        """The constants between the tensors, in their order."""
         return [constant[0] for constant in self.constants if constant is not None]
 
     def __str__(self) -> str:

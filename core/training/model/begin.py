@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from math import nan
 
 import torch
 from torch import nn
@@ -9,7 +10,8 @@ from torch import nn
 from core.dist_checkpointing.planning.ranks import from_first
 from core.models.gpt import GPTModel, gpt_stages
 from core.models.huggingface import load_huggingface
-from core.parallel_state import ParallelState
+from core.parallel_state import Init, ParallelState
+from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage
 from core.training.config import ModelConfig, PipelineConfig, RunConfig
 from core.training.generation import generate
@@ -46,9 +48,9 @@ def begin(
 ) -> Mapping[int, nn.Module]:
     """stage -> module of this rank, with the weights that the run begins with. Collective.
 
-    A run that goes on from a checkpoint reads no other weights: `Checkpoints.resume` fills them. may_be_on_meta:
-    weights that are drawn from the seed are left to `DataParallel`, which fills its buckets with them one by one; a
-    rank never has them twice.
+    A run that goes on from a checkpoint reads and draws no other weights: `Checkpoints.resume` fills them.
+    may_be_on_meta: weights that are drawn from the seed are left to `DataParallel`, which fills its buckets with them
+    one by one; a rank never has them twice.
     """
     resumes = from_first(run.checkpoint.resumes, ps)
     return first_stages(run, tokens, ps, resumes=resumes, say=say, may_be_on_meta=may_be_on_meta)
@@ -70,8 +72,11 @@ def first_stages(
         if run.model.build is not None:
             stages = own_stages(run, tokens, ps)
         else:
-            with torch.device("meta") if may_be_on_meta and weights is None else nullcontext():
-                stages = build_stages(run.model, run.pipeline, tokens, length, ps)
+            on_meta = resumes or (may_be_on_meta and weights is None)
+            with torch.device("meta") if on_meta else nullcontext():
+                stages = built = build_stages(run.model, run.pipeline, tokens, length, ps)
+            if resumes:
+                leave_undrawn(built, ps.device, on_meta=may_be_on_meta)
         if weights is not None and not resumes:
             load_weights(stages, weights, ps, say)
         return stages
@@ -85,6 +90,30 @@ def _stages_of_folder(run: RunConfig, folder: str, tokens: int, ps: ParallelStat
     for stage in stages.values():
         load_huggingface(stage, folder)
     return stages
+
+
+def leave_undrawn(stages: Mapping[int, GPTModel], device: torch.device, *, on_meta: bool) -> None:
+    """Of stages on meta: their parameters begin as NaN instead of numbers that a checkpoint overwrites.
+
+    One core draws 8B numbers in some 20 s; NaN, so that what no checkpoint fills is seen. on_meta: they stay there,
+    to be filled by `DataParallel`.
+    """
+    if not on_meta:
+        materialize(stages, device)
+    drawn = {name: init for name, p in named_parameters(stages) if (init := getattr(p, "initial", None)) is not None}
+    _set_initial(stages, dict.fromkeys(drawn, Init(mean=nan)))
+    for stage in stages.values():
+        stage.awaits_checkpoint = True
+    if not on_meta:
+        for stage in stages.values():
+            stage.init_weights()
+        _set_initial(stages, drawn)
+
+
+def _set_initial(stages: Mapping[int, GPTModel], initial: Mapping[str, Init]) -> None:
+    for name, parameter in named_parameters(stages):
+        if name in initial:
+            parameter.initial = initial[name]  # type: ignore[attr-defined]
 
 
 def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:

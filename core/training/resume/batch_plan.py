@@ -12,7 +12,7 @@ from core.training.config import TrainingConfig
 from core.training.run.data import BatchSource
 
 
-class Segment(NamedTuple):
+class BatchPhase(NamedTuple):
     """Steps of one batch size, from `step` on, whose first row is number `row`."""
 
     step: int
@@ -34,16 +34,16 @@ class BatchPlan:
     ramp: tuple[int, int, int] | None = None
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def phases(self) -> tuple[BatchPhase, ...]:
         """In the order of their steps; the last one has no end."""
-        found, step, row = list[Segment](), self.start_step, self.start_row
+        found, step, row = list[BatchPhase](), self.start_step, self.start_row
         for end, size in self._sizes():
             if row >= end:
                 continue
-            found.append(Segment(step, row, size))
+            found.append(BatchPhase(step, row, size))
             steps = -(-(end - row) // size)  # the step in which the size grows is still of the smaller one
             step, row = step + steps, row + steps * size
-        return (*found, Segment(step, row, self.global_batch_size))
+        return (*found, BatchPhase(step, row, self.global_batch_size))
 
     def _sizes(self) -> list[tuple[int, int]]:
         """(row at which it ends, size) of each smaller size."""
@@ -53,20 +53,20 @@ class BatchPlan:
         increments = -(-(self.global_batch_size - first) // increment)
         return [(rows * (i + 1) // increments, first + i * increment) for i in range(increments)]
 
-    def _segment(self, step: int) -> Segment:
-        index = bisect_right([segment.step for segment in self.segments], step) - 1
+    def _phase(self, step: int) -> BatchPhase:
+        index = bisect_right([phase.step for phase in self.phases], step) - 1
         if index < 0:
             raise ValueError(f"step {step} lies before step {self.start_step}, where this plan of batches begins")
-        return self.segments[index]
+        return self.phases[index]
 
     def size(self, step: int) -> int:
         """Rows of the global batch of a step."""
-        return self._segment(step).size
+        return self._phase(step).size
 
     def first_row(self, step: int) -> int:
         """Rows that the steps before took. Raises ValueError: a step before the plan's first."""
-        segment = self._segment(step)
-        return segment.row + (step - segment.step) * segment.size
+        phase = self._phase(step)
+        return phase.row + (step - phase.step) * phase.size
 
     def is_even(self, step: int) -> bool:
         """Whether every step, those before too, takes `global_batch_size` rows."""

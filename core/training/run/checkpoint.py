@@ -15,6 +15,7 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
 from core.optimizer import ShardedOptimizer, sharded_state_dict
 from core.parallel_state import ParallelState
+from core.parallel_state.modules import modules_of
 from core.pipeline.run.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
@@ -100,8 +101,9 @@ class Checkpoints(AbstractContextManager):
         try:
             step, state = self.manager.load_latest(template)
         except FileNotFoundError:
-            if self.config.resume == "must":
-                raise
+            stages = modules_of(self.optimizer.shard.module).values()
+            if self.config.resume == "must" or any(getattr(stage, "awaits_checkpoint", False) for stage in stages):
+                raise  # in the latter case there was a step when the model was built, and no weights were drawn
             return 0
         self._saved_step = step
         return self._take_over(self.manager.url(step), state)

@@ -98,7 +98,7 @@ class Counted(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[E, h]."""
+        """The router's weight [E, h]; its device is where counts are summed."""
         ...
 
     def end_step(self, rows: Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.tensor_parallel import count_calls
+from benchmarks.harness import count_calls
 from core.autograd import apply_recompute
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, moe_spec

@@ -1,1 +1,1 @@
-"""Megatron's models: GPT."""
+"""`megatron.core.models` under Megatron's names: GPT only."""

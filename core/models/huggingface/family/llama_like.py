@@ -98,7 +98,7 @@ class LlamaLike:
         return {"rotary_base": rotary.base, "rotary_percent": rotary.percent, "rotary_scaling": rotary.scaling}
 
     def rotary_rules(self, facts: Facts) -> Rules:
-        """Of rotary positions."""
+        """What is refused of rotary positions: kinds of scaling that are not here, a part of the head that is odd."""
         yield from rotary_rules(facts)
         ropes = [facts.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
         supported = all(rope_kind(rope) in SCALINGS for rope in ropes)

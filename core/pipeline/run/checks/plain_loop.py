@@ -71,8 +71,8 @@ class ScaleWatch:
     their own: there is nothing to compare.
     """
 
-    def __init__(self, ps: ParallelState) -> None:
-        self._ps, self._steps = ps, 0
+    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
+        self._ps, self._modules, self._steps = ps, modules, 0
         self._samples: list[_SampledElements] = []
         self._factor: Tensor | None = None  # [1]: of this rank's gradients, NaN if they have not one factor
         weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
@@ -85,7 +85,7 @@ class ScaleWatch:
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     @torch.no_grad()
-    def after_step(self, modules: Sequence[nn.Module]) -> bool:
+    def after_step(self) -> bool:
         """Compare what the optimizer's last step saw, and sample the smallest of the new gradients; whether it did.
 
         Raises ValueError, on every rank: factors that differ.
@@ -97,7 +97,7 @@ class ScaleWatch:
         if not _is_watched_step(self._steps):
             return False
         # parameters in order, each once; sparse gradients are left out
-        parameters = dict.fromkeys(_parameters_of(modules))
+        parameters = dict.fromkeys(_parameters_of(self._modules))
         candidates = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
         for parameter in sorted(candidates, key=Tensor.numel)[:SAMPLED_GRADIENTS]:
             if parameter.numel():
@@ -105,16 +105,15 @@ class ScaleWatch:
         return True
 
     def _look_at_factors(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
+        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        if not is_lbfgs and (not self._samples or self._factor is not None):
+            return
+        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if is_lbfgs and any(id(p) in optimized_ids for p in _parameters_of(self._modules)):
             raise ValueError(
                 f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "
                 "ranks; use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
             )
-        if not self._samples or self._factor is not None:
-            return
-        optimized_ids: set[int] = set()
-        for group in optimizer.param_groups:
-            optimized_ids.update(map(id, group["params"]))
         factors = [sample.factors() for sample in self._samples if id(sample.parameter) in optimized_ids]
         if not factors:
             return
@@ -142,7 +141,7 @@ class PlainLoopWatch:
     """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps."""
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._scales, self.updates = modules, ScaleWatch(ps), UpdateWatch(ps, modules)
+        self._modules, self._scales, self.updates = modules, ScaleWatch(ps, modules), UpdateWatch(ps, modules)
         self._arithmetic = StageArithmetic(modules)
         self._arithmetic.open()
 
@@ -152,7 +151,7 @@ class PlainLoopWatch:
 
     def after_step(self) -> None:
         """Raises ValueError, on every rank: gradients were clipped by the norm of one rank's stages."""
-        is_watched = self._scales.after_step(self._modules)
+        is_watched = self._scales.after_step()
         self._arithmetic.open(look_again=is_watched)
 
 
