@@ -54,7 +54,7 @@ def gradients_of_a_step(model, step):
     finalize_model_grads([model])
 
 
-def train(tp=1, pp=1, ep=1, sp=False):
+def train(tp=1, pp=1, ep=1):
     """Whole weights after three steps of SGD."""
     mpu.destroy_model_parallel()
     ps = mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
