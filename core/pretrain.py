@@ -29,8 +29,9 @@ from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
 from core.training.run.compare import comparisons
-from core.training.run.data import local_batches, open_corpus
+from core.training.run.data import open_corpus
 from core.training.run.evaluate import validate
+from core.training.run.loader import local_batches
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 from core.transformer.attention.kernels import kernels_of_run
 

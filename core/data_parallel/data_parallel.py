@@ -21,7 +21,7 @@ from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
 from core.data_parallel.buffers.units import StageUnits, make_units, needs_units
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.replicas import check_replicas, check_shards
-from core.data_parallel.weights.start import same_on_all
+from core.data_parallel.weights.start import check_parts, same_on_all
 from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
 from core.parallel_state.by_hand import make_plain
 from core.parallel_state.collectives import all_gather_objects
@@ -150,6 +150,7 @@ class DataParallel(GradSync):
         return holders
 
     def _take_over(self) -> None:
+        check_parts(self.module, self.ps)
         make_plain(self._names)
         if owned := [name for p, name in self._names.items() if has_main_grad(p)]:
             raise ValueError(

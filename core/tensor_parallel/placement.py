@@ -19,7 +19,9 @@ from core.parallel_state.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from core.parallel_state.layout import set_layout
+from core.parallel_state.layout import set_layout, true_part
+from core.parallel_state.spread import building_device
+from core.parallel_state.state import ParallelState
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,10 @@ class Placement:
 
     Under `sequence_parallel` the tensors between the parallel regions are [s/tp, b, h] instead of [s, b, h].
     `stage` is the context through which the layers' weight gradients may be deferred.
+    filled_by_model: parameters are NaN until the model that holds the layers fills them under their names
+        (`initialize_parameters`). Otherwise a layer draws them when it is made, as torch's layers do: every rank
+        draws the whole tensor from torch's generator and keeps its part, so that one `torch.manual_seed` on all ranks
+        gives the same model over any number of them.
     """
 
     group: Group | None = None
@@ -35,6 +41,16 @@ class Placement:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stage: StageContext = field(default_factory=StageContext)
+    filled_by_model: bool = False
+
+    @classmethod
+    def of(cls, ps: ParallelState, dtype: torch.dtype | None = None) -> "Placement":
+        """For the layers of a module of one's own: over the tensor ranks of `ps`, on its device.
+
+        dtype: torch's default dtype where it is not given.
+        """
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        return cls(ps.group("tp"), ps.config.sequence_parallel, dtype, building_device(ps.device))
 
     @property
     def tp(self) -> int:
@@ -57,15 +73,30 @@ class Placement:
         return frozenset({"tp"}) if self.sequence_parallel else frozenset()
 
     def parameter(self, layout: Layout, init: Init, sizes: Mapping[str, int] | None = None) -> Parameter:
-        """This rank's shard of a parameter, full of NaN until `initialize_parameters` fills it under its name.
+        """This rank's shard of a parameter, with its initial values or NaN (`filled_by_model`).
 
-        sizes: of the axes, where others than tp split it. Raises ValueError: a split dim does not divide.
+        sizes: of the axes, where others than tp split it: such a one is the model's to fill. Raises ValueError: a
+        split dim does not divide.
         """
         local = layout.local_shape({"tp": self.tp} if sizes is None else sizes)
         parameter = Parameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
         set_layout(parameter, layout)
         parameter.initial = init  # type: ignore[attr-defined]
+        if not self.filled_by_model and sizes is None and not parameter.is_meta:
+            self._draw(parameter, layout, init)
         return parameter
+
+    @torch.no_grad()
+    def _draw(self, parameter: Parameter, layout: Layout, init: Init) -> None:
+        """Fill this rank's part of a tensor that every rank draws in full, on the CPU: equal on every device."""
+        coordinate, sizes = {"tp": self.rank}, {"tp": self.tp}
+        parameter.zero_()  # padded rows stay 0
+        target = true_part(parameter, layout, coordinate, sizes)
+        if init.std == 0.0:
+            target.fill_(init.mean)
+            return
+        full = torch.empty(layout.shape, dtype=torch.float32, device="cpu").normal_(init.mean, init.std)
+        target.copy_(full[layout.box(coordinate, sizes)])
 
     def column_comm(self) -> Comm:
         """Collectives around a matmul whose output features are split: none in forward, dx is summed in backward.

@@ -38,6 +38,7 @@ class Build:
             dtype=self.config.params_dtype,
             device=building_device(self.parallel.device),
             stage=self.stage,
+            filled_by_model=True,
         )
 
 

@@ -25,6 +25,7 @@ from core.interop.megatron.utils import divide, get_model_config, get_pg_rank, g
 from core.models.gpt import GPTModel as Ours
 from core.models.gpt import llama_spec
 from core.parallel_state import ParallelState
+from core.training import load_run
 from tests.parity.whole import assert_same, whole_gradients
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
@@ -166,12 +167,12 @@ def test_a_configuration_has_facts_only(state):
     config.finalize_model_grads_func = finalize_model_grads
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2, the state has 1; leave them out"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2)
-    with pytest.raises(ValueError, match="1 fields are not here: moe_grouped_gemm; leave out"):
-        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_grouped_gemm=True)
+    with pytest.raises(ValueError, match="1 fields are not here: moe_enable_deepep; leave out"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_enable_deepep=True)
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
         DistributedDataParallelConfig(use_distributed_optimizer=True)
-    with pytest.raises(ValueError, match="parts that are not here: num_experts"):
-        get_gpt_layer_local_spec(num_experts=8)
+    with pytest.raises(ValueError, match="parts that are not here: multi_latent_attention"):
+        get_gpt_layer_local_spec(multi_latent_attention=True)
 
 
 def test_specs_build_modules():
@@ -236,3 +237,30 @@ def test_a_layer_refuses_an_argument_that_asks_for_something_else(state, name):
             layer(4, 8, **facts, **{name: True})
         with pytest.raises(ValueError, match="1 arguments are not here: stride"):
             layer(4, 8, **facts, stride=2)
+
+
+@pytest.mark.parametrize(
+    "module, remedy",
+    [
+        ("optimizer", "use ShardedAdamW(shard, OptimizerConfig(...)) of core.optimizer, or torch.optim's; "),
+        ("transformer.moe.router", "use num_moe_experts of TransformerConfig and core.models.gpt.moe_spec"),
+        ("num_microbatches_calculator", "use num_microbatches of core.pipeline.Pipeline"),
+        ("somewhere", "docs/from_megatron.md has all names"),
+    ],
+)
+def test_a_module_that_is_not_here_says_what_to_use(module, remedy):
+    with pytest.raises(ImportError, match=r"^megatron\.core\..* is not here: " + re.escape(remedy)):
+        import_module_by_name(f"core.interop.megatron.{module}")
+
+
+def test_modules_elsewhere_are_missing_as_ever():
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'core\.interop\.nowhere'"):
+        import_module_by_name("core.interop.nowhere")
+
+
+def test_the_answer_to_megatrons_arguments_is_the_pages(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
+    flags, answer = re.search(r"^\$ python -m core\.pretrain (.*)\n(error: .*\n(?:  .*\n)+)```", page, re.M).groups()
+    with pytest.raises(SystemExit, match="2"):
+        load_run(flags.split())
+    assert capsys.readouterr().err == answer

@@ -242,8 +242,8 @@ def test_uneven_splits_are_refused(ranks):
     ranks(uneven)
 
 
-def test_a_layer_is_loudly_empty_until_it_is_filled():
-    layer = ColumnParallelLinear(4, 6)
+def test_a_models_layer_is_loudly_empty_until_it_is_filled():
+    layer = ColumnParallelLinear(4, 6, place=Placement(filled_by_model=True))
     assert layer(torch.ones(1, 1, 4)).isnan().all()
     initialize_parameters(layer, seed=1, coordinate={}, sizes={})
     assert layer(torch.ones(1, 1, 4)).isfinite().all()

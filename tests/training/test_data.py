@@ -1,11 +1,15 @@
 """A corpus of one's own gives the figures of the prepared one; parts, blends, limits; misfits are refused."""
 
 import shutil
+import sys
+from dataclasses import replace
 from itertools import islice
 
 import pytest
+import torch
 
 from core.datasets import BlendedBatches, SourceFiles, TokenFileWriter, prepare_default_corpus, train_tokenizer
+from core.datasets.shards import Manifest
 from core.parallel_state import ParallelState
 from core.training import DataConfig
 from core.training.run.data import open_corpus
@@ -182,3 +186,39 @@ def test_the_default_corpus_is_written_once_while_the_others_wait(ranks, made, t
     assert first[0] == [False] and second[0] == [], "rank 0 alone"
     assert first[1:] == second[1:]
     assert first[1][0] == made.train_tokens and len(first[2]) == made.valid_bytes
+
+
+def test_shards_are_a_text_of_which_a_few_lie_here(made, single, tmp_path):
+    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    store.mkdir()
+    names = []
+    for name, prefix in (("a", made.train), ("b", made.valid)):
+        for path in prefix.parent.glob(f"{prefix.name}.*"):
+            shutil.copy(path, store / f"{name}{path.name.removeprefix(prefix.name)}")
+        names.append(store / name)
+    listed = str(tmp_path / "all.shards.json")
+    Manifest.of(names).write(listed)
+    copies = "[shutil.copy(f, sys.argv[3]) for f in pathlib.Path(sys.argv[1]).glob(sys.argv[2])]"
+    fetch = f'{sys.executable} -c "import pathlib, shutil, sys; {copies}" {store} {{name}}.* {{directory}}'
+    facts = {"train": listed, "sequence_length": S, "valid": str(made.valid)}
+    data = DataConfig(**facts, fetch=fetch, shard_directory=str(scratch))
+    corpus = open_corpus(data, training_config(), single)
+    assert corpus.num_tokens == (made.train_tokens + made.valid_tokens, made.valid_tokens)
+    assert corpus.tokenizer.vocab_size == VOCAB and corpus.baselines
+    here = DataConfig(train=listed, sequence_length=S, shard_directory=str(store))
+    local = open_corpus(here, training_config(), single)
+    assert local.order == corpus.order and len(corpus.order["train_hash"]) == 2 and local.valid is None
+    last = corpus.train.num_samples // training_config().global_batch_size
+    for step in (0, last, last + 1):
+        assert torch.equal(corpus.train.batch(step)["labels"], local.train.batch(step)["labels"])
+    positions = replace(here, reset_position_ids=True)
+    assert "position_ids" in open_corpus(positions, training_config(), single).train.batch(0)
+
+
+def test_settings_of_shards_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"train has 2 names, and a\.shards\.json, a list of shards, is no part"):
+        DataConfig(train=("a.shards.json", "b"))
+    with pytest.raises(ValueError, match=r"fetch or shard_directory is given and train names 0 lists of shards"):
+        DataConfig(train="a", fetch="cp {name} {directory}")
+    with pytest.raises(ValueError, match=r"fetch='cp \{name\}' lacks \{directory\}, the shard and where it goes"):
+        DataConfig(train="a.shards.json", fetch="cp {name}")

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend
 
 from core.autograd import products
 from core.data_parallel import replicas
-from core.training.run.data import moved_to
+from core.training.run.loader import moved_to
 from core.transformer.attention import kernels
 
 

@@ -9,9 +9,26 @@ from torch import Tensor
 from core.data_parallel.weights.weights import without_memory
 from core.parallel_state.collectives import all_gather_objects, broadcast
 from core.parallel_state.flat import Bucket
-from core.parallel_state.layout import layout_of
+from core.parallel_state.layout import has_layout, layout_of
 from core.parallel_state.modules import Modules, modules_of, named_parameters
 from core.parallel_state.state import ParallelState
+
+
+def check_parts(module: Modules, ps: ParallelState) -> None:
+    """Raise ValueError for a parameter that is not the part of its tensor that a rank of `ps` holds.
+
+    A layer made without `place` is whole on every tensor rank; norms and checkpoints would take it for a part.
+    """
+    wrong = []
+    for name, parameter in named_parameters(module):
+        if has_layout(parameter) and tuple(parameter.shape) != layout_of(parameter).local_shape(ps.sizes):
+            wrong.append((name, list(parameter.shape), list(layout_of(parameter).local_shape(ps.sizes))))
+    if wrong:
+        name, shape, part = wrong[0]
+        raise ValueError(
+            f"{name} (and {len(wrong) - 1} more) is {shape}, and a rank of this layout (tp={ps.size('tp')}) holds "
+            f"{part} of it; build the layer with place=Placement.of(ps) of core.tensor_parallel"
+        )
 
 
 def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> None:

@@ -14,6 +14,7 @@ from core.datasets.corpus.conversations import are_conversations, prepare_conver
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.progress import progress
 from core.datasets.prefix_lock import LockedError, is_locked, release_lock, take_lock
+from core.datasets.shards.manifest import SUFFIX
 from core.datasets.token_file import TokenFile, file_paths
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
@@ -26,7 +27,8 @@ _POLL_S, _PATIENCE_S = 0.3, 120.0  # a process that waits looks so often, and so
 def is_text(name: str) -> bool:
     """Whether it is a file or directory of text, and no prefix of a token file."""
     is_prefix = any(path.exists() for path in file_paths(name))
-    return not is_prefix and Path(name).suffix not in (".bin", ".idx") and Path(name).exists()
+    of_tokens = name.endswith((".bin", ".idx", SUFFIX))
+    return not is_prefix and not of_tokens and Path(name).exists()
 
 
 def prepared_text(

@@ -2,3 +2,7 @@
 
 docs/from_megatron.md lists which names are the same, renamed or not here.
 """
+
+from core.interop.megatron.absent import tell_of_absent_modules
+
+tell_of_absent_modules()

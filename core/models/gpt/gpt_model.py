@@ -1,6 +1,7 @@
 """GPTModel: embedding, transformer layers, output layer; whole, or the part of it that one pipeline stage holds."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class GPTModel(nn.Module):
         self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
-        self.place = build.place
+        self.place = replace(build.place, filled_by_model=False)  # of adapters, which come when all else is filled
         # Tied ends on two pipeline ranks are two copies: their gradients are summed over an "embedding" group.
         across_stages = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
         if self.pre_process or (self.tied and self.post_process):

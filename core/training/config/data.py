@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from core.datasets.shards.manifest import SUFFIX
 from core.parallel_state.config import raise_all
 
 OF_AVERAGE = ".ema"  # behind the name of a validation text: of the averaged weights
@@ -22,8 +23,9 @@ class DataConfig:
     """Where the default corpus is written, and texts that are named directly are prepared."""
 
     train: tuple[str, ...] = ()
-    """Prefix of the .bin and .idx to train on, a file or folder of text (prepared once), or a blend: weight prefix
-    weight prefix ...; empty: default corpus. Several without weights are drawn in proportion to their tokens."""
+    """Prefix of the .bin and .idx to train on, a file or folder of text (prepared once), a list of shards
+    (*.shards.json), or a blend: weight prefix weight prefix ...; empty: default corpus. Several without weights are
+    drawn in proportion to their tokens."""
 
     valid: tuple[str, ...] = ()
     """Prefix, or a blend, of validation files; empty: the second part of `train`, as `split` says."""
@@ -40,6 +42,12 @@ class DataConfig:
 
     vocab_size: int = 4096
     """Entries of the tokenizer that is trained for the default corpus, or for text; 257 or more."""
+
+    fetch: str = ""
+    """Where `train` is a list of shards: the command that brings one, by its {name}, into {directory}."""
+
+    shard_directory: str | None = None
+    """Where shards lie, and are fetched to; default: the folder of their list."""
 
     sequence_length: int = 128
     """Tokens of one row of a batch."""
@@ -85,9 +93,27 @@ class DataConfig:
                 not name.endswith(OF_AVERAGE),
                 f"valid_sets: {name!r} ends with {OF_AVERAGE}, as losses of averaged weights do; give another name",
             )
+        yield from self._shard_rules()
         yield from _split_rules(self.split)
         yield self.sequence_length >= 1, f"sequence_length={self.sequence_length} must be at least 1"
         yield self.vocab_size >= 257, f"vocab_size={self.vocab_size} cannot hold every byte; use 257 or more"
+
+    def _shard_rules(self) -> Iterator[tuple[bool, str]]:
+        lists = [name for name in self.train if name.endswith(SUFFIX)]
+        yield (
+            not lists or len(self.train) == 1,
+            f"train has {len(self.train)} names, and {', '.join(lists)}, a list of shards, is no part of a blend; "
+            "give it alone",
+        )
+        yield (
+            bool(lists) or not (self.fetch or self.shard_directory),
+            f"fetch or shard_directory is given and train names 0 lists of shards (*{SUFFIX}); leave them out",
+        )
+        missing = [word for word in ("{name}", "{directory}") if word not in self.fetch]
+        yield (
+            not (self.fetch and missing),
+            f"fetch={self.fetch!r} lacks {' and '.join(missing)}, the shard and where it goes; write them in",
+        )
 
 
 def _split_rules(split: str) -> Iterator[tuple[bool, str]]:

@@ -9,6 +9,7 @@ import torch
 from core.data_parallel.memory import StateBytes, expected_bytes
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
+from core.datasets.shards.manifest import is_list
 from core.models.gpt import gpt_stages
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives.groups import Group
@@ -79,7 +80,7 @@ def _tokens(data: DataConfig) -> int:
         if data.tokenizer is not None:
             raise ValueError(f"{prefix} is prepared when the run starts")
         return data.vocab_size
-    card = TokenFile(prefix).card
+    card = None if is_list(prefix) else TokenFile(prefix).card
     if card is None:
         raise ValueError(f"{prefix} does not tell how many tokens its tokenizer has")
     return card.vocab_size

@@ -9,6 +9,7 @@ import torch
 from core import dist_checkpointing
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
+from core.datasets.shards.manifest import Manifest, is_list
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.parallel_state.context import wrong_length
@@ -88,10 +89,12 @@ def _tokens_of(data: DataConfig) -> int | None:
     """How many tokens the text's tokenizer has, if a card beside the text says so."""
     try:
         prefix = open_blend(data.train)[0][1] if data.train else None
-        first = TokenFile(prefix) if prefix is not None and not is_text(prefix) else None
+        if prefix is None or is_text(prefix) or is_list(prefix):
+            return None
+        card = TokenFile(prefix).card
     except (ValueError, OSError):  # reported by `_file_rules`
         return None
-    return first.card.vocab_size if first is not None and first.card is not None else None
+    return card.vocab_size if card is not None else None
 
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
@@ -162,7 +165,7 @@ def _file_rules(data: DataConfig) -> Rules:
             for _, prefix in open_blend(blend) if blend else ():
                 if is_text(prefix):  # becomes a token file when everything else fits together
                     continue
-                tokens = TokenFile(prefix).num_tokens
+                tokens = (Manifest.read(prefix) if is_list(prefix) else TokenFile(prefix)).num_tokens
                 yield (
                     length < tokens or name != "train",
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "

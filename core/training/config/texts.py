@@ -7,6 +7,7 @@ from typing import Any
 
 from core.datasets import open_blend
 from core.datasets.corpus.cached import is_text, prepared_text, tokenizer_beside
+from core.datasets.shards.manifest import is_list
 from core.datasets.token_file import TokenFile
 from core.training.config.data import DataConfig
 from core.training.config.run import RunConfig
@@ -50,7 +51,7 @@ class _Texts:
                 say=self._say,
             )
             name = str(path)
-        if self._first and self._tokenizer is None:  # the others are read by its tokenizer
+        if self._first and self._tokenizer is None and not is_list(name):  # the others are read by its tokenizer
             beside = tokenizer_beside(TokenFile(name).prefix)
             self._tokenizer = str(beside) if beside is not None else None
         self._first = False

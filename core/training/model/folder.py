@@ -7,6 +7,7 @@ import torch
 
 from core.datasets import TokenFile, check_tokenizer, load_tokenizer, open_blend
 from core.datasets.corpus.cached import is_text
+from core.datasets.shards.manifest import is_list
 from core.training.model.config import ModelConfig
 
 TOKENIZER = "tokenizer.json"
@@ -43,7 +44,8 @@ def text_rules(model: ModelConfig, train: tuple[str, ...], tokenizer: str | None
         return  # told elsewhere, or the text's own tokenizer: looked at when the text is opened
     try:
         # text becomes a token file of this tokenizer when the run starts
-        files = [TokenFile(prefix) for _, prefix in open_blend(train) if not is_text(prefix)]
+        prefixes = [prefix for _, prefix in open_blend(train) if not (is_text(prefix) or is_list(prefix))]
+        files = [TokenFile(prefix) for prefix in prefixes]
         card = files[0].card if files else None
         made = load_tokenizer(path, card.end_of_text if card is not None else None)
         model.vocabulary(made.vocab_size)

@@ -1,13 +1,12 @@
 """The tokens that a run reads: which files, how they are split, which tokenizer; every rank opens the same ones."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from core.datasets import (
@@ -15,6 +14,7 @@ from core.datasets import (
     BlendedBatches,
     ConversationBatches,
     GPTBatches,
+    Packing,
     TokenFile,
     TokenRange,
     TokenSource,
@@ -29,9 +29,11 @@ from core.datasets import (
     unigram_bits_per_byte,
 )
 from core.datasets.card import sampled_hash, tokenizer_path
+from core.datasets.shards import CommandFetch, LocalShards, Manifest, StreamedBatches
+from core.datasets.shards.manifest import is_list
 from core.datasets.token_file import Array
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
-from core.parallel_state import ParallelState, context_batch
+from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.pipeline.run.step import forward_arguments
 from core.training.config import DataConfig, TrainingConfig
@@ -57,7 +59,7 @@ class Corpus:
 
     tokenizer_file: the `tokenizer.json` that the tokenizer was read from, None for bytes. closes: the token that ends
     each document, None where none does. valid_parts: empty where the split leaves nothing to validate. valid_sets:
-    more texts to validate on, by name.
+    more texts to validate on, by name. shards: of a training streamed text, whose first is `train_parts`.
     """
 
     tokenizer: AnyTokenizer
@@ -68,6 +70,7 @@ class Corpus:
     data: DataConfig
     training: TrainingConfig
     valid_sets: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    shards: LocalShards | None = None
 
     def check_stages(self, stages: Mapping[int, nn.Module]) -> None:
         """Raise ValueError where none of these stages takes what batches tell of documents."""
@@ -82,8 +85,22 @@ class Corpus:
             )
 
     @cached_property
-    def train(self) -> GPTBatches | BlendedBatches:
+    def train(self) -> GPTBatches | BlendedBatches | StreamedBatches:
         """Training batches. Raises ValueError: a sequence longer than the text."""
+        if self.shards is not None:
+            data = self.data
+            return StreamedBatches(
+                local=self.shards,
+                sequence_length=data.sequence_length,
+                global_batch_size=self.training.global_batch_size,
+                seed=data.seed,
+                packing=Packing(
+                    end_of_text=self.closes,
+                    reset_position_ids=data.reset_position_ids,
+                    reset_attention_mask=data.reset_attention_mask,
+                    eod_mask_loss=data.eod_mask_loss,
+                ),
+            )
         return self._batches(self.train_parts, self.data.eod_mask_loss, short=False)
 
     @cached_property
@@ -106,6 +123,8 @@ class Corpus:
     def num_tokens(self) -> tuple[int, int]:
         """Tokens to train on, tokens to validate on (before `eval_batches` limits these)."""
         train_tokens = sum(source.num_tokens for _, source in self.train_parts)
+        if self.shards is not None:
+            train_tokens = self.shards.manifest.num_tokens
         valid_tokens = sum(source.num_tokens for _, source in self.valid_parts)
         return train_tokens, valid_tokens
 
@@ -116,12 +135,15 @@ class Corpus:
         blend = []
         for weight, _ in self.train_parts:
             blend.append(None if weight is None else weight / total_weight)
+        hashes = [_file_hash(source) for _, source in self.train_parts]
+        if self.shards is not None:
+            hashes = [shard.hash for shard in self.shards.manifest.shards]
         document_options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         return {
             "tokenizer": self.tokenizer.identity,
             "blend": blend,
             "train_tokens": [source.num_tokens for _, source in self.train_parts],
-            "train_hash": [_file_hash(source) for _, source in self.train_parts],
+            "train_hash": hashes,
             "documents": [name for name in document_options if getattr(self.data, name)],
         }
 
@@ -257,8 +279,10 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     Raises ValueError: a damaged or foreign file (by its name), a tokenizer that does not fit, files that differ from
     rank to rank. All-gather of objects over the world.
     """
+    shards = _shards(data)
     if data.train:
-        train_files, valid_files = _open_files(data.train), _open_files(data.valid)
+        train_files = [(None, shards.open(0))] if shards is not None else _open_files(data.train)
+        valid_files = _open_files(data.valid)
         first_file = train_files[0][1]
         tokenizer_file = Path(data.tokenizer) if data.tokenizer is not None else tokenizer_path(first_file.prefix)
         if data.tokenizer is None:
@@ -279,7 +303,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
 
     train_parts: Sequence[Part] = train_files
     valid_parts: Sequence[Part] = valid_files
-    if not valid_files:
+    if not valid_files and shards is None:
         train_parts, valid_parts = _split(train_files, data.split)
     valid_sets = {name: _open_files([prefix]) for name, prefix in data.valid_sets.items()}
     named_files = [part for files in valid_sets.values() for part in files]
@@ -292,9 +316,19 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         data=data,
         training=training,
         valid_sets={name: tuple(files) for name, files in valid_sets.items()},
+        shards=shards,
     )
     _refuse_different_texts(corpus, parallel)
     return corpus
+
+
+def _shards(data: DataConfig) -> LocalShards | None:
+    """Those of a list of shards; None where `train` is none. Raises ValueError, FileNotFoundError: a damaged list."""
+    if not (data.train and is_list(data.train[0])):
+        return None
+    path = Path(data.train[0])
+    fetch = CommandFetch(data.fetch) if data.fetch else None
+    return LocalShards(Manifest.read(path), data.shard_directory or path.parent, fetch)
 
 
 def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | None:
@@ -360,24 +394,3 @@ def _split(files: Sequence[tuple[float | None, TokenFile]], split: str) -> tuple
         if valid_range is not None:
             valid_parts.append((weight, valid_range))
     return train_parts, valid_parts
-
-
-def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A function that moves a batch to `device`, beside what runs there; where documents begin stays on the host,
-    which chooses by it what attention computes."""
-
-    def moved(x: Tensor) -> Tensor:
-        if device.type == "cpu":
-            return x.to(device)
-        return x.pin_memory().to(device, non_blocking=True)  # a copy of pageable memory would stop the host
-
-    def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}
-
-    return move
-
-
-def local_batches(ps: ParallelState) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A function that cuts this context rank's rows out of a batch of whole sequences, and moves them."""
-    move = moved_to(ps.device)
-    return lambda batch: move(context_batch(batch, ps))

@@ -13,7 +13,8 @@ from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, StepResult
 from core.training.config.data import OF_AVERAGE
-from core.training.run.data import Corpus, local_batches
+from core.training.run.data import Corpus
+from core.training.run.loader import local_batches
 
 PROGRESS_S = 10.0  # between two lines about a long validation
 

@@ -1,4 +1,4 @@
-"""The learning rate schedule as an object, and global batches as an iterator."""
+"""The learning rate schedule as an object, and global batches as an iterator of this rank's rows."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from core.optimizer import ShardedOptimizer
-from core.parallel_state import ParallelState
+from core.parallel_state import ParallelState, context_batch
 from core.pipeline.run.step import split_microbatches
-from core.training.run.data import BatchSource, local_batches
+from core.training.run.data import BatchSource
 
 
 class Scheduler:
@@ -99,3 +99,24 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue with the batch of this number."""
         self.step = int(state["step"])
+
+
+def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """A function that moves a batch to `device`, beside what runs there; where documents begin stays on the host,
+    which chooses by it what attention computes."""
+
+    def moved(x: Tensor) -> Tensor:
+        if device.type == "cpu":
+            return x.to(device)
+        return x.pin_memory().to(device, non_blocking=True)  # a copy of pageable memory would stop the host
+
+    def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}
+
+    return move
+
+
+def local_batches(ps: ParallelState) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """A function that cuts this context rank's rows out of a batch of whole sequences, and moves them."""
+    move = moved_to(ps.device)
+    return lambda batch: move(context_batch(batch, ps))

@@ -22,6 +22,7 @@ def _placement(config: Any, tp_group: Any) -> Placement:
         sequence_parallel=current_state().config.sequence_parallel,
         dtype=getattr(config, "params_dtype", torch.float32),
         device=current_state().device,
+        filled_by_model=True,  # by `_draw`, with Megatron's init_method
     )
 
 

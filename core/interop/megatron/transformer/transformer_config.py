@@ -8,7 +8,8 @@ import torch
 from core.parallel_state import current_state, model_parallel_is_initialized
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
-_MODEL_FIELDS = frozenset(field.name for field in fields(ModelConfig))
+_REFUSED_BY_THE_MODEL = ("moe_expert_capacity_factor",)  # in words of its own
+_MODEL_FIELDS = frozenset(field.name for field in fields(ModelConfig)).union(_REFUSED_BY_THE_MODEL)
 _SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -24,6 +25,8 @@ _RUNTIME_DEFAULTS = {
     "recompute_num_layers": None,
     "virtual_pipeline_model_parallel_size": None,
 }
+# one value each: what is so anyway
+_FIXED = {"expert_tensor_parallel_size": 1, "moe_router_dtype": "fp32"}
 # the same numbers with and without: kernels, overlapping, memory, timing
 _NO_EFFECT = frozenset(
     (
@@ -45,6 +48,12 @@ _NO_EFFECT = frozenset(
         "grad_sync_func",
         "masked_softmax_fusion",
         "memory_efficient_layer_norm",
+        "moe_grouped_gemm",
+        "moe_per_layer_logging",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "moe_shared_expert_overlap",
+        "moe_token_dispatcher_type",
         "no_sync_func",
         "overlap_p2p_comm",
         "param_sync_func",
@@ -77,7 +86,12 @@ class TransformerConfig(ModelConfig):
         _check_sequence_parallel(arguments.pop("sequence_parallel", None))
 
         requested = [name for name, value in arguments.items() if value not in (None, False, 0)]
-        unknown = [name for name in requested if name not in _NO_EFFECT]
+        requested = [name for name in requested if name not in _FIXED or arguments[name] != _FIXED[name]]
+        unknown = [
+            f"{name}={arguments[name]} (here: {_FIXED[name]})" if name in _FIXED else name
+            for name in requested
+            if name not in _NO_EFFECT
+        ]
         if unknown:
             raise ValueError(
                 f"TransformerConfig: {len(unknown)} fields are not here: {', '.join(sorted(unknown))}; leave out "

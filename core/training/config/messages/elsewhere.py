@@ -13,7 +13,6 @@ ELSEWHERE = {
     "overlap_grad_reduce": "data_parallel.overlap",
     "ddp_bucket_size": "data_parallel.bucket_size",
     "group_query_attention": "model.num_query_groups",
-    "swiglu": "model.style",
     "disable_bias_linear": "model.add_bias_linear",
     "norm_epsilon": "model.layernorm_epsilon",
     "use_rotary_position_embeddings": "model.position_embedding_type",
@@ -117,6 +116,7 @@ TORCHTITAN = {
 
 # names that no single field stands for: what to do instead
 REMARKS = {
+    "moe_expert_capacity_factor": "experts have no capacity, and no token is dropped; leave it out",
     "dtype": "give model.bf16 or model.fp16; without them weights are float32",
     "torch_dtype": "give model.bf16 or model.fp16; without them weights are float32",
     "params_dtype": "give model.bf16 or model.fp16; without them weights are float32",
@@ -133,5 +133,17 @@ REMARKS = {
     "fp8": "8-bit products are not here; give model.bf16",
     "fp8_format": "8-bit products are not here; give model.bf16",
     "fp8_recipe": "8-bit products are not here; give model.bf16",
+    "transformer_impl": "leave it out: there is one implementation, torch's",
+    "distributed_backend": "leave it out: the device decides",
+    "overlap_param_gather": "leave it out: data_parallel.overlap is of gradients and weights",
+    "num_workers": "leave it out: batches are read from mapped files",
+    "dataloader_num_workers": "leave it out: batches are read from mapped files",
+    "log_throughput": "leave it out: every line has tokens/s and the share of the peak",
+    "use_flash_attn": "leave it out: torch's scaled_dot_product_attention chooses the kernel",
+    "no_masked_softmax_fusion": "leave it out: torch's own operations are used",
+    "no_gradient_accumulation_fusion": "leave it out: linears add into float32 gradients anyway",
+    "use_mcore_models": "leave it out: there is one kind of model",
+    "tokenizer_type": "give data.tokenizer, a tokenizer.json; without it the one beside the prepared text",
+    "swiglu": "give model.style=llama, or model.activation_func=silu and model.gated_linear_unit",
     "attention_bias": "give model.add_qkv_bias or model.add_bias_linear",
 }

@@ -17,9 +17,8 @@ from core.training.config import TrainingConfig
 from core.training.generation import generate
 from core.training.resume.batch_plan import cut_as_planned
 from core.training.run.checkpoint import Checkpoints
-from core.training.run.data import moved_to
 from core.training.run.engine.deepspeed_face import EngineFace
-from core.training.run.loader import Loader, Scheduler
+from core.training.run.loader import Loader, Scheduler, moved_to
 from core.training.run.loop import update
 
 

@@ -1,0 +1,122 @@
+"""The few shards that lie on this machine: fetched when needed or one ahead, removed when they were read."""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.datasets.card import card_path, sampled_hash
+from core.datasets.prefix_lock import LockedError, release_lock, take_lock
+from core.datasets.shards.manifest import Manifest
+from core.datasets.token_file import TokenFile, file_paths
+
+Fetch = Callable[[str, Path], None]  # (name of the shard, folder): puts name.bin, name.idx and what lies beside there
+_POLL_S = 0.2  # how often a process looks that waits for the one that fetches
+
+
+@dataclass(frozen=True)
+class CommandFetch:
+    """Fetches by a command with `{name}` and `{directory}` in it, without a shell. Raises ValueError: it failed."""
+
+    command: str
+
+    def __call__(self, name: str, directory: Path) -> None:
+        values = {"{name}": name, "{directory}": str(directory)}
+        words = [
+            re.sub(r"\{name\}|\{directory\}", lambda found: values[found[0]], word)
+            for word in shlex.split(self.command)
+        ]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip()[-500:]
+            raise ValueError(f"data.fetch ended with {done.returncode} for shard {name}: {said or 'it said nothing'}")
+
+
+class LocalShards:
+    """Shards in `directory`; those that are not there are brought by `fetch`, and these alone are removed again.
+
+    Processes of one machine share a directory: one fetches, the others wait. A shard appears whole or not at all.
+    """
+
+    def __init__(self, manifest: Manifest, directory: str | Path, fetch: Fetch | None = None) -> None:
+        self.manifest, self.directory, self.fetch = manifest, Path(directory), fetch
+        self._ahead: dict[int, threading.Thread] = {}
+
+    def open(self, number: int) -> TokenFile:
+        """Shard `number`, brought if need be. Raises ValueError: it is not that of the list, it cannot be brought."""
+        shard = self.manifest.shards[number]
+        file = self._here(number) or self._brought(number)
+        found = sampled_hash(file_paths(file.prefix)[0])
+        if (file.num_tokens, found) != (shard.tokens, shard.hash):
+            raise ValueError(
+                f"{file.prefix} has {file.num_tokens} tokens (hash {found[:12]}), the list of shards says "
+                f"{shard.tokens} ({shard.hash[:12]}); fetch it again, or write the list anew"
+            )
+        return file
+
+    def bring_ahead(self, number: int) -> None:
+        """Fetch shard `number` beside the training; what goes wrong is told when it is needed."""
+        if self.fetch is None or number in self._ahead or file_paths(self._prefix(number))[1].is_file():
+            return
+
+        def bring() -> None:
+            with contextlib.suppress(Exception):  # `open` tries again, and tells
+                self._brought(number)
+
+        self._ahead[number] = threading.Thread(target=bring, daemon=True)
+        self._ahead[number].start()
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Remove the other shards that were fetched. Who has one open goes on reading it."""
+        for number in range(len(self.manifest.shards)):
+            if number not in numbers and self._mark(number).exists():
+                self._ahead.pop(number, None)
+                prefix = self._prefix(number)
+                beside = [card_path(prefix), Path(f"{prefix}.tokenizer.json")]
+                for path in (*reversed(file_paths(prefix)), *beside, self._mark(number)):
+                    path.unlink(missing_ok=True)
+
+    def _prefix(self, number: int) -> Path:
+        return self.directory / self.manifest.shards[number].name
+
+    def _mark(self, number: int) -> Path:
+        return Path(f"{self._prefix(number)}.fetched")
+
+    def _here(self, number: int) -> TokenFile | None:
+        try:
+            return TokenFile(self._prefix(number))
+        except FileNotFoundError:  # also where another process removes it just now
+            return None
+
+    def _brought(self, number: int) -> TokenFile:
+        prefix, name = self._prefix(number), self.manifest.shards[number].name
+        if self.fetch is None:
+            raise ValueError(f"shard {name} is not in {self.directory}; copy it there, or say how: data.fetch")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                lock = take_lock(prefix)
+                break
+            except LockedError:  # it is being fetched
+                time.sleep(_POLL_S)
+        try:
+            if (file := self._here(number)) is not None:
+                return file
+            with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.directory) as folder:
+                self.fetch(name, Path(folder))
+                TokenFile(Path(folder) / name)
+                index = f"{name}.idx"
+                for path in (*sorted({*os.listdir(folder)} - {index}), index):  # without the index nothing opens
+                    if path == index:
+                        self._mark(number).touch()
+                    os.replace(Path(folder) / path, self.directory / path)
+            return TokenFile(prefix)
+        finally:
+            release_lock(prefix, lock)
