@@ -140,7 +140,9 @@ class StageContext:
     drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
         checkpoint, the generator's own seed is that seed.
     loss_scale: what an executor multiplies each token's loss by: auxiliary losses start their backward with it.
-    scale_of_plain_loop: the same, as the backward of a plain loop reaches the model's loss; None before.
+    averaged_over: how many microbatches a program takes the mean of, each by its own tokens (Megatron's loops):
+        auxiliary losses are means over positions there, too; None: they are sums, as the losses are.
+    scale_of_plain_loop: loss_scale, as the backward of a plain loop reaches the model's loss; None before.
     listeners: parts of the model that are told where steps begin and end.
 
     Plain attributes, no thread-local: CUDA's backward runs in other threads. Operations remember the bag they
@@ -154,6 +156,7 @@ class StageContext:
     driven: bool = False
     drawn: bool = False
     loss_scale: float | Tensor = 1.0
+    averaged_over: int | None = None
     scale_of_plain_loop: Tensor | None = None
     whole_sequences: bool = False
     listeners: list[StepListener] = field(default_factory=list)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from core.autograd import StageContext
 from core.models.gpt import GPTModel
+from core.parallel_state.collectives import all_gather_objects
 from core.pipeline.run.step import evaluating
 from core.training.sampling import Sampling
 from core.transformer.attention.kv_cache import KVCache
@@ -72,8 +73,10 @@ def generate_batch(
     Collective over the tensor and pipeline ranks: every one of them calls it and gets the same tokens. So do context
     ranks, each of which runs whole texts. Under
     sequence parallelism the positions that can be used are a multiple of the tensor ranks.
-    Raises ValueError: an empty prompt, or one longer than the model's positions.
+    Expert ranks need each other's experts for every token: they are given the same texts, data ranks among them too.
+    Raises ValueError: an empty prompt, or one longer than the model's positions; other texts on expert ranks.
     """
+    _refuse_other_texts(model, (list(map(list, prompts)), new_tokens, sampling, sorted(stop), cache))
     if new_tokens < 0:
         raise ValueError(f"new_tokens={new_tokens} must be at least 0")
     how = sampling if sampling is not None else Sampling()
@@ -91,6 +94,18 @@ def generate_batch(
                     if on_token is not None:
                         on_token(numbers[row], token)
     return [text.tokens for text in texts]
+
+
+def _refuse_other_texts(model: GPTModel, asked: tuple[Any, ...]) -> None:
+    """One all-gather over the expert ranks, if the model has some: other numbers of tokens would hang."""
+    if model.config.num_moe_experts is None:
+        return
+    different = len({repr(each) for each in all_gather_objects(asked, model.parallel.group("ep"))})
+    if different > 1:
+        raise ValueError(
+            f"{model.parallel.size('ep')} expert ranks are asked for {different} different sets of texts, and each "
+            "needs the others' experts for every token; give all of them the same prompts and options"
+        )
 
 
 def _can_cache(model: nn.Module) -> bool:

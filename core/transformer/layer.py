@@ -87,6 +87,21 @@ class Layers(nn.ModuleDict):
         return super().__getitem__(str(key))
 
 
+def _refuse_names_of_both_kinds(build: Build, layers: Layers) -> None:
+    """A checkpoint has one array of each name, with a row for every layer of the kind that it belongs to."""
+    of_kind: dict[bool, dict[str, str]] = {True: {}, False: {}}
+    for number, layer in layers.items():
+        if isinstance(part := getattr(layer, "mlp", None), nn.Module):
+            names = (name for name, _ in part.named_parameters())
+            of_kind[build.config.has_experts(int(number))].update(dict.fromkeys(names, number))
+    for name in sorted(of_kind[True].keys() & of_kind[False].keys()):
+        raise ValueError(
+            f"layers {of_kind[False][name]} and {of_kind[True][name]} both have mlp.{name}, and moe_layer_freq="
+            f"{build.config.moe_layer_freq} says that the second has experts: no checkpoint could tell them apart; "
+            "give the part other names in one kind of layer, or leave num_moe_experts and moe_layer_freq out"
+        )
+
+
 class TransformerBlock(nn.Module):
     """The layers `numbers` (global numbers: layer 7 is `layers.7` on every stage) and, at the end, a norm.
 
@@ -103,6 +118,7 @@ class TransformerBlock(nn.Module):
                 return spec.layer(replace(build, layer=number), spec)
 
         self.layers = Layers({str(n): layer(n) for n in numbers})
+        _refuse_names_of_both_kinds(build, self.layers)
         self.final_layernorm = spec.norm(build, build.config.hidden_size) if final_norm else None
 
     def forward(

@@ -1,14 +1,14 @@
 """The facts of a model; how it is split, trained or saved is configured elsewhere."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from math import inf, sqrt
 
 import torch
 
 from core.parallel_state.config import divisors, raise_all
 from core.transformer.activations import ACTIVATIONS, Activation
-from core.transformer.moe.rules import moe_rules
+from core.transformer.moe.rules import moe_rules, no_capacity
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ROTARY_SCALINGS = ("linear", "llama3")
@@ -109,12 +109,13 @@ class TransformerConfig:
     moe_router_load_balancing_type: str = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
     moe_z_loss_coeff: float | None = None
+    moe_expert_capacity_factor: InitVar[float | None] = None  # refused: no token is dropped
     init_method_std: float = 0.02
     params_dtype: torch.dtype = torch.float32
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
     use_cpu_initialization: bool = True  # False: each device draws for itself (faster; values differ by device type)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, moe_expert_capacity_factor: float | None) -> None:
         def default(name: str, value: int) -> None:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -123,7 +124,7 @@ class TransformerConfig:
         default("ffn_hidden_size", 4 * self.hidden_size)
         if isinstance(self.moe_layer_freq, list):
             object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))
-        raise_all("TransformerConfig", self._rules())
+        raise_all("TransformerConfig", (*self._rules(), no_capacity(moe_expert_capacity_factor)))
         default("kv_channels", self.hidden_size // self.num_attention_heads)
 
     def _rules(self) -> Iterator[tuple[bool, str]]:

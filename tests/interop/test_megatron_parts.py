@@ -167,12 +167,12 @@ def test_a_configuration_has_facts_only(state):
     config.finalize_model_grads_func = finalize_model_grads
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2, the state has 1; leave them out"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2)
-    with pytest.raises(ValueError, match="1 fields are not here: moe_grouped_gemm; leave out"):
-        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_grouped_gemm=True)
+    with pytest.raises(ValueError, match="1 fields are not here: moe_enable_deepep; leave out"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_enable_deepep=True)
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
         DistributedDataParallelConfig(use_distributed_optimizer=True)
-    with pytest.raises(ValueError, match="parts that are not here: num_experts"):
-        get_gpt_layer_local_spec(num_experts=8)
+    with pytest.raises(ValueError, match="parts that are not here: multi_latent_attention"):
+        get_gpt_layer_local_spec(multi_latent_attention=True)
 
 
 def test_specs_build_modules():

@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from core.autograd import GradSync, NullGradSync
+from core.autograd import GradSync, NullGradSync, StageContext
 from core.parallel_state import ParallelState, current_state
 from core.pipeline.run.pipeline import Pipeline
 
@@ -183,8 +184,22 @@ def forward_backward(
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)
     else:
-        cache.pipeline.step(None, loss_fn)
+        contexts = [chunk.stage for chunk in cache.chunks if isinstance(chunk.stage, StageContext)]
+        with _averages(contexts, num_microbatches):
+            cache.pipeline.step(None, loss_fn)
     return reports
+
+
+@contextmanager
+def _averages(contexts: Sequence[StageContext], num_microbatches: int) -> Iterator[None]:
+    """What the stages add to the loss is averaged as the loss is."""
+    for context in contexts:
+        context.averaged_over = num_microbatches
+    try:
+        yield
+    finally:
+        for context in contexts:
+            context.averaged_over = None
 
 
 def get_forward_backward_func() -> Callable[..., list[Any]]:

@@ -36,6 +36,8 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         scale = ctx.stage.loss_scale if ctx.driven else ctx.stage.scale_of_plain_loop
+        if ctx.driven and ctx.stage.averaged_over is not None:
+            scale = scale / (ctx.stage.averaged_over * ctx.positions)
         if scale is None:
             scale = 1 / ctx.positions
             warnings.warn(

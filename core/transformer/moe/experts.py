@@ -28,8 +28,8 @@ class Experts(torch.nn.Module):
     """linear_fc1.weight [E/ep, f, h], or gated [E/ep, 2, f, h]; linear_fc2.weight [E/ep, h, f]. No biases.
 
     Whole experts lie on each rank; tensor ranks take tokens of their own instead of columns (ep folds over tp).
-    Gradients are sums over the ranks with the same experts (edp): `DataParallel` takes them, in a plain loop they are
-    summed in backward over the tensor ranks, and DDP over the data ranks.
+    Gradients are sums over the ranks with the same experts (edp), by `DataParallel` or whoever sets `edp_is_summed`;
+    in a plain loop they are summed in backward over the tensor ranks, and by DDP over the data ranks.
     Raises ValueError: a plain loop on data ranks that hold other experts, which nobody would keep apart.
     """
 
@@ -43,6 +43,7 @@ class Experts(torch.nn.Module):
         self.linear_fc1 = Weight(build, Layout(fc1_shape, {"ep": 0}), config.init_method_std)
         self.linear_fc2 = Weight(build, Layout((experts, hidden, ffn), {"ep": 0}), config.output_std)
         ps = build.parallel
+        self.edp_is_summed = False  # by a wrapper that sums .grad over edp itself
         self._has_data_ranks, self._ranks = ps.size("dp-cp") > 1, ps.size("ep")
         self._sum_group = ps.group("tp") if self._has_data_ranks else ps.group("edp")  # in a plain loop
 
@@ -56,7 +57,7 @@ class Experts(torch.nn.Module):
 
     def _summed(self, weight: Parameter) -> Tensor:
         """The weight; in a plain loop one whose gradient is summed over the ranks that DDP does not know."""
-        has_owner = has_main_grad(weight) or hasattr(weight, "take_main_grad")
+        has_owner = self.edp_is_summed or has_main_grad(weight) or hasattr(weight, "take_main_grad")
         if has_owner or not (torch.is_grad_enabled() and weight.requires_grad):
             return weight
         if self._has_data_ranks and self._ranks > 1:

@@ -60,6 +60,16 @@ def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
     yield from _layer_rules(config)
 
 
+def no_capacity(factor: float | None) -> tuple[bool, str]:
+    """(holds, message) for Megatron's `moe_expert_capacity_factor`."""
+    return (
+        factor is None,
+        f"moe_expert_capacity_factor={factor}: experts have no capacity here, each computes all rows that come to it "
+        "and no token is dropped; leave it out, and keep experts even with moe_aux_loss_coeff or "
+        "moe_router_enable_expert_bias",
+    )
+
+
 def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]]:
     groups, best = config.moe_router_num_groups, config.moe_router_group_topk
     yield (

@@ -1,6 +1,7 @@
 """Experts in a checkpoint: identical files from every layout, which each loads; also where some layers have none."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from core.parallel_state import ParallelState
 from core.parallel_state.modules import named_buffers
 from core.pipeline.schedule import schedules as named
 from core.transformer.flops import multiplications_per_token
+from core.transformer.mlp import MLP
 from tests.parity.test_checkpoint import digest, whole
 from tests.parity.test_sharded_checkpoint import fill, same, snapshot, whole_state
 from tests.states import state
@@ -122,6 +124,15 @@ def test_rows_of_other_layers_are_not_loaded(tmp_path):
     other, optimizer = held({**MIXED, "moe_layer_freq": [1, 0, 1, 1]})
     with pytest.raises(ValueError, match=r"it is of the layers 1, 2, 3 in the checkpoint and 0, 2, 3 here"):
         dist_checkpointing.load(whole_state(other, optimizer), f"{tmp_path}/mixed", ps=other.ps)
+
+
+def test_one_name_in_both_kinds_of_layers_is_refused():
+    """A part of a user's own that is the same everywhere, in a model whose configuration says that layers differ."""
+    spec = replace(moe_spec(), mlp=MLP)
+    with pytest.raises(ValueError, match=r"layers 0 and 3 both have mlp.linear_fc1.weight, .* other names"):
+        GPTModel(config(**MIXED), spec, VOCAB, S, parallel=ParallelState.single("cpu"))
+    alike = config(**PLAIN, num_moe_experts=None)
+    GPTModel(alike, spec, VOCAB, S, parallel=ParallelState.single("cpu"))
 
 
 def test_a_stage_costs_what_its_kinds_of_layers_do():

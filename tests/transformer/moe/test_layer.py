@@ -205,6 +205,10 @@ BAD = [
     ({"moe_aux_loss_coeff": -1.0}, "must not be negative"),
     ({"add_bias_linear": True}, "experts have no biases"),
     ({"moe_router_score_function": "tanh"}, "known: softmax, sigmoid"),
+    (
+        {"moe_expert_capacity_factor": 1.25},
+        "moe_expert_capacity_factor=1.25: experts have no capacity here, .* leave",
+    ),
     ({"num_moe_experts": None, "moe_shared_expert_intermediate_size": 8}, "without num_moe_experts"),
 ]
 

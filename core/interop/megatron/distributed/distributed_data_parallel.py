@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
+from core.transformer.moe.experts import Experts
 
 _SHARDED = (
     "DataParallel(model, parallel_state, zero_stage=1) and ShardedAdamW divide the states (docs/from_megatron.md)"
@@ -41,7 +42,8 @@ class DistributedDataParallelConfig:
 class DistributedDataParallel(nn.Module):
     """Calls `module`; `finish_grad_sync` brings the mean of the gradients over the data ranks into every `.grad`.
 
-    With `config.calculate_per_token_loss` the sum, which `finalize_model_grads(..., num_tokens)` divides.
+    With `config.calculate_per_token_loss` the sum, which `finalize_model_grads(..., num_tokens)` divides. Experts'
+    are summed over the ranks that hold the same ones, and divided by all data ranks, whose tokens are in them.
     """
 
     def __init__(
@@ -51,6 +53,9 @@ class DistributedDataParallel(nn.Module):
         self.module, self.config, self.ddp_config = module, config, ddp_config
         module_state = getattr(module, "parallel", None)
         self.parallel = module_state if isinstance(module_state, ParallelState) else current_state()
+        for part in module.modules():
+            if isinstance(part, Experts):
+                part.edp_is_summed = True
 
     def __getattr__(self, name: str) -> Any:
         # scripts ask the wrapper for what the module has
@@ -74,9 +79,10 @@ class DistributedDataParallel(nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """All-reduce per group and dtype. A parameter that got no gradient on this rank counts as zeros."""
         mean = not getattr(self.config, "calculate_per_token_loss", False)
+        replicas = self.parallel.size("dp-cp")
         for name, parameters in self._parameters_by_group().items():
             group = self.parallel.group(name)
-            if group is None:
+            if group is None and replicas == 1:
                 continue
             for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
                 same = [parameter for parameter in parameters if parameter.dtype == dtype]
@@ -89,7 +95,7 @@ class DistributedDataParallel(nn.Module):
                     flat_gradients.append(gradient.reshape(-1).to(reduce_dtype))
                 total = all_reduce(torch.cat(flat_gradients), group)
                 if mean:
-                    total /= group.size
+                    total /= replicas
                 sizes = [parameter.numel() for parameter in same]
                 for parameter, gradient in zip(same, total.split(sizes), strict=True):
                     parameter.grad = gradient.view(parameter.shape).to(dtype)

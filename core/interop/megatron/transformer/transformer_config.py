@@ -8,7 +8,8 @@ import torch
 from core.parallel_state import current_state, model_parallel_is_initialized
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
-_MODEL_FIELDS = frozenset(field.name for field in fields(ModelConfig))
+_REFUSED_BY_THE_MODEL = ("moe_expert_capacity_factor",)  # in words of its own
+_MODEL_FIELDS = frozenset(field.name for field in fields(ModelConfig)).union(_REFUSED_BY_THE_MODEL)
 _SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -45,6 +46,12 @@ _NO_EFFECT = frozenset(
         "grad_sync_func",
         "masked_softmax_fusion",
         "memory_efficient_layer_norm",
+        "moe_grouped_gemm",
+        "moe_per_layer_logging",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "moe_shared_expert_overlap",
+        "moe_token_dispatcher_type",
         "no_sync_func",
         "overlap_p2p_comm",
         "param_sync_func",

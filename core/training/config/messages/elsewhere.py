@@ -116,6 +116,7 @@ TORCHTITAN = {
 
 # names that no single field stands for: what to do instead
 REMARKS = {
+    "moe_expert_capacity_factor": "experts have no capacity, and no token is dropped; leave it out",
     "dtype": "give model.bf16 or model.fp16; without them weights are float32",
     "torch_dtype": "give model.bf16 or model.fp16; without them weights are float32",
     "params_dtype": "give model.bf16 or model.fp16; without them weights are float32",

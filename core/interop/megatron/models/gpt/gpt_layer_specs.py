@@ -1,9 +1,13 @@
 """Specs by Megatron's names: all are made of torch's own operations here."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from core.models.gpt.gpt_layer_specs import gpt2_spec
-from core.transformer.spec import TransformerLayerSpec
+from torch import nn
+
+from core.models.gpt.gpt_layer_specs import feed_forward, gpt2_spec
+from core.transformer.spec import Build, TransformerLayerSpec
 
 
 def get_gpt_layer_local_spec(
@@ -14,9 +18,12 @@ def get_gpt_layer_local_spec(
 ) -> TransformerLayerSpec:
     """The layer; its norm, activation and positions follow from the configuration and the model.
 
-    Raises ValueError: experts, latent attention and other parts that are not here; qk_layernorm, the configuration's.
+    num_experts: the configuration's num_moe_experts, whose `moe_layer_freq` says in which layers. moe_grouped_gemm:
+    without effect, products of experts are grouped where that is right and faster.
+    Raises ValueError: latent attention and other parts that are not here; qk_layernorm, the configuration's. A model
+    raises it of a num_experts that is not the configuration's.
     """
-    arguments = {"num_experts": num_experts, "qk_layernorm": qk_layernorm} | more
+    arguments = {"qk_layernorm": qk_layernorm} | more
     without_effect = (None, False, 0, "LayerNorm", "RMSNorm")
     unsupported = [name for name, value in arguments.items() if value not in without_effect]
     if unsupported:
@@ -24,4 +31,13 @@ def get_gpt_layer_local_spec(
         raise ValueError(
             f"{len(unsupported)} arguments ask for parts that are not here: {', '.join(unsupported)}{remedy}"
         )
-    return gpt2_spec()
+    return replace(gpt2_spec(), mlp=partial(_feed_forward, num_experts or None))
+
+
+def _feed_forward(num_experts: int | None, build: Build) -> nn.Module:
+    if build.config.num_moe_experts != num_experts:
+        raise ValueError(
+            f"get_gpt_layer_local_spec(num_experts={num_experts}), and TransformerConfig says num_moe_experts="
+            f"{build.config.num_moe_experts}; give both the same number, or neither"
+        )
+    return feed_forward(build)

@@ -1,0 +1,124 @@
+"""A script in Megatron's words over a model with experts: the same weights on every layout, Megatron's means."""
+
+import pytest
+import torch
+
+from core.interop.megatron import parallel_state as mpu
+from core.interop.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.interop.megatron.distributed.finalize_model_grads import finalize_model_grads
+from core.interop.megatron.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from core.interop.megatron.models.gpt.gpt_model import GPTModel
+from core.interop.megatron.pipeline_parallel.schedules import get_forward_backward_func
+from core.interop.megatron.transformer.transformer_config import TransformerConfig
+from core.parallel_state import layout_of
+from tests.parity.whole import assembled, assert_same, whole_gradients
+
+VOCAB, S, ROWS, MICROBATCHES = 53, 8, 4, 2  # ROWS: of a microbatch, on all data ranks
+
+
+def config(**more):
+    facts = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "params_dtype": torch.float64}
+    facts |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False, "init_method_std": 0.3}
+    facts |= {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_aux_loss_coeff": 0.3}
+    facts |= {"moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.1, "moe_grouped_gemm": True}
+    return TransformerConfig(**facts | more)
+
+
+def batches(step):
+    """Rows of this data rank, a microbatch at a time."""
+    generator = torch.Generator().manual_seed(step)
+    dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    for _ in range(MICROBATCHES):
+        yield torch.randint(VOCAB, (ROWS, S), generator=generator)[rank * ROWS // dp :][: ROWS // dp]
+
+
+def forward_step(iterator, model):
+    tokens = next(iterator)
+    losses = model(tokens, None, None, labels=tokens.roll(-1, 1))
+    return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean()})
+
+
+def build(spec=None):
+    ends = {"pre_process": mpu.is_pipeline_first_stage(), "post_process": mpu.is_pipeline_last_stage()}
+    spec = spec if spec is not None else get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=True)
+    return GPTModel(config(), spec, VOCAB, S, position_embedding_type="rope", **ends)
+
+
+def gradients_of_a_step(model, step):
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches(step),
+        model=model,
+        num_microbatches=MICROBATCHES,
+    )
+    finalize_model_grads([model])
+
+
+def train(tp=1, pp=1, ep=1, sp=False):
+    """Whole weights after three steps of SGD."""
+    mpu.destroy_model_parallel()
+    ps = mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    try:
+        model = DistributedDataParallel(config(), DistributedDataParallelConfig(), build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            gradients_of_a_step(model, step)
+            optimizer.step()
+        weights = {name: weight.detach() for name, weight in model.module.named_parameters()}
+        return assembled(weights, {name: layout_of(p) for name, p in model.module.named_parameters()}, ps)
+    finally:
+        mpu.destroy_model_parallel()
+
+
+LAYOUTS = [(2, {"ep": 2}), (2, {"tp": 2, "ep": 2}), (2, {"tp": 2}), (2, {"pp": 2})]
+LAYOUTS += [(4, {"tp": 2, "ep": 4}), (4, {"tp": 2}), (4, {"ep": 2}), (4, {"pp": 2, "ep": 2})]
+IN_FULL = [(2, {"tp": 2, "ep": 2}), (2, {"pp": 2}), (4, {"ep": 2}), (4, {"pp": 2, "ep": 2})]
+
+
+@pytest.mark.parametrize(
+    "world, layout",
+    [pytest.param(*case, marks=pytest.mark.full) if case in IN_FULL else case for case in LAYOUTS],
+)
+def test_wrapped_experts_are_trained_alike_on_every_layout(ranks, world, layout):
+    (want,) = ranks(train, world=1)
+    for found in ranks(train, **layout, world=world):
+        assert_same(found, want)
+
+
+def mean_of_the_papers():
+    """A microbatch's loss, alpha aux and zeta z are all means: what a plain loop over the mean loss gives."""
+    mpu.destroy_model_parallel()
+    ps = mpu.initialize_model_parallel()
+    model = DistributedDataParallel(config(), DistributedDataParallelConfig(), build())
+    gradients_of_a_step(model, 0)
+    plain = build()
+    plain.load_state_dict(model.module.state_dict())
+    for tokens in batches(0):
+        (plain(tokens, labels=tokens.roll(-1, 1)).mean() / MICROBATCHES).backward()
+    found, want = whole_gradients(model.module, ps), whole_gradients(plain, ps)
+    mpu.destroy_model_parallel()
+    assert_same(found, want)
+
+
+def test_auxiliary_losses_are_means_as_the_loss_is(ranks):
+    ranks(mean_of_the_papers, world=1)
+
+
+def contradictions():
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(expert_model_parallel_size=2)
+    try:
+        with pytest.raises(ValueError, match=r"num_experts=8\), and TransformerConfig says num_moe_experts=4; give"):
+            build(get_gpt_layer_local_spec(num_experts=8))
+        with pytest.raises(ValueError, match=r"num_experts=None\), and TransformerConfig says num_moe_experts=4"):
+            build(get_gpt_layer_local_spec())
+        tokens = torch.zeros(1, S, dtype=torch.int64)
+        with pytest.raises(ValueError, match="nobody sums their gradients"):
+            build()(tokens, labels=tokens)
+    finally:
+        mpu.destroy_model_parallel()
+
+
+def test_a_spec_that_contradicts_the_configuration_is_refused(ranks):
+    ranks(contradictions)
