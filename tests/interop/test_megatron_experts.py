@@ -73,7 +73,7 @@ def train(tp=1, pp=1, ep=1, sp=False):
 
 LAYOUTS = [(2, {"ep": 2}), (2, {"tp": 2, "ep": 2}), (2, {"tp": 2}), (2, {"pp": 2})]
 LAYOUTS += [(4, {"tp": 2, "ep": 4}), (4, {"tp": 2}), (4, {"ep": 2}), (4, {"pp": 2, "ep": 2})]
-IN_FULL = [(2, {"tp": 2, "ep": 2}), (2, {"pp": 2}), (4, {"ep": 2}), (4, {"pp": 2, "ep": 2})]
+IN_FULL = [(2, {"tp": 2, "ep": 2}), (2, {"pp": 2}), (4, {"tp": 2, "ep": 4}), (4, {"ep": 2}), (4, {"pp": 2, "ep": 2})]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,16 @@ def mean_of_the_papers():
 
 def test_auxiliary_losses_are_means_as_the_loss_is(ranks):
     ranks(mean_of_the_papers, world=1)
+
+
+def test_fields_of_the_layout_of_experts_that_say_what_is_so_anyway():
+    config(expert_tensor_parallel_size=1, moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall")
+    with pytest.raises(
+        ValueError, match=r"expert_tensor_parallel_size=2 \(here: 1\), moe_router_dtype=fp64 \(here: fp32\)"
+    ):
+        config(expert_tensor_parallel_size=2, moe_router_dtype="fp64")
+    with pytest.raises(ValueError, match=r"moe_expert_capacity_factor=1.0: experts have no capacity"):
+        config(moe_expert_capacity_factor=1.0)
 
 
 def contradictions():

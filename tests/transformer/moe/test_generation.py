@@ -16,8 +16,8 @@ FACTS = {"layers": 3, "moe_layer_freq": (0, 1, 1), "router": "sigmoid", "shared"
 def texts(ps):
     """Greedy and drawn, with and without kept keys."""
     model = GPTModel(config(**FACTS), moe_spec(), VOCAB, 24, parallel=ps, parallel_output=False)
-    greedy = [generate_batch(model, PROMPTS, new_tokens=9, cache=cache) for cache in (True, False)]
-    drawn = generate_batch(model, PROMPTS, new_tokens=9, sampling=Sampling(temperature=0.9, seed=3))
+    greedy = [generate_batch(model, PROMPTS, new_tokens=6, cache=cache) for cache in (True, False)]
+    drawn = generate_batch(model, PROMPTS, new_tokens=6, sampling=Sampling(temperature=0.9, seed=3))
     return greedy[0], greedy[1], drawn
 
 

@@ -25,6 +25,8 @@ _RUNTIME_DEFAULTS = {
     "recompute_num_layers": None,
     "virtual_pipeline_model_parallel_size": None,
 }
+# one value each: what is so anyway
+_FIXED = {"expert_tensor_parallel_size": 1, "moe_router_dtype": "fp32"}
 # the same numbers with and without: kernels, overlapping, memory, timing
 _NO_EFFECT = frozenset(
     (
@@ -84,7 +86,12 @@ class TransformerConfig(ModelConfig):
         _check_sequence_parallel(arguments.pop("sequence_parallel", None))
 
         requested = [name for name, value in arguments.items() if value not in (None, False, 0)]
-        unknown = [name for name in requested if name not in _NO_EFFECT]
+        requested = [name for name in requested if name not in _FIXED or arguments[name] != _FIXED[name]]
+        unknown = [
+            f"{name}={arguments[name]} (here: {_FIXED[name]})" if name in _FIXED else name
+            for name in requested
+            if name not in _NO_EFFECT
+        ]
         if unknown:
             raise ValueError(
                 f"TransformerConfig: {len(unknown)} fields are not here: {', '.join(sorted(unknown))}; leave out "
