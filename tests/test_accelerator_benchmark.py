@@ -29,7 +29,13 @@ def test_the_dry_run_holds_in_every_part(capsys, tmp_path):
     told = next(line for line in text.splitlines() if line.startswith("0 failed: none; not here: "))
     assert set(told.partition("not here: ")[2].split(", ")) == ONLY_THERE
     figures = json.loads(out.read_text())
-    assert {"tflops_products", "tokens_s_ours_eager", "split_over_one_backward", "stall_over_copy"} <= figures.keys()
+    assert {
+        "tflops_products",
+        "tokens_s_ours_eager",
+        "split_over_one_backward",
+        "stall_over_copy",
+        "ms_loss_chunk_2^12",
+    } <= figures.keys()
 
 
 def test_one_failure_ends_nothing_and_is_told(capsys):

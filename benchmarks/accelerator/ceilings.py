@@ -1,10 +1,13 @@
 """What the device can do at best at the shapes of a step: products, attention, copies. Floors are made of these."""
 
+from unittest.mock import patch
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.accelerator.bench import GPT_1B4, SMALL, TINY, Bench, NotHereError
+from core.tensor_parallel import cross_entropy
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -75,6 +78,22 @@ def to_host(b):
     return f"{b.figures['gb_s_to_host']:.1f} GB/s"
 
 
+def loss_chunks(b):
+    """Seconds of the cross entropy both ways, for each number of logits that it takes at a time."""
+    size, told = size_of(b), {}
+    logits = torch.randn(size.tokens, size.vocab, device=b.device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(size.vocab, (size.tokens,), device=b.device)
+
+    def both_ways():
+        cross_entropy.vocab_parallel_cross_entropy(logits, labels).sum().backward()
+        logits.grad = None
+
+    for power in (10, 12) if b.dry else (23, 24, 25, 26, 27):
+        with patch.multiple(cross_entropy, _DEVICE_CHUNK=1 << power, _CPU_CHUNK=1 << power):
+            told[power] = b.figures[f"ms_loss_chunk_2^{power}"] = b.seconds(both_ways) * 1e3
+    return ", ".join(f"2^{power} {ms:.3g} ms" for power, ms in told.items())
+
+
 def run(b: Bench):
     """All of them."""
     for name, measure in (
@@ -82,5 +101,6 @@ def run(b: Bench):
         ("attention", attention),
         ("copies on the device", bandwidth),
         ("copies to the host", to_host),
+        ("chunks of the loss", loss_chunks),
     ):
         b.line(f"ceiling: {name}", measure)

@@ -6,7 +6,7 @@ from core.autograd.gradients import has_main_grad, main_grad_of
 from core.autograd.linear import deferred_linear
 from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
-from core.autograd.recomputation.notes import Notes, note, notes_activations
+from core.autograd.recomputation.notes import Notes, note, notes_activations, which_run
 from core.autograd.recomputation.policy import apply_recompute, has_regions
 from core.autograd.recomputation.region import recompute
 from core.autograd.reroute import RerouteHandle, reroute
@@ -29,4 +29,5 @@ __all__ = [
     "notes_activations",
     "recompute",
     "reroute",
+    "which_run",
 ]

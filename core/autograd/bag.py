@@ -22,8 +22,8 @@ NO_DEFERRAL = torch.tensor(0)  # the number that stands for no bag
 class Ticket:
     """What a compiled graph takes instead of an object: a number, in a tensor, so that it is an input of the graph.
 
-    A copy of the object, or a pickle, has none. has_owner: whether the parameter that it stands for had a
-    `main_grad`; one that comes later is right too, and takes the gradient from autograd.
+    A copy of the object, or a pickle, has none. has_owner: whether the parameter that it stands for has a
+    `main_grad`, as far as it was told (`owner_changed`); where not, autograd takes the gradient: right with one, too.
     """
 
     def __init__(self, target: Any, has_owner: bool = False) -> None:

@@ -12,6 +12,13 @@ def has_main_grad(parameter: Tensor) -> bool:
     return getattr(parameter, "main_grad", None) is not None
 
 
+def owner_changed(parameter: Tensor) -> None:
+    """Tell compiled code, which does not look at tensors' attributes, that `main_grad` came or went."""
+    ticket = getattr(parameter, "_deferral", None)
+    if ticket is not None:
+        ticket.has_owner = has_main_grad(parameter)
+
+
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """The buffer that gradients of `parameter` are added to, in place; None where nobody owns one.
 

@@ -3,12 +3,15 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.parallel_state.collectives import groups as pg
+
+EMULATED = 2.0  # times a float32 product: a bfloat16 one takes no longer where there are instructions for it
 
 
 def local_device(kind: str | None = None, *, shared: bool = False) -> torch.device:
@@ -63,6 +66,32 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
             f"weights of {dtype} on {device}: this device does not compute in bfloat16 (NVIDIA's do from compute "
             "capability 8.0 on); use float16 (model.fp16) or float32"
         )
+
+
+def bf16_slowdown(device: torch.device) -> float:
+    """Seconds of a product of 256 x 256 in bfloat16 over those in float32; 1.0 off the CPU.
+
+    A CPU without instructions for it (AVX512-BF16, AMX, Arm's BF16) emulates: 10 to 100, and this takes 0.1 s.
+    """
+    if device.type != "cpu":
+        return 1.0
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, times = torch.ones(256, 256, dtype=dtype), []
+        for _ in range(3):
+            begin = perf_counter()
+            torch.mm(x, x)
+            times.append(perf_counter() - begin)
+        seconds.append(min(times))
+    return seconds[1] / seconds[0]
+
+
+def note_on_bf16(device: torch.device) -> str | None:
+    """What to tell somebody who trains in bfloat16 on a CPU that emulates it; None where it is at least as fast."""
+    slowdown = bf16_slowdown(device)
+    if slowdown < EMULATED:
+        return None
+    return f"bf16 products take {slowdown:.0f} x float32's here: this CPU has no instructions for them"
 
 
 def reading_waits(device: torch.device) -> bool:

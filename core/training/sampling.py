@@ -34,15 +34,16 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token by its logits [v]. ValueError: they are not finite numbers."""
-        if bool(logits.isnan().any()):
+        likeliest = logits.argmax()  # of NaN the first, where there is one
+        if bool(logits[likeliest].isnan()):
             raise ValueError("the model's logits are NaN: its weights are, or were never filled")
         if self.temperature == 0:
-            return int(logits.argmax().item())
+            return int(likeliest.item())
         # drawn on the CPU: one generator gives the same tokens on every kind of device
         scaled = logits.double().cpu() / self.temperature
         if self.top_k is not None and self.top_k < len(scaled):
-            likeliest = scaled.topk(self.top_k)  # of equal ones the first: exactly k
-            scaled = torch.full_like(scaled, -torch.inf).scatter(0, likeliest.indices, likeliest.values)
+            kept = scaled.topk(self.top_k)  # of equal ones the first: exactly k
+            scaled = torch.full_like(scaled, -torch.inf).scatter(0, kept.indices, kept.values)
         probabilities = torch.softmax(scaled, -1)
         if self.top_p is not None:
             probabilities = self._nucleus(probabilities, self.top_p)

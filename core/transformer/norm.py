@@ -23,11 +23,13 @@ def _to_float32(x: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised x, and 1 / rms of each row."""
     # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
-    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    x32 = x.to(wide)
+    alike = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)  # of a new token conversions count
+    wide = x.dtype if alike else torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    x32, weight32 = (x, weight) if alike else (x.to(wide), weight.to(wide))
     mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
     inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x32 * inverse_rms).mul_(weight.to(wide)).to(x.dtype), inverse_rms
+    y = (x32 * inverse_rms).mul_(weight32)
+    return y if alike else y.to(x.dtype), inverse_rms
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from core.autograd import StageContext, linear
 from core.data_parallel import DataParallel
 from core.data_parallel.weights.freed import FreedParameter
 from core.data_parallel.weights.table import stages_of
@@ -208,3 +209,15 @@ def test_another_ranks_states_are_refused():
         optimizer.load_state_dict(held)
     with pytest.raises(TypeError, match="use state_dict"):
         copy.deepcopy(optimizer)
+
+
+def test_compiled_linears_are_told_when_main_grad_comes_and_goes():
+    module, x = nn.Linear(4, 3, bias=False), torch.randn(5, 4)
+    linear.make_compilable(module.weight)
+    assert not module.weight._deferral.has_owner
+    shard = DataParallel(module, ParallelState.single("cpu"))
+    assert module.weight._deferral.has_owner
+    shard.remove()
+    y = linear._compiled_linear(x, module.weight, None, StageContext())
+    (found,) = torch.autograd.grad(y.sum(), module.weight)
+    torch.testing.assert_close(found, x.sum(0).expand(3, 4))

@@ -1,5 +1,6 @@
 """A user's mistake ends a script with one line, said once, whichever rank makes it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -79,3 +80,23 @@ def test_the_cause_is_said_once_under_torchrun(who, tmp_path):
     assert last == f"  error: {'rank 1: ' if who == '1' else ''}the cause" and set(box) == {"="}, (
         "last on the terminal"
     )
+
+
+def test_a_crash_is_last_under_torchrun_by_its_last_calls(monkeypatch, tmp_path):
+    def deep(calls):
+        return {}["x"] if calls == 0 else deep(calls - 1)
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(KeyError), errors_as_one_line():
+        deep(9)
+    shown = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"].splitlines()
+    assert shown[-1] == "KeyError: 'x'"
+    assert sum(line.startswith("  File ") for line in shown) == 3
+    file.unlink()
+    with pytest.raises(RuntimeError), errors_as_one_line():
+        raise RuntimeError("shapes do not fit")
+    assert "shapes do not fit" in file.read_text()
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    with pytest.raises(KeyError), errors_as_one_line():
+        deep(9)

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core.parallel_state import ParallelState, environment
+from core.training import RunConfig
 from core.training.doctor import __main__ as command
 from core.training.doctor import collect, fast_paths, selftest
 from core.training.doctor import machine as here
@@ -19,6 +21,7 @@ from core.training.doctor.check import Check
 from core.training.doctor.fast_paths import Compiler
 from core.training.doctor.packages import EXTRAS, PYTHON, REQUIRED, packages, required, version_numbers
 from core.training.doctor.show import as_json, failures, lines
+from core.training.run.summary import describe
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -30,13 +33,14 @@ def named(found):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """`main` without a compiler's trial."""
+    """`main` without a compiler's trial, on a CPU that multiplies bfloat16."""
 
     class Works:
         def check(self, device):
             return Check(name="torch.compile", value="works", status="ok")
 
     monkeypatch.setattr(collect, "Compiler", Works)
+    monkeypatch.setattr(environment, "bf16_slowdown", lambda device: 1.0)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -185,6 +189,32 @@ def test_no_fused_optimizer(monkeypatch):
     assert fast_paths.fused_adamw(CPU).status == "off"
 
 
+@pytest.mark.parametrize(("slowdown", "status"), [(41.3, "off"), (0.5, "ok")])
+def test_bfloat16_that_a_cpu_emulates_is_told_by_the_doctor_and_by_a_run(slowdown, status, monkeypatch):
+    monkeypatch.setattr(environment, "bf16_slowdown", lambda device: slowdown)
+    check = fast_paths.bfloat16(CPU)
+    assert check.status == status
+    corpus = SimpleNamespace(num_tokens=(10, 5), train=None)
+    notes = {}
+    for dtype in ("bf16", "fp32"):
+        said = []
+        run = RunConfig.from_dict({"model.bf16": dtype == "bf16"})
+        describe({0: torch.nn.Linear(2, 2)}, ParallelState.single("cpu"), corpus, run, said.append)
+        notes[dtype] = [line for line in said if line.startswith("note: ")]
+    assert not notes["fp32"]
+    if status == "off":
+        text = "bf16 products take 41 x float32's here"
+        assert text in check.value and "model.bf16=false" in check.remedy
+        assert len(notes["bf16"]) == 1 and text in notes["bf16"][0]
+    else:
+        assert not notes["bf16"]
+
+
+def test_the_probe_of_bfloat16_measures():
+    assert environment.bf16_slowdown(CPU) > 0
+    assert environment.bf16_slowdown(torch.device("meta")) == 1.0
+
+
 def test_backends_that_torch_lacks(monkeypatch):
     monkeypatch.setattr(fast_paths, "available_backends", lambda: ["mpi"])
     monkeypatch.setattr(fast_paths, "default_backend", lambda kind: "nccl")
@@ -291,7 +321,17 @@ def test_the_command_here():
     assert len(found) == len(told["checks"]), "every name once"
     tested = [f"self-test {name}" for name in selftest.COLLECTIVES]
     assert all(found[name]["status"] == "ok" and "GB/s" in found[name]["value"] for name in tested)
-    assert {"Python", "torch", "device", "gloo", "attention", "fused AdamW", "CPU", "/dev/shm"} <= found.keys()
+    assert {
+        "Python",
+        "torch",
+        "device",
+        "gloo",
+        "attention",
+        "fused AdamW",
+        "bfloat16",
+        "CPU",
+        "/dev/shm",
+    } <= found.keys()
     assert all(row["remedy"] for row in told["checks"] if row["status"] in ("off", "missing"))
 
 

@@ -1,8 +1,11 @@
 """Generation with keys and values kept: the tokens of the full prefix, each computed once, on every layout."""
 
+import sys
+
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.models.gpt import GPTModel, gpt_stages, llama_spec
 from core.models.huggingface import from_huggingface, load_huggingface
@@ -177,3 +180,65 @@ def test_greedy_tokens_are_those_of_transformers(kind):
         for prompt in ([5, 100, 3], [9, 9, 1, 2, 4, 77, 31, 8]):
             want = theirs.generate(torch.tensor([prompt]), generation_config=options, use_cache=True)[0].tolist()
             assert generate(model, prompt, new_tokens=12) == want
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def python_calls(run):
+    """Calls of Python's and of C's functions."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def torch_operations(run):
+    with Operations() as operations:
+        run()
+    return operations.count
+
+
+@pytest.mark.parametrize("count", [torch_operations, python_calls])
+def test_a_token_costs_no_more_operations_and_calls_than_theirs(count):
+    """A token of a Llama of 8 layers, float32: where the products are small, the rest is what it takes."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).float().eval()
+    arguments = from_huggingface(theirs.config, params_dtype=torch.float32).arguments()
+    ours = GPTModel(**arguments, parallel=ParallelState.single("cpu")).eval()
+    load_huggingface(ours, theirs.state_dict())
+
+    def of_ours(new_tokens):
+        generate_batch(ours, [[5, 6, 7]], new_tokens=new_tokens)
+
+    def of_theirs(new_tokens):
+        how = transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0
+        )
+        theirs.generate(torch.tensor([[5, 6, 7]]), generation_config=how)
+
+    def of_a_token(generates):
+        generates(2)
+        return (count(lambda: generates(12)) - count(lambda: generates(4))) / 8
+
+    mine, other = of_a_token(of_ours), of_a_token(of_theirs)
+    assert 0 < mine <= other
+    assert mine <= {torch_operations: 610, python_calls: 1400}[count]

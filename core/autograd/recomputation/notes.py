@@ -15,6 +15,11 @@ from torch import Tensor
 # Set while a forward runs that has a second run, and in that second run, each time in the thread that runs it.
 _current: ContextVar["Notes | None"] = ContextVar("notes", default=None)
 
+_REMEDY = (
+    "what a region calls must not depend on anything that changes between them, nor run compiled in one of them only "
+    "(torch gives up after too many recompilations): compile all layers or none, or set recompute_keeps='nothing'"
+)
+
 
 class Notes:
     """What one forward of one microbatch noted, in the order of its calls.
@@ -57,8 +62,13 @@ class Notes:
         if self._next != len(self._noted):
             raise RuntimeError(
                 f"recompute: the second run called {self._next} operations that are noted, the first one "
-                f"{len(self._noted)}; what a region calls must not depend on anything that changes between them"
+                f"{len(self._noted)}; {_REMEDY}"
             )
+
+    @property
+    def is_second(self) -> bool:
+        """Whether the run under way is the second one, or part of one."""
+        return self._next is not None or (self._outer is not None and self._outer.is_second)
 
     def take(self, make: Callable[[], tuple[Any, ...]], *, activation: bool) -> tuple[Any, ...]:
         """In the first run call `make` and remember what it returns; in the second return that. See `note`."""
@@ -74,7 +84,10 @@ class Notes:
         if activation and not self._noted_activations:  # the first run was compiled, which notes none
             return make()
         if self._next >= len(self._noted):
-            raise RuntimeError(f"recompute: the second run called more than the {len(self._noted)} operations noted")
+            raise RuntimeError(
+                "recompute: the second run called more operations that are noted than the first one, which called "
+                f"{len(self._noted)}; {_REMEDY}"
+            )
         values, versions = self._noted[self._next]
         self._next += 1
         if versions != [value._version for value in values if isinstance(value, Tensor)]:
@@ -91,6 +104,12 @@ def note(make: Callable[[], tuple[Any, ...]], *, activation: bool = False) -> tu
     """
     notes = _current.get()
     return make() if notes is None else notes.take(make, activation=activation)
+
+
+def which_run() -> int:
+    """1 or 2: the first or second run of a recomputed forward is under way; 0: an ordinary one, or none."""
+    notes = _current.get()
+    return 0 if notes is None else 1 + notes.is_second
 
 
 def notes_activations() -> bool:

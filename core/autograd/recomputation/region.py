@@ -94,6 +94,7 @@ class _Region:
         # bag, seed, step and microbatch: dropout draws the same mask in the second run
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
         self.random, self.draws = random_state(self.device), True
+        self.seed = torch.default_generator.initial_seed()  # what our dropout reads, which draws nothing
         self.autocast = Autocast(self.device)
 
     def call(self, tensors: Sequence[Tensor]) -> list:
@@ -153,7 +154,8 @@ class _Region:
         The bag is closed meanwhile, as it was in the first run.
         """
         present_random = None
-        if self.draws:  # what drew nothing from torch's generators then draws nothing now
+        # what drew nothing from torch's generators then draws nothing now; it may have read their seed
+        if self.draws or self.seed != torch.default_generator.initial_seed():
             present_random = random_state(self.device)
             set_random_state(self.device, self.random)
         present_stage = self.stage.snapshot() if self.stage is not None else None

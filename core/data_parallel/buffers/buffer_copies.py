@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.autograd.recomputation.notes import which_run
 from core.parallel_state.collectives import all_gather_objects, broadcast
 from core.parallel_state.state import ParallelState
 
@@ -52,7 +53,10 @@ class BufferCopies:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not module.training or module not in self._stages or torch._C._current_graph_task_id() != -1:
             return
-        if self._dirty and torch.is_grad_enabled():
+        run = which_run()
+        if run == 2:  # on copies of the buffers as the first run found them
+            return
+        if self._dirty and (torch.is_grad_enabled() or run == 1):
             self.send()
         self._dirty = True
 

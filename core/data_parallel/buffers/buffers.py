@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.autograd.gradients import owner_changed
 from core.data_parallel.weights.weights import Interval, Storage, Weights, nan_placeholder
 from core.parallel_state.collectives import Group, all_reduce, start_gather_parts, start_sum_into_own
 from core.parallel_state.collectives.ops import PendingCollective
@@ -88,6 +89,7 @@ class Buffer(Weights):
         for index, (parameter, view) in enumerate(zip(self.parameters, self._full_gradients, strict=True)):
             parameter.main_grad = view  # type: ignore[attr-defined]
             parameter.take_main_grad = partial(self.take, index)  # type: ignore[attr-defined]
+            owner_changed(parameter)
         if self.stage < 2:
             self.gradients = flat[slice(*self.updated_interval)]
         else:
@@ -279,6 +281,7 @@ class Buffer(Weights):
             parameter.__class__ = kind
             parameter.data = view.clone()
             del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]
+            owner_changed(parameter)
             if self.stage == 3:
                 del parameter.bucket  # type: ignore[attr-defined]
 

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from core.parallel_state import local_device
 from core.parallel_state.collectives.groups import available_backends, default_backend
+from core.parallel_state.environment import check_dtype, note_on_bf16
 from core.training.doctor.check import Check, gib
 
 # what inductor compiles: a Python extension with OpenMP
@@ -98,6 +99,7 @@ def fast_paths(kind: str | None, compiler: Compiler) -> Iterator[Check]:
     yield from backends(device)
     yield attention(device)
     yield fused_adamw(device)
+    yield bfloat16(device)
     # last: it has been compiling beside all of these
     yield compiler.check(device)
 
@@ -187,6 +189,18 @@ def attention(device: torch.device) -> Check:
 def _is_enabled(name: str) -> bool:
     # these switches are for every device, in spite of the module's name
     return bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+
+
+def bfloat16(device: torch.device) -> Check:
+    """Whether the device multiplies bfloat16 itself."""
+    try:
+        check_dtype(device, torch.bfloat16)
+    except ValueError as error:
+        return Check(name="bfloat16", value=str(error), status="off", remedy="train in float32, or model.fp16=true")
+    note = note_on_bf16(device)
+    if note is None:
+        return Check(name="bfloat16", value=f"on {device.type}", status="ok")
+    return Check(name="bfloat16", value=note, status="off", remedy="train in float32 here: model.bf16=false")
 
 
 def fused_adamw(device: torch.device) -> Check:

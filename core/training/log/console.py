@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from core.training.log.leaving import let_the_first_rank_end, say_mistake
+from core.training.log.leaving import let_the_first_rank_end, say_mistake, show_crash
 
 _CELL = " | "
 
@@ -32,6 +32,7 @@ def errors_as_one_line() -> Iterator[None]:
     except RuntimeError as error:
         lost_connection = rank and "onnection" in str(error)  # another rank has left, and prints why
         if not lost_connection:
+            show_crash(error)
             raise
         say_mistake(f"error: rank {rank} lost the others: {str(error).splitlines()[0][:100]}")
         raise SystemExit(1) from None
@@ -42,6 +43,9 @@ def errors_as_one_line() -> Iterator[None]:
         speaker = f"rank {rank}: " if rank else ""
         say_mistake(f"error: {speaker}{error}")
         raise SystemExit(1) from None
+    except Exception as error:
+        show_crash(error)
+        raise
 
 
 def terminal_width(most: int) -> int:

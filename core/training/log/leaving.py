@@ -6,22 +6,35 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 _HEAD_START_S = 5.0  # the first rank ends first, and torchrun ends the others; on a busy machine that takes seconds
+_LAST_CALLS = 3  # of a crash, below torchrun's lines
 
 
 def say_mistake(message: str) -> None:
     """To standard error; under torchrun to the file that it shows below its own lines when this process failed."""
+    if not _shown_by_torchrun(message):
+        print(message, file=sys.stderr, flush=True)
+
+
+def show_crash(error: BaseException) -> None:
+    """The last calls of a traceback, for torchrun to show last; Python prints the whole one, above its lines."""
+    _shown_by_torchrun("".join(traceback.format_exception(error, limit=-_LAST_CALLS)).rstrip())
+
+
+def _shown_by_torchrun(message: str) -> bool:
+    """False where there is no torchrun, or no room for its file."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
-        print(message, file=sys.stderr, flush=True)
-        return
+        return False
     facts = {"py_callstack": f"\n{message}", "timestamp": str(int(time.time()))}
     try:
         with open(file, "w", encoding="utf-8") as opened:
             json.dump({"message": {"message": message, "extraInfo": facts}}, opened)
     except OSError:  # a full disk, say
-        print(message, file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def say_to_reader(text: str) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from core.datasets import ConversationBatches
 from core.parallel_state import ParallelState
+from core.parallel_state.environment import note_on_bf16
 from core.pipeline import Pipeline, SingleStage, Timeline
 from core.pipeline.draw.draw import draw_text
 from core.training.config import Loaded, RunConfig
@@ -88,6 +90,8 @@ def describe(
 ) -> int:
     """Who holds what, before a run; the parameters of the model. All-gather over pp."""
     say(layout_in_words(ps, run))
+    if run.model.dtype == torch.bfloat16 and ps.rank == 0 and (note := note_on_bf16(ps.device)):
+        say(f"note: {note}; model.bf16=false trains faster")
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     train_tokens, valid_tokens = corpus.num_tokens

@@ -19,15 +19,18 @@ LayerTables = list[Tables | None]  # by the layers' global numbers; None does no
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
     """out = x turned by the tables (sign -1: turned back), over the first 2 * cos.shape[-1] dims of the head."""
     # Halves convention: dim i is rotated together with dim i + half. Dims beyond (partial rotary) are copied.
-    half = cos.shape[-1]
-    x1, x2, o1, o2 = x[..., :half], x[..., half : 2 * half], out[..., :half], out[..., half : 2 * half]
+    width = 2 * cos.shape[-1]
+    partial = width < x.shape[-1]
+    x1, x2 = (x[..., :width] if partial else x).chunk(2, -1)
+    o1, o2 = (out[..., :width] if partial else out).chunk(2, -1)
     torch.mul(x1, cos, out=o1).addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=o2).addcmul_(x1, sin, value=sign)
-    if 2 * half < x.shape[-1]:
-        out[..., 2 * half :].copy_(x[..., 2 * half :])
+    if partial:
+        out[..., width:].copy_(x[..., width:])
 
 
 def _split(y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q [b, g r, s, d] and k [b, g, s, d], rotated; v [b, g, s, d], a view of y."""
     s, b, width = y.shape
     r = width // (g * d) - 2
     # of each group: r query heads, then its key head, then its value head
@@ -40,7 +43,7 @@ def _split(y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) ->
     else:
         _rotate(q, cos[:, None], sin[:, None], new_q, 1)
         _rotate(k, cos, sin, new_k, 1)
-    return new_q.view(b, g * r, s, d), new_k, v.contiguous()
+    return new_q.view(b, g * r, s, d), new_k, v
 
 
 class _SplitQKV(torch.autograd.Function):
@@ -49,7 +52,8 @@ class _SplitQKV(torch.autograd.Function):
         s, b, width = y.shape
         ctx.save_for_backward(cos, sin)
         ctx.shape = (s, b, g, width // (g * d) - 2, d)
-        return _split(y, g, d, cos, sin)
+        q, k, v = _split(y, g, d, cos, sin)
+        return q, k, v.contiguous()
 
     @staticmethod
     def backward(ctx: Any, gq: Tensor, gk: Tensor, gv: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,7 +99,8 @@ def split_qkv(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> 
         return split_qkv_plainly(y, groups, head_size, tables)
     cos, sin = tables if tables is not None else (None, None)
     if not torch.is_grad_enabled():  # nothing to save
-        return _split(y, groups, head_size, cos, sin)
+        q, k, v = _split(y, groups, head_size, cos, sin)
+        return q, k, v if y.shape[0] == 1 else v.contiguous()  # one token's goes into a cache, which copies it
     q, k, v = _SplitQKV.apply(y, groups, head_size, cos, sin)
     return q, k, v
 

@@ -5,7 +5,6 @@ Letters: s sequence, b microbatch, h hidden, a heads, g query groups, q heads pe
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from core.autograd import notes_activations
@@ -194,7 +193,7 @@ class SelfAttention(nn.Module):
             k, v, padding = self.cache_of_layer.extend(k, v)
             attention_mask = attention_mask if padding is None else padding
         heads = self.core_attention(q, k, v, attention_mask)
-        return self.linear_proj(rearrange(heads, "b a s d -> s b (a d)"))
+        return self.linear_proj(heads.permute(2, 0, 1, 3).flatten(2))  # [s, b, a d]
 
 
 def _qk_norm(build: Build, spec: TransformerLayerSpec, heads: int) -> nn.Module | None:
