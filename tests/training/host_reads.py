@@ -24,7 +24,7 @@ READS = {
 ON_HOST = {
     "core/pipeline/run/channel.py _receive_form",  # forms travel over gloo
     "core/autograd/bag.py object_of",  # the number of a ticket
-    "core/autograd/recomputation/module_state.py same_random_state",  # a generator's state is a ByteTensor of the host
+    "core/autograd/recomputation/module_state.py same_random_state",  # states of generators
     "core/parallel_state/environment.py read",  # HostCopy: an event of its own
 }
 
