@@ -127,6 +127,7 @@ class GradientSums:
             round_of.update(dict.fromkeys(round_.buffers, round_))
         for slot in slots:
             slot.sums = self
+            slot.parameter.take_main_grad = slot.take  # type: ignore[attr-defined]
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
@@ -207,6 +208,19 @@ class GradientSums:
         if self._divided and not (self._has_executor or self._current_round.open):  # no hook saw this backward begin
             self.plain_backward(self._stage_of[slot.buffer])
         slot.buffer.add(slot.index, gradient.detach())
+
+    def begin_addition(self, slot: ParameterSlot) -> None:
+        """An operation is about to add to the gradient of a parameter itself, before autograd's hook is called.
+
+        Where the program has set `.grad` to None since (a plain loop's `zero_grad`), what was there goes first.
+        """
+        if self._has_executor or slot.parameter.grad is not None:
+            return
+        if self.phase:
+            self._renewed()
+        elif slot.shown:
+            slot.buffer.forget(slot.index)
+            slot.shown = False
 
     def _renewed(self) -> bool:
         """Whether the program has set every `.grad` to None since the last step, so that the next one has begun."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -173,6 +174,35 @@ def test_a_run_that_goes_on_draws_no_weights(tmp_path, monkeypatch, on_meta):
         second.init_weights()
         pairs = zip(first.parameters(), second.parameters(), strict=True)
         assert all(torch.equal(p, q) for p, q in pairs), "the initial values of its own are kept"
+
+
+def goes_on(directory, tied, zero):
+    """A pipeline that saves a step, and one that goes on from it; what both hold."""
+    ps = state(pp=2)
+    torch.set_default_dtype(torch.float32)
+    run = RunConfig.from_dict(
+        {"checkpoint.directory": directory, "model.num_layers": 2, "model.hidden_size": 16, "device": "cpu"}
+        | {"model.num_attention_heads": 4, "data.sequence_length": 8, "training.global_batch_size": 2}
+        | {"model.tie_embeddings": tied, "parallel.pipeline": 2, "data_parallel.zero_stage": zero}
+    )
+    weights = []
+    for step in (0, 1):
+        with warnings.catch_warnings(action="error"):  # NaN on two ranks is no twin
+            stages = begin(run, 64, ps, may_be_on_meta=True)
+            parts = assemble(stages, run, None, ps, lambda line: None)
+        with parts.checkpoints as checkpoints:
+            assert checkpoints.resume() == step
+            if not step:
+                checkpoints.manager.save(1, checkpoints.state(1))
+        weights.append([p.detach().clone() for stage in stages.values() for p in stage.parameters()])
+        parts.executor.close()
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert not any(p.isnan().any() for p in weights[1])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pipeline_goes_on(ranks, tmp_path, tied):
+    ranks(goes_on, str(tmp_path), tied, 1, world=2)
 
 
 def broken(made, tmp_path, change):

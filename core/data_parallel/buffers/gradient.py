@@ -50,6 +50,10 @@ class Sums(Protocol):
         """Add to a gradient, inside of a backward."""
         ...
 
+    def begin_addition(self, slot: "ParameterSlot") -> None:
+        """An operation is about to add to a gradient itself."""
+        ...
+
 
 class ParameterSlot:
     """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step.
@@ -76,6 +80,11 @@ class ParameterSlot:
 
     def contribute(self, gradient: Tensor) -> None:
         self.sums.contribute(self, gradient)
+
+    def take(self) -> Tensor:
+        """The full gradient, to be added to: `take_main_grad` of the parameter."""
+        self.sums.begin_addition(self)
+        return self.buffer.take(self.index)
 
     def request_values(self) -> None:
         """A program asks for values: all gradients are summed and averaged first. Collective.
