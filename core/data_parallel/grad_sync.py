@@ -127,7 +127,6 @@ class GradientSums:
             round_of.update(dict.fromkeys(round_.buffers, round_))
         for slot in slots:
             slot.sums = self
-            slot.parameter.take_main_grad = slot.take  # type: ignore[attr-defined]
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()

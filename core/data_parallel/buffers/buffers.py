@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -86,9 +86,8 @@ class Buffer(Weights):
         self._is_empty = [False] * len(self.parameters)
         self._was_added_to = [False] * len(self.parameters)  # since the last zero(), through take() or add()
         self._first_sum = True  # stages 2, 3: whether no sum of this step has ended yet
-        for index, (parameter, view) in enumerate(zip(self.parameters, self._full_gradients, strict=True)):
+        for parameter, view in zip(self.parameters, self._full_gradients, strict=True):
             parameter.main_grad = view  # type: ignore[attr-defined]
-            parameter.take_main_grad = partial(self.take, index)  # type: ignore[attr-defined]
             owner_changed(parameter)
         if self.stage < 2:
             self.gradients = flat[slice(*self.updated_interval)]
@@ -280,7 +279,8 @@ class Buffer(Weights):
         for parameter, view, kind in zip(self.parameters, self._full_weights, self._classes, strict=True):
             parameter.__class__ = kind
             parameter.data = view.clone()
-            del parameter.main_grad, parameter.take_main_grad  # type: ignore[attr-defined]
+            del parameter.main_grad  # type: ignore[attr-defined]
+            parameter.__dict__.pop("take_main_grad", None)  # of its slot
             owner_changed(parameter)
             if self.stage == 3:
                 del parameter.bucket  # type: ignore[attr-defined]

@@ -72,6 +72,7 @@ class ParameterSlot:
         self.fetched: Tensor | None = None
         self.sums: Sums
         self.gradient = BucketGradient(self)
+        parameter.take_main_grad = self.take  # type: ignore[attr-defined]
 
     @property
     def divided_now(self) -> bool:
