@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.datasets import TokenFile, TokenFileWriter
+from core.datasets.card import sampled_hash
 from core.datasets.packing import Packing
-from core.datasets.shards import CommandFetch, LocalShards, Manifest, StreamedBatches
+from core.datasets.shards import CommandFetch, LocalShards, Manifest, StreamedBatches, local
 from core.datasets.shards.__main__ import main
 from core.datasets.shards.manifest import Shard
 
@@ -44,8 +45,8 @@ def from_store(store, log=None):
 
 
 def streamed(store, directory=None, fetch=None, **more):
-    local = LocalShards(Manifest.read(store / "all.shards.json"), directory or store, fetch)
-    return StreamedBatches(local=local, sequence_length=S, global_batch_size=ROWS, seed=3, **more)
+    shards = LocalShards(Manifest.read(store / "all.shards.json"), directory or store, fetch)
+    return StreamedBatches(local=shards, sequence_length=S, global_batch_size=ROWS, seed=3, **more)
 
 
 def test_every_token_is_a_label_once_per_epoch_and_shards_come_in_the_lists_order(store):
@@ -128,6 +129,23 @@ def test_processes_share_a_directory(ranks, store, tmp_path):
     whole = streamed(store)
     for tokens in ranks(fetched_by_rank, str(store), str(tmp_path / "scratch"), world=2):
         assert all(torch.equal(found, whole.batch(step)["tokens"]) for step, found in enumerate(tokens))
+
+
+def test_a_shard_is_not_removed_while_another_opens_it(store, tmp_path, monkeypatch):
+    """As two processes do, one a batch ahead: the test above meets it one time in hundreds."""
+    manifest = Manifest.read(store / "all.shards.json")
+    slow, fast = (LocalShards(manifest, tmp_path, from_store(store)) for _ in range(2))
+
+    def hash_while_the_other_removes(path):
+        fast.keep(())
+        return sampled_hash(path)
+
+    monkeypatch.setattr(local, "sampled_hash", hash_while_the_other_removes)
+    opened = slow.open(0)
+    assert here(tmp_path) == {0}
+    fast.keep(())
+    assert [*tmp_path.glob("part-*")] == [], "and then it goes, with its lock"
+    assert opened.num_tokens == LENGTHS[0]
 
 
 COPY = (

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,8 @@ class CommandFetch:
 class LocalShards:
     """Shards in `directory`; those that are not there are brought by `fetch`, and these alone are removed again.
 
-    Processes of one machine share a directory: one fetches, the others wait. A shard appears whole or not at all.
+    Processes of one machine share a directory. A shard is fetched, opened and removed under its lock (`prefix_lock`),
+    so one fetches, the others wait, and none is removed while another process opens it.
     """
 
     def __init__(self, manifest: Manifest, directory: str | Path, fetch: Fetch | None = None) -> None:
@@ -52,8 +53,9 @@ class LocalShards:
     def open(self, number: int) -> TokenFile:
         """Shard `number`, brought if need be. Raises ValueError: it is not that of the list, it cannot be brought."""
         shard = self.manifest.shards[number]
-        file = self._here(number) or self._brought(number)
-        found = sampled_hash(file_paths(file.prefix)[0])
+        with self._locked(number):
+            file = self._here(number) or self._brought(number)
+            found = sampled_hash(file_paths(file.prefix)[0])
         if (file.num_tokens, found) != (shard.tokens, shard.hash):
             raise ValueError(
                 f"{file.prefix} has {file.num_tokens} tokens (hash {found[:12]}), the list of shards says "
@@ -67,8 +69,9 @@ class LocalShards:
             return
 
         def bring() -> None:
-            with contextlib.suppress(Exception):  # `open` tries again, and tells
-                self._brought(number)
+            with contextlib.suppress(Exception), self._locked(number):  # `open` tries again, and tells
+                if self._here(number) is None:
+                    self._brought(number)
 
         self._ahead[number] = threading.Thread(target=bring, daemon=True)
         self._ahead[number].start()
@@ -76,10 +79,13 @@ class LocalShards:
     def keep(self, numbers: Collection[int]) -> None:
         """Remove the other shards that were fetched. Who has one open goes on reading it."""
         for number in range(len(self.manifest.shards)):
-            if number not in numbers and self._mark(number).exists():
-                self._ahead.pop(number, None)
-                prefix = self._prefix(number)
-                beside = [card_path(prefix), Path(f"{prefix}.tokenizer.json")]
+            if number in numbers or not self._mark(number).exists():
+                continue
+            self._ahead.pop(number, None)
+            prefix = self._prefix(number)
+            beside = [card_path(prefix), Path(f"{prefix}.tokenizer.json")]
+            # locked: another process needs it now; the next call comes by again
+            with contextlib.suppress(LockedError), self._locked(number, wait=False):
                 for path in (*reversed(file_paths(prefix)), *beside, self._mark(number)):
                     path.unlink(missing_ok=True)
 
@@ -89,34 +95,48 @@ class LocalShards:
     def _mark(self, number: int) -> Path:
         return Path(f"{self._prefix(number)}.fetched")
 
+    @contextlib.contextmanager
+    def _locked(self, number: int, wait: bool = True) -> Iterator[None]:
+        """Alone with the shard on this machine. Raises LockedError: without `wait`, where another has it."""
+        if self.fetch is None:  # then nothing is written or removed, and the folder may be read-only
+            yield
+            return
+        prefix = self._prefix(number)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                lock = take_lock(prefix)
+                break
+            except LockedError:
+                if not wait:
+                    raise
+                time.sleep(_POLL_S)
+            except (
+                OSError
+            ):  # a folder that is read-only: nothing is removed there, and what cannot be fetched is told
+                lock = None
+                break
+        try:
+            yield
+        finally:
+            release_lock(prefix, lock)
+
     def _here(self, number: int) -> TokenFile | None:
         try:
             return TokenFile(self._prefix(number))
-        except FileNotFoundError:  # also where another process removes it just now
+        except FileNotFoundError:
             return None
 
     def _brought(self, number: int) -> TokenFile:
         prefix, name = self._prefix(number), self.manifest.shards[number].name
         if self.fetch is None:
             raise ValueError(f"shard {name} is not in {self.directory}; copy it there, or say how: data.fetch")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                lock = take_lock(prefix)
-                break
-            except LockedError:  # it is being fetched
-                time.sleep(_POLL_S)
-        try:
-            if (file := self._here(number)) is not None:
-                return file
-            with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.directory) as folder:
-                self.fetch(name, Path(folder))
-                TokenFile(Path(folder) / name)
-                index = f"{name}.idx"
-                for path in (*sorted({*os.listdir(folder)} - {index}), index):  # without the index nothing opens
-                    if path == index:
-                        self._mark(number).touch()
-                    os.replace(Path(folder) / path, self.directory / path)
-            return TokenFile(prefix)
-        finally:
-            release_lock(prefix, lock)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.directory) as folder:
+            self.fetch(name, Path(folder))
+            TokenFile(Path(folder) / name)
+            index = f"{name}.idx"
+            for path in (*sorted({*os.listdir(folder)} - {index}), index):  # without the index nothing opens
+                if path == index:
+                    self._mark(number).touch()
+                os.replace(Path(folder) / path, self.directory / path)
+        return TokenFile(prefix)
