@@ -235,8 +235,8 @@ class SplitWatch:
         ranks = f"ranks {group.ranks[0]} and {group.ranks[other]}"
         if labels == _BATCH:
             return (
-                f"the inputs (tokens, positions, mask or labels) differ between {ranks}, which share one model "
-                "(tensor parallelism) and must read one batch: give the sampler "
+                f"tokens, positions, mask or labels differ between {ranks}, which share one model (tensor "
+                "parallelism) and must read one batch: give the sampler "
                 "rank=parallel_state.get_data_parallel_rank() and "
                 "num_replicas=parallel_state.get_data_parallel_world_size(); sample tokens from gathered "
                 "logits (gather_logits), with one seed"
