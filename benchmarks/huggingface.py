@@ -78,7 +78,7 @@ def copy(source, target):
 
 def folders(result, folder, suffix, pairs):
     path = folder.parent
-    checkpoint, back = path / "ckpt", path / "out"
+    checkpoint = path / "ckpt"
     import_huggingface(folder, str(checkpoint))
     sides = {
         f"import_vs_copy{suffix}": Writes(path / "in", lambda target: import_huggingface(folder, str(target))),
