@@ -9,12 +9,12 @@ from torch import Tensor
 
 from core.autograd import deferred_linear
 from core.parallel_state import Init, Layout
-from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.mappings import gather_from_tensor_region
+from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
 
 
-class ColumnParallelLinear(SpreadModule):
+class ColumnParallelLinear(PlacedModule):
     """y = x W^T + b with the output features split: each rank has its own columns of y.
 
     x: [s, b, i] the same on every rank ([s/tp, b, i] under sequence parallelism) -> y: [s, b, o/tp], or
@@ -48,6 +48,7 @@ class ColumnParallelLinear(SpreadModule):
         self.stage, self.comm = place.stage, place.column_comm()
         self.gather = place.group if gather_output else None
         self.split_dim = split_dim
+        self.place_in(place.own_modules)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] -> [s, b, o/tp] (see the class)."""
@@ -62,7 +63,7 @@ class ColumnParallelLinear(SpreadModule):
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"
 
 
-class RowParallelLinear(SpreadModule):
+class RowParallelLinear(PlacedModule):
     """y = sum over ranks of x_r W_r^T, plus b once, with the input features split.
 
     x: [s, b, i/tp], each rank its own columns -> y: [s, b, o] the same on every rank ([s/tp, b, o] under
@@ -70,6 +71,8 @@ class RowParallelLinear(SpreadModule):
     Forward: all-reduce (reduce-scatter) of y. Backward: all-gather of dy (sequence parallelism only).
     Raises ValueError: the input features do not divide over the group.
     """
+
+    input_is_split = True  # tensor ranks are given different columns
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class RowParallelLinear(SpreadModule):
         # Added once, after the sum over ranks, so it is whole on every rank.
         self.bias = place.parameter(Layout((output_size,)), Init()) if bias else None
         self.stage, self.comm = place.stage, place.row_comm()
+        self.place_in(place.own_modules)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i/tp] -> [s, b, o] (see the class)."""

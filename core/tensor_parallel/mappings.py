@@ -16,7 +16,20 @@ from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout
-from core.tensor_parallel.placement import sequence_shard
+
+
+def sequence_shard(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of x [s, ...]: [s/tp, ...], a view.
+
+    Raises ValueError: s does not divide over the group.
+    """
+    if x.shape[0] % group.size:
+        raise ValueError(
+            f"sequence length {x.shape[0]} does not divide over {group.size} tensor-parallel ranks; pad it to "
+            f"{-(-x.shape[0] // group.size) * group.size}, or turn sequence_parallel off"
+        )
+    rows = x.shape[0] // group.size
+    return x[group.rank * rows : (group.rank + 1) * rows]
 
 
 def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
