@@ -7,7 +7,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := $(VENV)/.stamp
-RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python
+# compiled files are kept whatever the environment says: every worker, rank and child imports the same files
+RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python
 # tests at a time: one worker has the pool of four ranks, the others the tests that need none (tests/workers.py)
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder
@@ -16,7 +17,7 @@ NPROC ?= 4
 OPTIMIZER := --optimizer.lr 2e-3 --optimizer.min-lr 2e-4 --optimizer.lr-warmup-steps 40 --optimizer.adam-beta2 0.95 \
 	--optimizer.adam-eps 1e-5
 LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel --pipeline.schedule zb-v --training.micro-batch-size 4
-TORCHRUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
+TORCHRUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
 .PHONY: setup test test-full test-all test-versions lint docs format pretrain pretrain-long benchmarks
 setup: $(STAMP)

@@ -1,5 +1,7 @@
 """The session-wide pool of ranks, and quick failures that name a rank."""
 
+import gc
+
 import pytest
 import torch
 
@@ -32,6 +34,12 @@ def pytest_xdist_make_scheduler(config, log):
     from tests.workers import OnePool
 
     return OnePool(config, log)
+
+
+def pytest_collection_finish():
+    """What was imported and collected lives to the end: no collection of garbage walks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

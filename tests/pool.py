@@ -6,6 +6,7 @@ over one TCPStore), made at its first use and kept, so no test pays for a rendez
 Every job has a number, which its answers repeat: no answer can be taken for that of another job.
 """
 
+import gc
 import multiprocessing as mp
 import pickle
 import sys
@@ -22,6 +23,8 @@ SIZE = 4
 TIMEOUT_S = 60.0  # one job; a hang kills the pool and names the ranks that did not answer
 GRACE_S = 3.0  # after one rank failed, how long the others may take to say why
 ROOT = str(Path(__file__).parents[1])
+# imported once instead of once per worker (torch.optim imports torch._dynamo at its first use)
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.preloaded"]
 
 
 class RankError(AssertionError):
@@ -57,6 +60,7 @@ def _work(rank: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the fork server imported is no garbage
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     groups: dict[int, Any] = {}
@@ -98,8 +102,7 @@ class Pool:
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")
-        # torch.optim imports torch._dynamo at its first use: once here instead of once per worker
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self._store.port, theirs), daemon=True)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from core.autograd import deferred_embedding
 from core.parallel_state import Init, Layout
-from core.parallel_state.spread import SpreadModule
+from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
 
 
@@ -29,7 +29,7 @@ def vocab_layout(vocab_size: int, hidden_size: int, tp: int, partial: frozenset[
     return Layout((vocab_size, hidden_size), {"tp": 0}, partial, padding)
 
 
-class VocabParallelEmbedding(SpreadModule):
+class VocabParallelEmbedding(PlacedModule):
     """ids -> rows of a [v, h] table, rank r holding rows r*v_padded/tp and on.
 
     ids: [s, b] the same on every rank -> [s, b, h] on every rank ([s/tp, b, h] under sequence parallelism).
@@ -52,6 +52,7 @@ class VocabParallelEmbedding(SpreadModule):
         self.weight = place.parameter(vocab_layout(vocab_size, hidden_size, place.tp, partial), init)
         self.first, self.is_full_table = place.rank * self.weight.shape[0], place.group is None
         self.stage, self.comm = place.stage, place.row_comm()
+        self.place_in(place.own_modules)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] -> [s, b, h] (see the class)."""

@@ -8,13 +8,20 @@ from math import prod
 from torch import Tensor
 
 from core.autograd import deferred_linear
-from core.parallel_state import Init, Layout
-from core.parallel_state.spread import SpreadModule
+from core.parallel_state import Init, Layout, layout_of
 from core.tensor_parallel.mappings import gather_from_tensor_region
+from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
 
 
-class ColumnParallelLinear(SpreadModule):
+def _wrong_width(x: Tensor, weight: Tensor, layer: str, wanted: str) -> ValueError:
+    full_width = layout_of(weight).shape[-1]
+    return ValueError(
+        f"{layer} got width {x.shape[-1]}, {list(x.shape)}, and takes {weight.shape[-1]} of {full_width}: {wanted}"
+    )
+
+
+class ColumnParallelLinear(PlacedModule):
     """y = x W^T + b with the output features split: each rank has its own columns of y.
 
     x: [s, b, i] the same on every rank ([s/tp, b, i] under sequence parallelism) -> y: [s, b, o/tp], or
@@ -48,21 +55,27 @@ class ColumnParallelLinear(SpreadModule):
         self.stage, self.comm = place.stage, place.column_comm()
         self.gather = place.group if gather_output else None
         self.split_dim = split_dim
+        self.split_output = None if gather_output else split_dim
+        self.place_in(place.own_modules)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] -> [s, b, o/tp] (see the class)."""
-        y = deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
+        weight = self.weight
+        if x.shape[-1] != weight.shape[-1]:
+            raise _wrong_width(x, weight, "ColumnParallelLinear", "all input features, the same on every rank")
+        y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
         if self.gather is None:
             return y
         # Columns of a rank are contiguous only along `split_dim`: gather along it, then flatten again.
-        by_dim = y.unflatten(-1, self.weight.shape[:-1]).movedim(2 + self.split_dim, -1)
-        return gather_from_tensor_region(by_dim, self.gather).movedim(-1, 2 + self.split_dim).flatten(2)
+        first = y.dim() - 1
+        by_dim = y.unflatten(-1, weight.shape[:-1]).movedim(first + self.split_dim, -1)
+        return gather_from_tensor_region(by_dim, self.gather).movedim(-1, first + self.split_dim).flatten(first)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"
 
 
-class RowParallelLinear(SpreadModule):
+class RowParallelLinear(PlacedModule):
     """y = sum over ranks of x_r W_r^T, plus b once, with the input features split.
 
     x: [s, b, i/tp], each rank its own columns -> y: [s, b, o] the same on every rank ([s/tp, b, o] under
@@ -70,6 +83,8 @@ class RowParallelLinear(SpreadModule):
     Forward: all-reduce (reduce-scatter) of y. Backward: all-gather of dy (sequence parallelism only).
     Raises ValueError: the input features do not divide over the group.
     """
+
+    input_is_split = True
 
     def __init__(
         self,
@@ -86,10 +101,20 @@ class RowParallelLinear(SpreadModule):
         # Added once, after the sum over ranks, so it is whole on every rank.
         self.bias = place.parameter(Layout((output_size,)), Init()) if bias else None
         self.stage, self.comm = place.stage, place.row_comm()
+        self.place_in(place.own_modules)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i/tp] -> [s, b, o] (see the class)."""
-        return deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
+        weight = self.weight
+        if x.shape[-1] != weight.shape[-1]:
+            raise _wrong_width(
+                x,
+                weight,
+                "RowParallelLinear",
+                "this rank's part of the input features: the output of a "
+                "ColumnParallelLinear without gather_output, or scatter_to_tensor_region(x, group)",
+            )
+        return deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]} here, out={self.weight.shape[0]}, bias={self.bias is not None}"

@@ -11,12 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn import functional as F
 
 from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout
-from core.tensor_parallel.placement import sequence_shard
+
+
+def sequence_shard(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of x [s, ...]: [s/tp, ...], a view.
+
+    Raises ValueError: s does not divide over the group.
+    """
+    if x.shape[0] % group.size:
+        raise ValueError(
+            f"sequence length {x.shape[0]} does not divide over {group.size} tensor-parallel ranks; pad it to "
+            f"{-(-x.shape[0] // group.size) * group.size}, or turn sequence_parallel off"
+        )
+    rows = x.shape[0] // group.size
+    return x[group.rank * rows : (group.rank + 1) * rows]
 
 
 def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -193,6 +207,22 @@ def gather_from_sequence_region(x: Tensor, group: Group | None, *, to_tensor_reg
 def reduce_scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
     """[s, b, h], a partial sum on each rank -> [s/tp, b, h]; backward all-gathers."""
     return x if group is None else _ReduceScatterSequence.apply(x, group)
+
+
+def dropout_in_tensor_region(
+    x: Tensor, p: float, group: Group | None, *, dim: int = -1, training: bool = True
+) -> Tensor:
+    """`F.dropout` of x [..., h/tp], this rank's part of `dim`: the mask that one process would draw of [..., h].
+
+    Every rank draws all of it from torch's generator, which must have one seed on all, and keeps its part. No
+    collective. Shape unchanged.
+    """
+    if group is None or p == 0 or not training:
+        return F.dropout(x, p, training)
+    shape = list(x.shape)
+    shape[dim] *= group.size
+    mask = F.dropout(x.new_ones(shape), p)
+    return x * mask.narrow(dim, group.rank * x.shape[dim], x.shape[dim])
 
 
 @outside_graphs

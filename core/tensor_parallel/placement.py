@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd import Comm, StageContext
@@ -22,6 +21,7 @@ from core.parallel_state.collectives import (
 from core.parallel_state.layout import set_layout, true_part
 from core.parallel_state.spread import building_device
 from core.parallel_state.state import ParallelState
+from core.tensor_parallel.own_modules import OwnModules
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,8 @@ class Placement:
         (`initialize_parameters`). Otherwise a layer draws them when it is made, as torch's layers do: every rank
         draws the whole tensor from torch's generator and keeps its part, so that one `torch.manual_seed` on all ranks
         gives the same model over any number of them.
+    own_modules: watches the program's own modules in which the layers are; None where the model that holds them
+        watches itself.
     """
 
     group: Group | None = None
@@ -42,6 +44,7 @@ class Placement:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stage: StageContext = field(default_factory=StageContext)
     filled_by_model: bool = False
+    own_modules: OwnModules | None = None
 
     @classmethod
     def of(cls, ps: ParallelState, dtype: torch.dtype | None = None) -> "Placement":
@@ -50,7 +53,9 @@ class Placement:
         dtype: torch's default dtype where it is not given.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        return cls(ps.group("tp"), ps.config.sequence_parallel, dtype, building_device(ps.device))
+        group, splits_sequence = ps.group("tp"), ps.config.sequence_parallel
+        own_modules = OwnModules(group, splits_sequence=splits_sequence) if group is not None else None
+        return cls(group, splits_sequence, dtype, building_device(ps.device), own_modules=own_modules)
 
     @property
     def tp(self) -> int:
@@ -123,17 +128,3 @@ class Placement:
                 before_backward=partial(all_gather, group=self.group),
             )
         return Comm(after_forward=partial(all_reduce, group=self.group))
-
-
-def sequence_shard(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of x [s, ...]: [s/tp, ...], a view.
-
-    Raises ValueError: s does not divide over the group.
-    """
-    if x.shape[0] % group.size:
-        raise ValueError(
-            f"sequence length {x.shape[0]} does not divide over {group.size} tensor-parallel ranks; pad it to "
-            f"{-(-x.shape[0] // group.size) * group.size}, or turn sequence_parallel off"
-        )
-    rows = x.shape[0] // group.size
-    return x[group.rank * rows : (group.rank + 1) * rows]

@@ -12,12 +12,10 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.parallel_state.by_hand import ByHand, Heard, is_foreign
 from core.parallel_state.collectives import Group, all_gather
@@ -44,6 +42,9 @@ _USED_IN_ROWS = (
 )
 
 
+_BATCH = "the batch"
+
+
 def _has_full_memory(parameter: Tensor) -> bool:
     """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
     plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
@@ -64,11 +65,21 @@ class SplitWatch:
     after an update. One all-gather of a number per parameter over the group, then; nothing in between.
 
     sums_foreign: adapters put into the model after it was made see sequence shards, and get their gradients summed.
+    expert_group: the ranks that hold a model's other experts, data ranks among them.
+    warns_of_hooks: of hooks on modules between split ones, found by the names that a `GPTModel` gives.
     """
 
-    def __init__(self, group: Group, *, sums_foreign: bool = False) -> None:
-        self._group, self._sums_foreign = group, sums_foreign
-        self._forwards, self._warned_of_hooks = 0, False
+    def __init__(
+        self,
+        group: Group | None,
+        *,
+        expert_group: Group | None = None,
+        sums_foreign: bool = False,
+        warns_of_hooks: bool = True,
+    ) -> None:
+        self._group, self._expert_group, self._sums_foreign = group, expert_group, sums_foreign
+        self._forwards, self._warned_of_hooks = 0, not (warns_of_hooks and group is not None)
+        self._warned_of_parts = False
         self._by_hand: ByHand | None = None  # observes arithmetic between forwards
         self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
@@ -76,7 +87,9 @@ class SplitWatch:
         self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
-        return SplitWatch(self._group, sums_foreign=self._sums_foreign)
+        copy = SplitWatch(self._group, expert_group=self._expert_group, sums_foreign=self._sums_foreign)
+        copy._warned_of_hooks = self._warned_of_hooks
+        return copy
 
     @torch.compiler.disable
     def check_before(self, module: nn.Module, inputs: Sequence[Tensor | None]) -> None:
@@ -101,18 +114,24 @@ class SplitWatch:
             if self._forwards == 1:
                 probe_foreign_modules(module)
         self._warn_of_hooks(module)
-        self._compare(module, [x for x in inputs if x is not None])
+        if self._group is not None:
+            self._compare(self._group, module, [x for x in inputs if x is not None])
+        if self._expert_group is not None:
+            _compare_experts(self._expert_group, module)
 
-    def follow_after(self, module: nn.Module, output: Tensor, *, output_is_replicated: bool) -> None:
+    def follow_after(self, module: nn.Module, outputs: Sequence[Tensor], *, are_replicated: bool | None) -> None:
         """After a forward with gradients: observe arithmetic by hand until the next one.
 
-        output_is_replicated: every tensor rank has all of `output`, so its gradient must be the same on all.
+        outputs: those that want a gradient. are_replicated: every tensor rank has all of them, so that their
+        gradients must be the same on all; None: those that have the same values are.
         """
         self._forwards_with_gradients += 1
         is_compared = not self._forwards_with_gradients & (self._forwards_with_gradients - 1)
-        if output_is_replicated and is_compared:
-            _compare_gradient(output, self._group)
-        output.register_hook(self.observe(module, look_again=is_compared).pause_in_backward)
+        by_hand = self.observe(module, look_again=is_compared)
+        for output in outputs:
+            if self._group is not None and is_compared and are_replicated is not False:
+                _compare_gradient(output, self._group, is_replicated=are_replicated)
+            output.register_hook(by_hand.pause_in_backward)
 
     def observe(self, module: nn.Module, *, look_again: bool = True) -> ByHand:
         """Until the next forward, warn of arithmetic by hand on split parameters: once for each kind.
@@ -137,12 +156,18 @@ class SplitWatch:
         return self._by_hand
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
-        mixes_shards = heard.kind == "sum" and len(set(ranks_of(heard.group)) & set(self._group.ranks)) > 1
+        mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
         model_alive, kind = module(), (heard.kind, heard.of_gradient)
         if model_alive is None or kind in self._warned_of or not (heard.sees_only_shard or mixes_shards):
             return
         self._warned_of.add(kind)
         warnings.warn(_MIXED if mixes_shards else heard.message(model_alive), stacklevel=5)
+
+    def _mixes_shards(self, heard: Heard) -> bool:
+        """Whether a sum over ranks adds gradients of different parts."""
+        is_expert = "ep" in layout_of(heard.parameter).split
+        group = self._expert_group if is_expert else self._group
+        return group is not None and len(set(ranks_of(heard.group)) & set(group.ranks)) > 1
 
     def _warn_of_hooks(self, module: nn.Module) -> None:
         """Warns, once: a user's forward hook sees shards, and parameters that it brings along have no layout."""
@@ -158,49 +183,63 @@ class SplitWatch:
                 warnings.warn(f"a forward hook on {name or 'the model'} sees {seen}{remedy}", stacklevel=5)
                 return
 
-    def _compare(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
+    def _compare(self, group: Group, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
         if not all(_has_full_memory(p) for _, p in named):
             return
-        self._refuse_different_counts(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device))
+        _refuse_different_counts(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device), group)
+        # activations of a stage before may differ by rounding
+        floating = [x for x in inputs if x.is_floating_point()]
+        if floating and not _are_close(torch.cat([_fingerprint(x.detach()) for x in floating]), group, 0.01):
+            raise ValueError(self._difference_message(group, _BATCH, 1))
+        inputs = [x for x in inputs if not x.is_floating_point()]
         # experts may lie on one tensor rank each
         replicated = [(name, p) for name, p in named if not {"tp", "ep"} & layout_of(p).split.keys()]
-        split = [p for _, p in named if "tp" in layout_of(p).split and p.dim() > 1]
-        local_sums = torch.stack([checksum(x) for x in (*inputs, *(p for _, p in replicated), *split)])
-        gathered = all_gather(local_sums[None], self._group).cpu()
-        labels = ["the batch"] * len(inputs) + [name for name, _ in replicated]
+        split = {name: p for name, p in named if "tp" in layout_of(p).split and p.dim() > 1}
+        local_sums = torch.stack([checksum(x) for x in (*inputs, *(p for _, p in replicated), *split.values())])
+        gathered = all_gather(local_sums[None], group).cpu()
+        labels = [_BATCH] * len(inputs) + [name for name, _ in replicated]
         differs = (gathered[:, : len(labels)] != gathered[0, : len(labels)]).any(0)
         if differs.any():
             column = int(differs.nonzero()[0])
             other = int((gathered[:, column] != gathered[0, column]).nonzero()[0])
-            raise ValueError(self._difference_message(labels[column], other))
+            raise ValueError(self._difference_message(group, labels[column], other))
         split_sums = gathered[:, len(labels) :]
         if split_sums[0].any() and (split_sums == split_sums[0]).all():
             raise ValueError(
-                f"all {len(split)} split weights are the same on the {self._group.size} tensor ranks, which hold "
+                f"all {len(split)} split weights are the same on the {group.size} tensor ranks, which hold "
                 "different parts. DistributedDataParallel over the default group broadcasts one rank's: use "
                 "core.data_parallel.DistributedDataParallel, or process_group=parallel_state."
                 "get_data_parallel_group(). One rank's state_dict() loaded on all: use dist_checkpointing.load. "
-                "model.apply(...) draws the same on each: use GPTModel's own initial weights, or a generator per rank"
+                "model.apply(...) draws the same on each: use the layers' own initial weights, or a generator per "
+                "rank"
             )
+        self._warn_of_equal_parts(split, (split_sums == split_sums[0]).all(0))
 
-    def _refuse_different_counts(self, numbers: Tensor) -> None:
-        """Raise ValueError if counts differ: messages of different lengths would be mixed up or deadlock."""
-        gathered = all_gather(numbers, self._group).tolist()
-        if any(rank_numbers != gathered[0] for rank_numbers in gathered):
-            raise ValueError(
-                f"the tensor ranks {list(self._group.ranks)} have {[n for n, _ in gathered]} parameters and are "
-                f"called with {[n for _, n in gathered]} tensors; build one model on all of them, and call it alike"
-            )
+    def _warn_of_equal_parts(self, split: dict[str, Parameter], are_equal: Tensor) -> None:
+        """Warns, once: some split weights were drawn alike on all ranks. Constants are alike by right."""
+        if self._warned_of_parts:
+            return
+        for (name, parameter), is_equal in zip(split.items(), are_equal.tolist(), strict=True):
+            if is_equal and not (parameter == parameter.detach().reshape(-1)[0]).all():
+                self._warned_of_parts = True
+                warnings.warn(
+                    f"{name} is the same on the tensor ranks, which hold different parts of it: ranks that are "
+                    "seeded alike draw alike. Draw the whole and keep this rank's part, or use a generator of its "
+                    "own per rank",
+                    stacklevel=5,
+                )
+                return
 
-    def _difference_message(self, labels: str, other: int) -> str:
-        ranks = f"ranks {self._group.ranks[0]} and {self._group.ranks[other]}"
-        if labels == "the batch":
+    def _difference_message(self, group: Group, labels: str, other: int) -> str:
+        ranks = f"ranks {group.ranks[0]} and {group.ranks[other]}"
+        if labels == _BATCH:
             return (
                 f"tokens, positions, mask or labels differ between {ranks}, which share one model (tensor "
-                "parallelism) and must read one batch: give the sampler rank=parallel_state.get_data_parallel_rank() "
-                "and num_replicas=parallel_state.get_data_parallel_world_size(); sample tokens from gathered logits "
-                "(gather_logits), with one seed"
+                "parallelism) and must read one batch: give the sampler "
+                "rank=parallel_state.get_data_parallel_rank() and "
+                "num_replicas=parallel_state.get_data_parallel_world_size(); sample tokens from gathered "
+                "logits (gather_logits), with one seed"
             )
         if self._forwards == 1:
             return (
@@ -213,12 +252,23 @@ class SplitWatch:
             f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
             f"forward {self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
             "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
-            "core.optimizer.GradScaler; an adapter around a linear that is split needs its halves split alike "
-            "(docs/concepts/tensor_parallel.md)"
+            "core.optimizer.GradScaler; a parameter that is applied to this rank's heads or columns (a norm "
+            "of each head) wants core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
+            "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
         )
 
 
-def _gradient_fingerprint(x: Tensor) -> Tensor:
+def _refuse_different_counts(numbers: Tensor, group: Group) -> None:
+    """Raise ValueError if counts differ: messages of different lengths would be mixed up or deadlock."""
+    gathered = all_gather(numbers, group).tolist()
+    if any(rank_numbers != gathered[0] for rank_numbers in gathered):
+        raise ValueError(
+            f"the tensor ranks {list(group.ranks)} have {[n for n, _ in gathered]} parameters and are "
+            f"called with {[n for _, n in gathered]} tensors; build one model on all of them, and call it alike"
+        )
+
+
+def _fingerprint(x: Tensor) -> Tensor:
     """float64 [2]: the norm, and a product with fixed numbers, which changes where rows are exchanged; no copy."""
 
     def fixed(n: int, dtype: torch.dtype) -> Tensor:
@@ -229,22 +279,37 @@ def _gradient_fingerprint(x: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(rows, dtype=torch.float64), product])
 
 
-def _compare_gradient(output: Tensor, group: Group) -> None:
-    """In the first backward through `output`: two numbers of its gradient over the group.
+def _are_close(numbers: Tensor, group: Group, tolerance: float) -> bool:
+    """Whether fingerprints, one after the other, agree on all ranks of the group up to `tolerance` of the largest."""
+    gathered = all_gather(numbers[None], group).cpu().unflatten(1, (-1, 2))
+    sizes = gathered[..., 0].amax(0).clamp(min=1e-300)
+    is_close = (gathered - gathered[0]).abs().amax((0, 2)) <= tolerance * sizes
+    return bool((is_close | ~sizes.isfinite()).all())
 
+
+def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | None) -> None:
+    """In the first backward through `output`: two numbers of its gradient over the group, and two of its own.
+
+    is_replicated: None is where the values of `output` are the same on all ranks.
     Raises ValueError there, on every rank, if they differ by more than rounding: each rank would train another loss.
     """
-    is_first = True
+    is_first, values = True, None
+    if is_replicated is None:
+        detached = output.detach()
+        if detached.numel() == 0 or (detached == detached.reshape(-1)[0]).all():
+            return  # parts of a head that begins with zeros are the same, too
+        values = _fingerprint(detached)
 
     def hook(gradient: Tensor) -> None:
         nonlocal is_first
         if not is_first or torch._C._are_functorch_transforms_active():
             return
         is_first = False
-        gathered = all_gather(_gradient_fingerprint(gradient.detach())[None], group).cpu()
-        size = gathered[:, 0].max()
-        if size.isfinite() and (gathered - gathered[0]).abs().max() > 0.01 * size:
-            norms = ", ".join(f"{x:.6g}" for x in gathered[:, 0].tolist())
+        if values is not None and not _are_close(values, group, 1e-4):
+            return
+        numbers = _fingerprint(gradient.detach())
+        if not _are_close(numbers, group, 0.01):
+            norms = ", ".join(f"{x:.6g}" for x in all_gather(numbers[None, :1], group).flatten().tolist())
             raise ValueError(
                 f"the tensor ranks {list(group.ranks)} computed different losses of one output: its gradient "
                 f"has the norms {norms}, or other signs. They share one model and must compute the same loss: the "
@@ -254,55 +319,17 @@ def _compare_gradient(output: Tensor, group: Group) -> None:
     output.register_hook(hook)
 
 
-# each element is updated by its own gradient and states: right on every layout
-_ELEMENTWISE = (
-    "AdamW",
-    "Adam",
-    "SGD",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "Lion",
-)
-
-
-def watch_optimizers(model: nn.Module) -> None:
-    """Warn, once, of an optimizer that uses full matrices of `model`, which are split or fused here.
-
-    Through torch's hook on every optimizer's step; it goes with the model.
-    """
-    model_reference, warned = weakref.ref(model), False
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal warned
-        optimizer_class, model_alive = type(optimizer), model_reference()
-        is_elementwise = optimizer_class.__name__ in _ELEMENTWISE or optimizer_class.__module__.startswith("core.")
-        if is_elementwise or model_alive is None or warned:
-            return
-        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        split_names, fused_names = [], []
-        for name, parameter in model_alive.named_parameters():
-            if id(parameter) not in optimized_ids:
-                continue
-            layout = layout_of(parameter)
-            if "tp" in layout.split and layout.padded_shape() != parameter.shape:
-                split_names.append(name)
-            elif parameter.dim() > 2:
-                fused_names.append(name)
-        if affected := split_names or fused_names:
-            warned = True  # the hook stays: torch walks through them now
-            warnings.warn(
-                f"{optimizer_class.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of "
-                f"{affected[0]} it sees this rank's part, or [groups, heads, d, h] for [out, in], and does something "
-                "else. Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon knows "
-                "the matrices",
-                stacklevel=2,
-            )
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(model, handle.remove)
+def _compare_experts(group: Group, module: nn.Module) -> None:
+    """Raise ValueError, on every rank: all hold the same experts, one rank's, where each has its own."""
+    experts = [p for p in module.parameters() if "ep" in layout_of(p).split]
+    if not experts or not all(_has_full_memory(p) for p in experts):
+        return
+    gathered = all_gather(torch.stack([checksum(p) for p in experts])[None], group).cpu()
+    if gathered[0].any() and (gathered == gathered[0]).all():
+        raise ValueError(
+            f"all {len(experts)} stacks of experts are the same on the {group.size} expert ranks "
+            f"{list(group.ranks)}, which hold different experts. One rank's state_dict() loaded on all: use "
+            "dist_checkpointing.load. DistributedDataParallel broadcasts one rank's: use core.data_parallel."
+            "DataParallel. model.apply(...) draws the same on each: use the model's own initial weights, or a "
+            "generator per rank"
+        )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from core.parallel_state import Init, Layout
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import sum_gradient
-from core.tensor_parallel.placement import sequence_shard
+from core.tensor_parallel.mappings import sequence_shard
 from core.transformer.attention.qkv import LayerTables, Tables
 from core.transformer.spec import Build
 from core.transformer.transformer_config import RotaryConfig, RotaryScaling

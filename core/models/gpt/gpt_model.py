@@ -40,7 +40,8 @@ from core.tensor_parallel import (
     sum_gradients_of_foreign,
     vocab_parallel_cross_entropy,
 )
-from core.tensor_parallel.watch import SplitWatch, watch_optimizers
+from core.tensor_parallel.watch import SplitWatch
+from core.tensor_parallel.whole_matrices import watch_optimizers
 from core.transformer.layer import TransformerBlock
 from core.transformer.moe.balance import follow_loss
 from core.transformer.rules import check_layout, knows_context
@@ -213,7 +214,7 @@ class GPTModel(nn.Module):
             follow_loss(output, self.stage, is_models=labels is not None)
         if self._watch is not None and in_plain_loop:
             replicated = self._output_is_replicated(labels is not None)
-            self._watch.follow_after(self, output, output_is_replicated=replicated)
+            self._watch.follow_after(self, [output], are_replicated=replicated)
         return output
 
     def end_step(self) -> None:

@@ -66,6 +66,10 @@ class ByHand:
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
         self._parameters, self.is_open = [], True
+        self.add(parameters)
+
+    def add(self, parameters: Iterable[Parameter]) -> None:
+        """Listen to these as well."""
         for parameter in parameters:
             if type(parameter) is Parameter:
                 self._parameters.append(parameter)

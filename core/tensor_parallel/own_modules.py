@@ -1,0 +1,197 @@
+"""Watches modules of a program's own that hold parallel layers, as `GPTModel` watches itself.
+
+A layer does not know the module it will be in. So the layers that were made with one `Placement.of(ps)` wait until a
+forward shows the outermost module around them, which gets two hooks: `SplitWatch` before and after its forwards.
+"""
+
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+
+from core.parallel_state import layout_of
+from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.collectives import Group
+from core.parallel_state.spread import SpreadModule
+from core.tensor_parallel.split_activations import SplitActivations
+from core.tensor_parallel.watch import SplitWatch
+from core.tensor_parallel.whole_matrices import watch_optimizers
+
+_LOOKED_AT = 2  # forwards in which it is seen what is done to columns between linears
+_MODULE_CALLS = 10_000  # without any of the layers, after which they are no longer looked for
+
+
+class OwnModules:
+    """The layers of one placement over `group` whose outermost module is not known yet."""
+
+    def __init__(self, group: Group, *, splits_sequence: bool) -> None:
+        self._group, self._splits_sequence = group, splits_sequence
+        self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._by_hand: ByHand | None = None  # initial values by hand
+        self._warned_of: set[str] = set()
+        self._calls = 0
+        self._stop_looking: weakref.finalize | None = None
+
+    def __deepcopy__(self, memo: dict) -> "OwnModules":
+        return self  # a copied layer waits here, too
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a layer out of a file is not watched
+
+    def add(self, layer: nn.Module) -> None:
+        """Look for the module around `layer`, and meanwhile listen to what is called on its parameters by hand."""
+        self._waiting.add(layer)
+        self._calls = 0
+        if self._by_hand is None:
+            self._by_hand = ByHand(self._warn_of_initial_values)
+            self._by_hand.open(())
+        self._by_hand.add(p for p in layer.parameters() if "tp" in layout_of(p).split)
+        if self._stop_looking is None:
+            reference = weakref.ref(self)
+
+            def look(module: nn.Module, args: tuple) -> None:
+                own = reference()
+                if own is not None:
+                    # torch gives a hook for all modules no keywords; its caller has them
+                    own._look(module, args, sys._getframe(1).f_locals.get("kwargs") or {})
+
+            self._stop_looking = weakref.finalize(self, register_module_forward_pre_hook(look).remove)
+
+    @torch.compiler.disable
+    def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the forward of any module."""
+        self._calls += 1
+        inside = [m for m in module.modules() if m in self._waiting] if self._waiting else []
+        for layer in inside:
+            self._waiting.discard(layer)
+        if not self._waiting or self._calls > _MODULE_CALLS:
+            assert self._stop_looking is not None
+            self._stop_looking()
+            self._stop_looking = None
+        if not inside:
+            return
+        if not self._waiting and self._by_hand is not None:
+            self._by_hand.end()
+            self._by_hand = None
+        elif self._by_hand is not None:
+            self._by_hand.close()
+            self._by_hand.open(p for m in self._waiting for p in m.parameters() if "tp" in layout_of(p).split)
+        if not any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
+            before = _Before(self._group, self._splits_sequence)
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(_After(before), with_kwargs=True)
+            watch_optimizers(module)
+            before(module, args, kwargs)
+
+    def _warn_of_initial_values(self, heard: Heard) -> None:
+        is_width = heard.kind == "shape" and _in_constructor()
+        if is_width or not heard.sees_only_shard or heard.kind in self._warned_of:
+            return
+        self._warned_of.add(heard.kind)
+        warnings.warn(heard.message(*self._waiting), stacklevel=5)
+
+
+def _in_constructor() -> bool:
+    """Whether a module is being made, which reads the width of its layers for its own forward."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        is_method = code.co_name == "__init__" and code.co_varnames
+        if is_method and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class PlacedModule(SpreadModule):
+    """A parallel layer: what watches the module that it will be in knows of it, and of its copies."""
+
+    own_modules: OwnModules | None = None
+    input_is_split = False  # whether tensor ranks are given different columns
+    split_output: int | None = None  # the dim of its weight's output dims of which each rank returns a part
+
+    def place_in(self, own_modules: OwnModules | None) -> None:
+        """Called where the layer is whole."""
+        if own_modules is not None:
+            self.own_modules = own_modules
+            own_modules.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.own_modules is not None:
+            self.own_modules.add(self)
+
+
+def _tensors_of(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+
+class _Before:
+    """A forward pre-hook of the outermost module; a copy of it watches the copied module anew."""
+
+    def __init__(self, group: Group | None, splits_sequence: bool) -> None:
+        self._group, self._splits_sequence = group, splits_sequence
+        self.watch = SplitWatch(group, warns_of_hooks=False) if group is not None else None
+        self._activations = SplitActivations(group) if group is not None else None
+        self._forwards = 0
+
+    def __deepcopy__(self, memo: dict) -> "_Before":
+        memo[id(self)] = copy = _Before(self._group, self._splits_sequence)
+        return copy
+
+    def __reduce__(self) -> tuple:
+        return _Before, (None, False)
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.watch is None or any(p.is_meta for p in module.parameters()):
+            return
+        self.watch.check_before(module, self._shared_inputs(module, args, kwargs))
+        if self._activations is not None and not torch._C._are_functorch_transforms_active():
+            self._forwards += 1
+            if self._forwards == 1:
+                self._activations.attach(module)
+            elif self._forwards > _LOOKED_AT:
+                self._activations.detach()
+                self._activations = None
+
+    def _shared_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        """What all tensor ranks must be given alike: not columns between split layers, not rows of a sequence."""
+        inputs = [x for x in _tensors_of((args, kwargs)) if not x.is_meta and x.layout == torch.strided]
+        first = next((m for m in module.modules() if isinstance(m, PlacedModule)), None)
+        takes_columns = first is None or first.input_is_split
+        if self._splits_sequence or takes_columns:
+            return [x for x in inputs if not x.is_floating_point() and not x.is_complex()]
+        return inputs
+
+
+class _After:
+    """A forward hook: arithmetic by hand is listened to until the next forward."""
+
+    def __init__(self, before: _Before) -> None:
+        self._before = before
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._before.watch is None:
+            return
+        if torch._C._are_functorch_transforms_active() or _driven_by_executor():
+            return
+        wanted = [x for x in _tensors_of(output) if x.requires_grad]
+        self._before.watch.follow_after(module, wanted, are_replicated=None)
+
+
+def _driven_by_executor() -> bool:
+    """Whether a pipeline's executor runs this forward: it listens itself, over its stages."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        frame = frame.f_back  # type: ignore[assignment]
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__", "").startswith("core.pipeline."):
+            return True
+    return False
