@@ -1,19 +1,34 @@
 """Norms of gradients that are cut over ranks, tensor by tensor."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from core.data_parallel.buffers.buffers import Buffer
 from core.parallel_state.collectives import Group, all_reduce
 from core.parallel_state.layout import layout_of
 
-if TYPE_CHECKING:
-    from core.data_parallel.buffers.gradient import ParameterSlot
+
+class CutGradient(Protocol):
+    """A gradient of which this rank has elements."""
+
+    parameter: Parameter
+    buffer: Buffer
+
+    @property
+    def divided_now(self) -> bool:
+        """Whether each rank holds a shard of it."""
+        ...
+
+    def local_gradient(self) -> Tensor:
+        """This rank's elements: 1-D."""
+        ...
 
 
-def global_norms(slots: Sequence["ParameterSlot"], order: float) -> list[Tensor]:
+def global_norms(slots: Sequence[CutGradient], order: float) -> list[Tensor]:
     """Norms of full gradients in float64, from each rank's elements: as clip_grad_norm_ asks for them.
 
     Values must have been requested. One all-reduce per group.
