@@ -125,10 +125,7 @@ class DataParallel(GradSync):
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self.agreement = Agreement(ps, self.buffers, len(slots))
         self._watch = UpdateWatch(self.agreement, self.buffers, self._stages, slots, self._adopt_weights)
-        self._hooks = []
-        for slot in slots:
-            hook = partial(self._gradient_sums.gradient_hooked, slot)
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        self._hooks = self._gradient_sums.hook_parameters()
 
     def _make_buffers(self, table: Sequence[Bucket], dtypes: Mapping[str, torch.dtype | None]) -> tuple[Buffer, ...]:
         parameters, loan_warnings = self.named_parameters(), list[str]()

@@ -7,6 +7,7 @@ deadlock.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,6 +119,14 @@ class GradientSums:
     def known(self) -> Collection[int]:
         """The ids of those that are summed here."""
         return self._slot_of.keys()
+
+    def hook_parameters(self) -> list[Any]:
+        """Have autograd call `gradient_hooked`; what takes the hooks out."""
+        hooks = []
+        for slot in self.slots:
+            hook = partial(self.gradient_hooked, slot)
+            hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        return hooks
 
     def gradient_hooked(self, slot: ParameterSlot, parameter: Tensor) -> None:
         """Autograd's hook: the gradient of `parameter` is in `.grad`, or None where operations added it themselves.

@@ -213,10 +213,8 @@ class ShardedOptimizer(Averages, TorchFace):
 
         # The norm. Who lacks a gradient, and what ranks must agree on, travel with it: one collective for all.
         missing = shard.missing
-        missing_bits = self._reached.message(missing)
-        message = shard.agreement.message(
-            missing_bits, self._groups.fingerprint(), changes_by_hand, step=self.step_count + 1
-        )
+        bits, options = self._reached.message(missing), self._groups.fingerprint()
+        message = shard.agreement.message(bits, options, changes_by_hand, step=self.step_count + 1)
         squared, rows = self._watch.squared_norm(message)
         norm = squared.sqrt() / divisor.abs()
         found_inf = ~torch.isfinite(norm)
