@@ -40,7 +40,7 @@ from core.tensor_parallel import (
     sum_gradients_of_foreign,
     vocab_parallel_cross_entropy,
 )
-from core.tensor_parallel.watch import SplitWatch
+from core.tensor_parallel.watch import split_watch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 from core.transformer.layer import TransformerBlock
 from core.transformer.moe.balance import follow_loss
@@ -127,11 +127,8 @@ class GPTModel(nn.Module):
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
         self._first_inputs, self._warned_of_shards = FirstInputs(), False
-        self._watch = None
         experts = ps.group("ep") if config.num_moe_experts is not None else None
-        if self.place.group is not None or experts is not None:
-            adapters = self.place.splits_sequence
-            self._watch = SplitWatch(self.place.group, expert_group=experts, sums_foreign=adapters)
+        self._watch = split_watch(self.place.group, experts, sums_foreign=self.place.splits_sequence)
         keep_layouts(self)
         watch_optimizers(self)
         self._initialize()
