@@ -268,6 +268,13 @@ def _refuse_different_counts(numbers: Tensor, group: Group) -> None:
         )
 
 
+def split_watch(group: Group | None, expert_group: Group | None, *, sums_foreign: bool) -> SplitWatch | None:
+    """A watch of a model over these groups; None where nothing is split."""
+    if group is None and expert_group is None:
+        return None
+    return SplitWatch(group, expert_group=expert_group, sums_foreign=sums_foreign)
+
+
 def _fingerprint(x: Tensor) -> Tensor:
     """float64 [2]: the norm, and a product with fixed numbers, which changes where rows are exchanged; no copy."""
 
