@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.huggingface
 
-import_vs_copy, export_vs_copy: time over reading and writing as many bytes (fsynced); goal <= 1.5.
+import_vs_copy, export_vs_copy: time over reading and writing as many bytes (fsynced), a model of 1.7 GB; goal <= 1.5.
+import_vs_copy_small, export_vs_copy_small: of 0.16 GB, where what does not grow with the bytes shows (0.2 s).
 extra_rss_mib: peak of a process that loads a model of 1.7 GB, built on meta, beyond its parameters; goal <= 256.
 decode_vs_hf_*: tokens per second over those of `transformers.generate`, both with their caches; goal >= 1.
 decode_vs_uncached: tokens per second over those of the full prefix for each token, 256 new tokens; goal >= 8.
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.checkpoint_plan import peak_mib
+from benchmarks.checkpoint_sides import counter, reset_peak
 from benchmarks.harness import Ratio, arguments, report, take_turns
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
@@ -35,6 +36,18 @@ def config(quick):
         shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 16000}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     return transformers.LlamaConfig(**shape, **heads, eos_token_id=None, bos_token_id=None)
+
+
+def large_folder(path, quick):
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2 if quick else 32}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)  # pages of zeros are cheaper to write
+    model.save_pretrained(path)
 
 
 class Writes:
@@ -63,13 +76,15 @@ def copy(source, target):
             os.fsync(write.fileno())
 
 
-def folders(result, path, quick, pairs):
-    folder, checkpoint = path / "hf", path / "ckpt"
-    transformers.LlamaForCausalLM(config(quick)).save_pretrained(folder)
+def folders(result, folder, suffix, pairs):
+    path = folder.parent
+    checkpoint = path / "ckpt"
     import_huggingface(folder, str(checkpoint))
     sides = {
-        "import_vs_copy": Writes(path / "in", lambda target: import_huggingface(folder, str(target))),
-        "export_vs_copy": Writes(path / "out", lambda target: export_huggingface(checkpoint, target, folder)),
+        f"import_vs_copy{suffix}": Writes(path / "in", lambda target: import_huggingface(folder, str(target))),
+        f"export_vs_copy{suffix}": Writes(
+            path / "out", lambda target: export_huggingface(checkpoint, target, folder)
+        ),
     }
     for key, ours in sides.items():
         peer = Writes(path / "copy", lambda target: copy(folder, target))
@@ -79,29 +94,27 @@ def folders(result, path, quick, pairs):
         result[key] = statistics.median(slower.each)
         cpu, of_copy = (statistics.median(side.cpu_seconds[1:]) for side in (ours, peer))
         print(f"{key:44s} on the processor: ours {cpu:.3f} s, copy {of_copy:.3f} s", flush=True)
+        for side in (ours, peer):
+            side.prepare()
+    shutil.rmtree(checkpoint)
 
 
 def _loaded(folder, pipe):
-    """Peak memory of this process beyond what it had before, and beyond the parameters."""
+    """Peak memory of this process beyond what it holds before, and beyond the parameters."""
     arguments = from_huggingface(folder).arguments()
     with torch.device("meta"):
         model = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
-    before = peak_mib()
+    reset_peak()  # imports had one of their own
+    before = counter("status", "VmRSS")
     model.to_empty(device="cpu")
     load_huggingface(model, folder)
-    pipe.send(peak_mib() - before - sum(p.nbytes for p in model.parameters()) / 2**20)
+    pipe.send((counter("status", "VmHWM") - before) / 2**10 - sum(p.nbytes for p in model.parameters()) / 2**20)
 
 
-def memory(result, path, quick):
-    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2 if quick else 32}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
-    model.to_empty(device="cpu").save_pretrained(path / "large")
-    del model
-    # a process of its own: a peak never falls
+def memory(result, folder):
+    # a process of its own, where nothing else was loaded before
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_loaded, args=(path / "large", there))
+    process = multiprocessing.get_context("spawn").Process(target=_loaded, args=(folder, there))
     process.start()
     there.close()  # so that a child that fails ends the waiting
     result["extra_rss_mib"] = here.recv()
@@ -146,8 +159,12 @@ def main():
     transformers.logging.set_verbosity_error()
     result, pairs = {}, 2 if options.quick else 7
     with tempfile.TemporaryDirectory() as path:
-        folders(result, Path(path), options.quick, pairs)
-        memory(result, Path(path), options.quick)
+        small, large = Path(path, "small"), Path(path, "large")
+        transformers.LlamaForCausalLM(config(options.quick)).save_pretrained(small / "hf")
+        folders(result, small / "hf", "_small", pairs)
+        large_folder(large / "hf", options.quick)
+        folders(result, large / "hf", "", pairs)
+        memory(result, large / "hf")
     decoding(result, options.quick, pairs)
     report(result, options.json)
 

@@ -5,6 +5,7 @@ from core.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab_
 from core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from core.tensor_parallel.mappings import (
     copy_to_tensor_region,
+    dropout_in_tensor_region,
     full_tensor,
     gather_from_sequence_region,
     gather_from_tensor_region,
@@ -23,6 +24,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "copy_to_tensor_region",
+    "dropout_in_tensor_region",
     "full_tensor",
     "gather_from_sequence_region",
     "gather_from_tensor_region",

@@ -8,10 +8,17 @@ from math import prod
 from torch import Tensor
 
 from core.autograd import deferred_linear
-from core.parallel_state import Init, Layout
+from core.parallel_state import Init, Layout, layout_of
 from core.tensor_parallel.mappings import gather_from_tensor_region
 from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
+
+
+def _wrong_width(x: Tensor, weight: Tensor, layer: str, wanted: str) -> ValueError:
+    full_width = layout_of(weight).shape[-1]
+    return ValueError(
+        f"{layer} got width {x.shape[-1]}, {list(x.shape)}, and takes {weight.shape[-1]} of {full_width}: {wanted}"
+    )
 
 
 class ColumnParallelLinear(PlacedModule):
@@ -48,16 +55,21 @@ class ColumnParallelLinear(PlacedModule):
         self.stage, self.comm = place.stage, place.column_comm()
         self.gather = place.group if gather_output else None
         self.split_dim = split_dim
+        self.split_output = None if gather_output else split_dim
         self.place_in(place.own_modules)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] -> [s, b, o/tp] (see the class)."""
-        y = deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
+        weight = self.weight
+        if x.shape[-1] != weight.shape[-1]:
+            raise _wrong_width(x, weight, "ColumnParallelLinear", "all input features, the same on every rank")
+        y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
         if self.gather is None:
             return y
         # Columns of a rank are contiguous only along `split_dim`: gather along it, then flatten again.
-        by_dim = y.unflatten(-1, self.weight.shape[:-1]).movedim(2 + self.split_dim, -1)
-        return gather_from_tensor_region(by_dim, self.gather).movedim(-1, 2 + self.split_dim).flatten(2)
+        first = y.dim() - 1
+        by_dim = y.unflatten(-1, weight.shape[:-1]).movedim(first + self.split_dim, -1)
+        return gather_from_tensor_region(by_dim, self.gather).movedim(-1, first + self.split_dim).flatten(first)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"
@@ -72,7 +84,7 @@ class RowParallelLinear(PlacedModule):
     Raises ValueError: the input features do not divide over the group.
     """
 
-    input_is_split = True  # tensor ranks are given different columns
+    input_is_split = True
 
     def __init__(
         self,
@@ -93,7 +105,16 @@ class RowParallelLinear(PlacedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i/tp] -> [s, b, o] (see the class)."""
-        return deferred_linear(x, self.weight, self.bias, stage=self.stage, comm=self.comm)
+        weight = self.weight
+        if x.shape[-1] != weight.shape[-1]:
+            raise _wrong_width(
+                x,
+                weight,
+                "RowParallelLinear",
+                "this rank's part of the input features: the output of a "
+                "ColumnParallelLinear without gather_output, or scatter_to_tensor_region(x, group)",
+            )
+        return deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]} here, out={self.weight.shape[0]}, bias={self.bias is not None}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn import functional as F
 
 from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
@@ -133,6 +134,24 @@ class _GatherSequence(torch.autograd.Function):
         return sequence_shard(gradient, ctx.group).contiguous(), None, None
 
 
+class _GatherExperts(torch.autograd.Function):
+    """The last dim of a stack of experts, from all expert ranks; data ranks among them have losses of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, tensor_ranks: int) -> Tensor:
+        ctx.weight, ctx.group, ctx.tensor_ranks = weight, group, tensor_ranks
+        return _gather_last(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("a collective of expert parallelism")
+        summed = reduce_scatter(gradient.movedim(-1, 0).contiguous(), ctx.group).movedim(0, -1)
+        # tensor ranks compute one loss; a DataParallel sums over the other ranks with these experts as well
+        is_summed = has_main_grad(ctx.weight) or hasattr(ctx.weight, "take_main_grad")
+        return summed / (ctx.tensor_ranks if is_summed else ctx.group.size), None, None, None
+
+
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -208,6 +227,22 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
     return x if group is None else _ReduceScatterSequence.apply(x, group)
 
 
+def dropout_in_tensor_region(
+    x: Tensor, p: float, group: Group | None, *, dim: int = -1, training: bool = True
+) -> Tensor:
+    """`F.dropout` of x [..., h/tp], this rank's part of `dim`: the mask that one process would draw of [..., h].
+
+    Every rank draws all of it from torch's generator, which must have one seed on all, and keeps its part. No
+    collective. Shape unchanged.
+    """
+    if group is None or p == 0 or not training:
+        return F.dropout(x, p, training)
+    shape = list(x.shape)
+    shape[dim] *= group.size
+    mask = F.dropout(x.new_ones(shape), p)
+    return x * mask.narrow(dim, group.rank * x.shape[dim], x.shape[dim])
+
+
 @outside_graphs
 def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     """The parameter itself; its gradient, partial on each rank, is all-reduced over `group` in backward.
@@ -222,8 +257,9 @@ def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: P
     """All of a split parameter, in its true shape, on every rank; for penalties, norms, inspection; with a gradient.
 
     like: the parameter whose gradient, data or moment is given instead: `full_tensor(p.grad, like=p)`.
-    One all-gather per axis that splits it; backward takes this rank's shard, so every rank of the axis must compute
-    the same from it. A parameter that is not split is returned as it is.
+    One all-gather per axis that splits it; backward takes this rank's shard, so every tensor rank must compute the
+    same from it; over expert ranks, each with a loss of its own, it reduce-scatters. A parameter that is not split is
+    returned as it is.
     Raises ValueError: a tensor that is no parameter (nobody knows how it is split), or not of the shape of `like`.
     """
     if like is None and not isinstance(parameter, Parameter):
@@ -236,7 +272,12 @@ def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: P
     layout = layout_of(parameter if like is None else like)
     ps, full = parallel if parallel is not None else current_state(), parameter
     for axis, dim in reversed(list(layout.split.items())):  # on one dim the first named axis is outermost
-        full = gather_from_tensor_region(full.transpose(dim, -1), ps.group(axis)).transpose(dim, -1)
+        moved, group = full.transpose(dim, -1), ps.group(axis)
+        if axis == "ep" and group is not None:
+            whole = _GatherExperts.apply(moved, parameter, group, ps.size("tp"))
+        else:
+            whole = gather_from_tensor_region(moved, group)
+        full = whole.transpose(dim, -1)
     return full if not layout.padding else full[tuple(slice(0, size) for size in layout.shape)]
 
 

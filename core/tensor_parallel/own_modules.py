@@ -18,9 +18,11 @@ from core.parallel_state import layout_of
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
+from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import SplitWatch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 
+_LOOKED_AT = 2  # forwards in which it is seen what is done to columns between linears
 _MODULE_CALLS = 10_000  # without any of the layers, after which they are no longer looked for
 
 
@@ -110,6 +112,8 @@ class PlacedModule(SpreadModule):
     """A parallel layer: what watches the module that it will be in knows of it, and of its copies."""
 
     own_modules: OwnModules | None = None
+    input_is_split = False  # whether tensor ranks are given different columns
+    split_output: int | None = None  # the dim of its weight's output dims of which each rank returns a part
 
     def place_in(self, own_modules: OwnModules | None) -> None:
         """Called where the layer is whole."""
@@ -133,6 +137,8 @@ class _Before:
     def __init__(self, group: Group | None, splits_sequence: bool) -> None:
         self._group, self._splits_sequence = group, splits_sequence
         self.watch = SplitWatch(group, warns_of_hooks=False) if group is not None else None
+        self._activations = SplitActivations(group) if group is not None else None
+        self._forwards = 0
 
     def __deepcopy__(self, memo: dict) -> "_Before":
         memo[id(self)] = copy = _Before(self._group, self._splits_sequence)
@@ -146,12 +152,19 @@ class _Before:
         if self.watch is None or any(p.is_meta for p in module.parameters()):
             return
         self.watch.check_before(module, self._shared_inputs(module, args, kwargs))
+        if self._activations is not None and not torch._C._are_functorch_transforms_active():
+            self._forwards += 1
+            if self._forwards == 1:
+                self._activations.attach(module)
+            elif self._forwards > _LOOKED_AT:
+                self._activations.detach()
+                self._activations = None
 
     def _shared_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """What all tensor ranks must be given alike: not columns between split layers, not rows of a sequence."""
         inputs = [x for x in _tensors_of((args, kwargs)) if not x.is_meta and x.layout == torch.strided]
         first = next((m for m in module.modules() if isinstance(m, PlacedModule)), None)
-        takes_columns = first is None or getattr(first, "input_is_split", False)
+        takes_columns = first is None or first.input_is_split
         if self._splits_sequence or takes_columns:
             return [x for x in inputs if not x.is_floating_point() and not x.is_complex()]
         return inputs

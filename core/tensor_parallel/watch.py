@@ -252,8 +252,9 @@ class SplitWatch:
             f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
             f"forward {self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
             "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
-            "core.optimizer.GradScaler; an adapter around a linear that is split needs its halves split alike "
-            "(docs/concepts/tensor_parallel.md)"
+            "core.optimizer.GradScaler; a parameter that is applied to this rank's heads or columns (a norm "
+            "of each head) wants core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
+            "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
         )
 
 
@@ -265,6 +266,13 @@ def _refuse_different_counts(numbers: Tensor, group: Group) -> None:
             f"the tensor ranks {list(group.ranks)} have {[n for n, _ in gathered]} parameters and are "
             f"called with {[n for _, n in gathered]} tensors; build one model on all of them, and call it alike"
         )
+
+
+def split_watch(group: Group | None, expert_group: Group | None, *, sums_foreign: bool) -> SplitWatch | None:
+    """A watch of a model over these groups; None where nothing is split."""
+    if group is None and expert_group is None:
+        return None
+    return SplitWatch(group, expert_group=expert_group, sums_foreign=sums_foreign)
 
 
 def _fingerprint(x: Tensor) -> Tensor:

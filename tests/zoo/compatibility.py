@@ -6,7 +6,16 @@ from pathlib import Path
 from tests.zoo.case import Case, Family
 
 # every module here has `FAMILY`, and a test file of the same name with `test_`
-FAMILIES: list[str] = ["modules", "tools", "own_modules", "habits", "schedule_files", "failures", "deepspeed"]
+FAMILIES: list[str] = [
+    "modules",
+    "tools",
+    "own_modules",
+    "experts",
+    "habits",
+    "schedule_files",
+    "failures",
+    "deepspeed",
+]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HEAD = """# Other people's programs: right, told or refused
 

@@ -40,7 +40,7 @@ from core.tensor_parallel import (
     sum_gradients_of_foreign,
     vocab_parallel_cross_entropy,
 )
-from core.tensor_parallel.watch import SplitWatch
+from core.tensor_parallel.watch import split_watch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 from core.transformer.layer import TransformerBlock
 from core.transformer.moe.balance import follow_loss
@@ -127,8 +127,8 @@ class GPTModel(nn.Module):
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
         self._first_inputs, self._warned_of_shards = FirstInputs(), False
-        group = self.place.group
-        self._watch = SplitWatch(group, sums_foreign=self.place.splits_sequence) if group is not None else None
+        experts = ps.group("ep") if config.num_moe_experts is not None else None
+        self._watch = split_watch(self.place.group, experts, sums_foreign=self.place.splits_sequence)
         keep_layouts(self)
         watch_optimizers(self)
         self._initialize()
@@ -196,8 +196,9 @@ class GPTModel(nn.Module):
         if self._watch is not None:
             if torch.compiler.is_exporting():
                 raise ValueError(
-                    f"torch.export would hold 1 of the {self.place.tp} tensor ranks' parts, and none of the messages "
-                    "between them; load the checkpoint into a model of tensor_model_parallel_size=1 and export that"
+                    f"torch.export would hold 1 of the {self.place.tp} tensor ranks' parts (experts: of "
+                    f"{self.parallel.size('ep')}), and none of the messages between them; load the checkpoint into a "
+                    "model of tensor_model_parallel_size=1 and export that"
                 )
             batch = (tokens if self.pre_process else None, position_ids, attention_mask, labels)
             self._watch.check_before(self, batch)
@@ -286,7 +287,8 @@ class GPTModel(nn.Module):
         if self._watch is not None and not self._warned_of_shards:
             self._warned_of_shards = True
             warnings.warn(
-                f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}: one rank's file "
+                f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}, expert rank "
+                f"{self.parallel.index('ep')} of {self.parallel.size('ep')}: one rank's file "
                 "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
                 "model.sharded_state_dict(), directory), or a file per rank",
                 stacklevel=2,

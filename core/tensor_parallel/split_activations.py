@@ -1,0 +1,224 @@
+"""Notices what a program does to an activation between a column linear and a row linear as if it were whole.
+
+Each tensor rank has its columns there. What is elementwise, or works on each head by itself, is right on them; a
+norm, a softmax, a sum or a dropout mask over the width, and halves of a fused matrix that was not given as (2, f),
+are of this rank's part. So in a module's first forwards the outputs of its column linears are of a class that sees
+which functions are called on them, and follows which dims are split (`split_axes`).
+"""
+
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from core.parallel_state.by_hand.functions import function_name
+from core.parallel_state.collectives import Group
+from core.tensor_parallel import split_axes, split_functions
+from core.tensor_parallel.split_axes import Axes
+from core.tensor_parallel.split_functions import Finding
+
+_REMEDIES = {
+    "reduction": (
+        "core.tensor_parallel.gather_from_tensor_region(x, group) before it, and scatter_to_tensor_region after it, "
+        "give all columns; a sum may go through reduce_from_tensor_region(sum, group)"
+    ),
+    "cut": (
+        "a rank's block of a fused matrix is not the same block of each part. Give ColumnParallelLinear the parts as "
+        "dims: (2, f) with split_dim=1 for gate and up, (3, h) for q, k and v"
+    ),
+    "draw": (
+        "ranks that are seeded alike draw the same mask for other columns. core.tensor_parallel."
+        "dropout_in_tensor_region(x, p, group) draws the mask of all columns"
+    ),
+    "exit": "core.tensor_parallel.gather_from_tensor_region(x, group) gives all columns",
+    "order": (
+        "RowParallelLinear takes one block of the input's columns per rank, and is given a block of each of several "
+        "parts (cat, or (2, f) as it is): its rows would belong to other columns than on one rank. Add the parts' "
+        "outputs of a RowParallelLinear each"
+    ),
+    "again": "ColumnParallelLinear takes the whole x, the same on every rank: a RowParallelLinear comes first",
+}
+
+
+class SplitActivation(Tensor):
+    """A tensor whose dims are split as `axes` says; or a sum of one, which is not yet summed over the ranks."""
+
+    axes: Axes
+    partial: str  # the function that made a rank's part of a sum; "" where it is no such sum
+    seen_by: "weakref.ref[SplitActivations]"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if _called_by_core():
+                return func(*args, **kwargs)
+            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitActivation)]
+            seen_by = inputs[0].seen_by() if inputs else None
+            if seen_by is None or torch._C._are_functorch_transforms_active():
+                return func(*args, **kwargs)
+            name = function_name(func)
+            if name in ("cross_entropy", "nll_loss"):  # a label of another rank's column is "out of bounds" in them
+                seen_by.check_loss(name, args, kwargs)
+            result = func(*args, **kwargs)
+            seen_by.follow(func, name, inputs, args, kwargs, result)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+def _called_by_core() -> bool:
+    """Whether our code calls, which knows what it is given: torch's frames between are passed over."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("torch.") and module != "torch":
+            return bool(module.startswith("core."))
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class SplitActivations:
+    """Marks what column linears over `group` return, and tells, once for each kind, what is wrong on a part.
+
+    message: instead of what is said of columns between linears.
+    """
+
+    def __init__(self, group: Group, *, message: str = "") -> None:
+        self._group, self._message = group, message
+        self._told: set[str] = set()
+        self._marked: list[weakref.ref[Tensor]] = []
+        self._hooks: list[Any] = []
+
+    @property
+    def has_told(self) -> bool:
+        """Whether anything was noticed."""
+        return bool(self._told)
+
+    def attach(self, module: nn.Module) -> None:
+        """Look at the linears in `module`; not where a part of it is compiled, whose guards are on hooks."""
+        parts = list(module.modules())
+        if any(getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod") for part in parts):
+            return
+        for part in parts:
+            if getattr(part, "split_output", None) is not None:
+                self._hooks.append(part.register_forward_pre_hook(self._before_column))
+                self._hooks.append(part.register_forward_hook(self._after_column))
+            elif getattr(part, "input_is_split", False):
+                self._hooks.append(part.register_forward_pre_hook(self._before_row))
+
+    def detach(self) -> None:
+        """Take the hooks out, and make what was marked plain again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.make_plain()
+
+    def make_plain(self) -> None:
+        """Nobody looks at what was marked any more."""
+        for reference in self._marked:
+            tensor = reference()
+            if type(tensor) is SplitActivation:
+                tensor.__class__ = Tensor  # type: ignore[assignment]
+        self._marked = []
+
+    def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
+        """Follow `tensor`; nothing where it is no plain one, or nothing of it is split."""
+        if type(tensor) is not Tensor or not (partial or (axes is not None and split_axes.is_split(axes))):
+            return
+        tensor.__class__ = SplitActivation
+        tensor.axes, tensor.partial = axes if axes is not None else (), partial  # type: ignore[attr-defined]
+        tensor.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
+        self._marked.append(weakref.ref(tensor))
+
+    def _before_column(self, module: nn.Module, args: tuple) -> None:
+        if args and isinstance(args[0], SplitActivation) and split_axes.is_split(args[0].axes):
+            self._tell(Finding("again", "a linear", tuple(args[0].shape)))
+
+    def _after_column(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+            return
+        weight, split_dim = module.weight, module.split_output
+        if isinstance(output, Tensor) and isinstance(weight, Tensor) and isinstance(split_dim, int):
+            self.mark(output, split_axes.axes_of_columns(output.shape, weight.shape[:-1], split_dim))
+
+    def _before_row(self, module: nn.Module, args: tuple) -> None:
+        x = args[0] if args else None
+        if isinstance(x, SplitActivation) and not x.partial and not split_axes.are_blocks(x.axes):
+            self._tell(Finding("order", "a linear", tuple(x.shape)))
+
+    def check_loss(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError: a loss over classes of which this rank has a part."""
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, SplitActivation) or x.partial:
+            return
+        dim = 1 if x.dim() > 1 else 0
+        if split_axes.is_split(x.axes, [dim]):
+            raise ValueError(
+                f"{name} of {list(x.shape)}, whose dim {dim} is this tensor rank's {x.shape[dim]} of "
+                f"{x.shape[dim] * self._group.size} classes: use core.tensor_parallel.vocab_parallel_cross_entropy("
+                "logits, labels, group), ColumnParallelLinear(..., gather_output=True), or gather_from_tensor_region("
+                "logits, group) before it (GPTModel: gather_logits)"
+            )
+
+    def follow(
+        self, func: Any, name: str, inputs: list[SplitActivation], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """After `func`: tell what it did wrong, mark what it returned."""
+        if any(x.partial for x in inputs):
+            self._follow_sum(name, inputs, args, kwargs, result)
+            return
+        outcome = split_functions.outcome_of(func, name, args, kwargs, result)
+        if isinstance(outcome, Finding):
+            self._tell(outcome)
+        elif isinstance(outcome, str):
+            self.mark(result if isinstance(result, Tensor) else result[0], None, outcome)
+        elif outcome is not None:
+            for tensor, axes in outcome:
+                self.mark(tensor, axes)
+
+    def _follow_sum(
+        self, name: str, inputs: list[SplitActivation], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """A rank's part of a sum: right if it is summed over the ranks next, scaled or added to another before."""
+        first = next(x for x in inputs if x.partial)
+        if "reduce" in name or "gather" in name or name in ("broadcast", "wait", "grad", "requires_grad", "shape"):
+            if name == "all_reduce":
+                first.__class__ = Tensor  # type: ignore[assignment]  # it is whole now
+            return
+        if not isinstance(result, Tensor):
+            is_read = name in ("item", "tolist", "numpy", "array", "float", "backward", "format", "repr", "bool")
+            if is_read:
+                self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
+            return
+        others = [
+            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not any(x is y for y in inputs)
+        ]
+        if others or name not in split_functions.LINEAR:
+            self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
+        else:
+            self.mark(result, None, first.partial)
+
+    def _tell(self, finding: Finding) -> None:
+        if finding.kind in self._told:
+            return
+        self._told.add(finding.kind)
+        if self._message:
+            warnings.warn(self._message, stacklevel=6)
+            return
+        where = "its result, " if finding.deferred else ""
+        warnings.warn(
+            f"{finding.name} between ColumnParallelLinear and RowParallelLinear sees ({where}{list(finding.shape)}) "
+            f"this tensor rank's columns, 1/{self._group.size} of them: {_REMEDIES[finding.kind]}",
+            stacklevel=6,
+        )

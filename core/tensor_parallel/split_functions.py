@@ -1,0 +1,294 @@
+"""What torch's functions make of a tensor of which tensor ranks hold parts: right, wrong, or to be followed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.tensor_parallel import split_axes
+from core.tensor_parallel.split_axes import Axes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A function that is wrong on a part. kind: which remedy; deferred: found when its result was used."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    deferred: bool = False
+
+
+# of a rank's part of a sum, the same part of a sum
+_LINEAR = """
+    add sub mul div truediv neg rsub iadd isub imul itruediv float double half bfloat16 to type_as detach clone
+    contiguous view reshape squeeze unsqueeze expand flatten transpose permute getitem view_as sum data
+"""
+_SUMS = "sum mean nansum nanmean max min amax amin"
+# by the place of their dims among the arguments, and the dims where none are given (None: all)
+_REDUCTIONS = {
+    (1, None): """
+        var std var_mean std_mean argmax argmin median nanmedian prod aminmax all any softmax log_softmax softmin
+        logsumexp cumsum cumprod count_nonzero mode unique
+    """,
+    (2, None): "norm vector_norm quantile nanquantile matrix_norm",
+    (2, -1): "topk kthvalue",
+    (1, -1): "sort argsort logcumsumexp",
+    (2, 1): "normalize cosine_similarity",
+    (99, None): """
+        mse_loss l1_loss smooth_l1_loss huber_loss kl_div histc renorm dist cdist binary_cross_entropy
+        binary_cross_entropy_with_logits
+    """,
+    (99, 1): "cross_entropy nll_loss",
+}
+_DRAWS = """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like
+    bernoulli normal uniform exponential gumbel_softmax rrelu multinomial
+"""
+_KINDS = {
+    "draw": _DRAWS,
+    "sum": _SUMS,
+    "product": "matmul mm bmm linear einsum conv1d conv2d conv3d",
+    "cut": "chunk split tensor_split split_with_sizes unbind getitem setitem narrow select index_select glu",
+    "permutation": "transpose swapaxes swapdims permute movedim moveaxis t T mT adjoint",
+    "view": "view reshape flatten unflatten squeeze view_as reshape_as",
+    "join": "cat concat concatenate hstack",
+    "exit": "tolist numpy array item",
+}
+LINEAR = frozenset(_LINEAR.split())
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_DIMS_OF: dict[str, tuple[int, int | None]] = {name: (1, None) for name in _SUMS.split()}
+for _place, _names in _REDUCTIONS.items():
+    _KIND_OF |= dict.fromkeys(_names.split(), "reduction")
+    _DIMS_OF |= dict.fromkeys(_names.split(), _place)
+
+Followed = list[tuple[Any, Axes | None]]
+Outcome = Finding | str | Followed | None
+
+
+def _axes(x: Any) -> Axes:
+    axes: Axes = x.axes if hasattr(x, "axes") else split_axes.plain(x.shape)
+    return axes
+
+
+def _dims(args: tuple, kwargs: dict[str, Any], place: int, default: Any, count: int) -> list[int]:
+    given = kwargs.get("dim", kwargs.get("axis"))
+    if given is None and len(args) > place:
+        given = args[place]
+    is_ints = isinstance(given, (tuple, list)) and all(isinstance(d, int) for d in given) and len(given) > 0
+    if (not isinstance(given, int) and not is_ints) or isinstance(given, bool):
+        given = default
+    if given is None:
+        return list(range(count))
+    return [d % max(count, 1) for d in ([given] if isinstance(given, int) else given)]
+
+
+def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Outcome:
+    """A Finding; the name of a function whose result is a rank's part of a sum; or tensors and their axes."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    x = next(t for t in tensors if hasattr(t, "axes"))
+    axes = _axes(x)
+    shape = tuple(x.shape)
+    if not split_axes.is_split(axes):
+        return None
+    kind = _KIND_OF.get(name)
+    if kind == "exit":
+        return Finding("exit", name, shape)
+    if kind == "draw" or name == "scaled_dot_product_attention":
+        if _draws(name, args, kwargs):
+            return Finding("draw", name, shape)
+        if name == "scaled_dot_product_attention":
+            return _attended(args, kwargs, result)
+    if name in ("layer_norm", "rms_norm"):
+        sizes = kwargs.get("normalized_shape", args[1] if len(args) > 1 else shape[-1:])
+        dims = range(-len(sizes), 0)
+        return Finding("reduction", name, shape) if split_axes.is_split(axes, dims) else [(result, axes)]
+    is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
+    if kind == "reduction" or (kind == "sum" and not is_pair):
+        return _reduced(name, args, kwargs, axes, result, shape)
+    if kind == "product":
+        return _multiplied(name, args, kwargs, axes, result)
+    if kind == "cut":
+        return _cut(name, args, kwargs, axes, result, shape)
+    if not isinstance(result, Tensor):
+        return None
+    if kind == "view":
+        return [(result, split_axes.reshaped(axes, result.shape))]
+    if name == "unsqueeze":
+        (dim,) = _dims(args, kwargs, 1, 0, len(axes) + 1)
+        return [(result, (*axes[:dim], (), *axes[dim:]))]
+    if kind == "permutation":
+        return [(result, _permuted(func, args, kwargs, axes))]
+    if kind == "join":
+        return [(result, _joined(args, kwargs, axes, result))]
+    candidates = [split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")]
+    return [(result, next((found for found in candidates if found is not None), None))]
+
+
+def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if "dropout" not in name:
+        return True
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(p) and bool(training)
+
+
+def _attended(args: tuple, kwargs: dict[str, Any], result: Tensor) -> Outcome:
+    """Attention: heads may be split, what q and k are multiplied over may not."""
+    query = args[0] if args else kwargs["query"]
+    key = args[1] if len(args) > 1 else kwargs["key"]
+    value = args[2] if len(args) > 2 else kwargs["value"]
+    if split_axes.is_split(_axes(query), [-1]) and split_axes.is_split(_axes(key), [-1]):
+        return Finding("reduction", "scaled_dot_product_attention", tuple(query.shape))
+    axes = (*_axes(query)[:-1], _axes(value)[-1])
+    return [(result, split_axes.broadcast(axes, result.shape))]
+
+
+def _reduced(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any, shape: tuple) -> Outcome:
+    place, default = _DIMS_OF[name]
+    dims = _dims(args, kwargs, place, default, len(axes))
+    if split_axes.is_split(axes, dims):
+        return name if _KIND_OF[name] == "sum" else Finding("reduction", name, shape)
+    found: Followed = []
+    for tensor in result if isinstance(result, tuple) else (result,):
+        if isinstance(tensor, Tensor) and tensor.dim() == len(axes) and tensor.shape == shape:
+            found.append((tensor, axes))  # a softmax over keys
+        elif isinstance(tensor, Tensor):
+            found.append((tensor, split_axes.without(axes, dims, keepdim=tensor.dim() == len(axes))))
+    return found
+
+
+def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
+    if name == "einsum":
+        return _einsum(args, result)
+    if name.startswith("conv"):
+        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+        return name if split_axes.is_split(axes, [1]) and groups == 1 else None
+    if len(args) < 2:
+        return None
+    left, right = _axes(args[0]), _axes(args[1])
+    if name == "linear":
+        right = right[::-1]
+    if len(left) < 1 or len(right) < 2:
+        return name if left and split_axes.is_split(left, [-1]) else None
+    if split_axes.is_split(left, [-1]) or split_axes.is_split(right, [-2]):
+        return name
+    product = (*(left if len(left) >= len(right) else right)[:-2], *left[-2:-1], right[-1])
+    return [(result, product if len(product) == result.dim() else None)]
+
+
+def _einsum(args: tuple, result: Tensor) -> Outcome:
+    operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    equation = args[0].replace(" ", "") if isinstance(args[0], str) else "."
+    if "." in equation or "->" not in equation:
+        return None
+    inputs, output = equation.split("->")
+    atoms: dict[str, Any] = {}
+    for letters, operand in zip(inputs.split(","), operands, strict=True):
+        for letter, atom in zip(letters, _axes(operand), strict=True):
+            if letter not in atoms or any(split for _, split in atom):
+                atoms[letter] = atom
+    if any(any(split for _, split in atom) for letter, atom in atoms.items() if letter not in output):
+        return "einsum"
+    return [(result, tuple(atoms[letter] for letter in output))]
+
+
+def _permuted(func: Any, args: tuple, kwargs: dict[str, Any], axes: Axes) -> Axes:
+    """The function itself says the order: of a tensor whose dims have as many sizes."""
+    probe = torch.empty([place + 2 for place in range(len(axes))], device="meta")
+    order = [size - 2 for size in func(probe, *args[1:], **kwargs).shape]
+    return tuple(axes[place] for place in order)
+
+
+def _joined(args: tuple, kwargs: dict[str, Any], axes: Axes, result: Tensor) -> Axes | None:
+    parts = args[0] if args else kwargs.get("tensors", ())
+    (dim,) = _dims(args, kwargs, 1, 0, len(axes))
+    if not split_axes.is_split(axes, [dim]):
+        return (*axes[:dim], *split_axes.plain([result.shape[dim]]), *axes[dim + 1 :])
+    if any(_axes(part)[dim] != axes[dim] for part in parts):
+        return None
+    return (*axes[:dim], ((len(parts), False), *axes[dim]), *axes[dim + 1 :])
+
+
+def _cut(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any, shape: tuple) -> Outcome:
+    across = Finding("cut", name, shape)
+    if name in ("getitem", "setitem"):
+        found = _indexed(axes, shape, args[1])
+        if found is None or isinstance(found, str):
+            return across if found == "across" else None
+        return [(result, found)] if name == "getitem" else None
+    if name == "glu":
+        (dim,) = _dims(args, kwargs, 1, -1, len(axes))
+        half = split_axes.cut(axes, dim, 0, shape[dim] // 2)
+        return across if half is None else [(result, half)]
+    if name in ("unbind", "select"):
+        (dim,) = _dims(args, kwargs, 1, 0, len(axes))
+        if split_axes.is_split(axes, [dim]):
+            return across
+        pieces = [result] if name == "select" else list(result) if isinstance(result, (tuple, list)) else []
+        return [(piece, split_axes.without(axes, [dim])) for piece in pieces]
+    if name in ("narrow", "index_select"):
+        (dim,) = _dims(args, kwargs, 1, 0, len(axes))
+        if not split_axes.is_split(axes, [dim]):
+            return [(result, (*axes[:dim], *split_axes.plain([result.shape[dim]]), *axes[dim + 1 :]))]
+        return across if result.shape != shape else [(result, axes)]
+    (dim,) = _dims(args, kwargs, 2, 0, len(axes))
+    start = 0
+    found_pieces: Followed = []
+    for piece in result:
+        found = split_axes.cut(axes, dim, start, start + piece.shape[dim])
+        if found is None:
+            return across
+        found_pieces.append((piece, found))
+        start += piece.shape[dim]
+    return found_pieces
+
+
+def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
+    """Axes of `x[index]`; "across" where it takes columns by number; None: not followed."""
+    index = index if isinstance(index, tuple) else (index,)
+    if any(not (i is None or i is Ellipsis or isinstance(i, (int, slice))) or isinstance(i, bool) for i in index):
+        return None
+    given = sum(i is not None and i is not Ellipsis for i in index)
+    if Ellipsis not in index:
+        index = (*index, Ellipsis)
+    result: list[Any] = []
+    dim = 0
+    for i in index:
+        if i is None:
+            result.append(())
+        elif i is Ellipsis:
+            result.extend(axes[dim : dim + len(axes) - given])
+            dim += len(axes) - given
+        elif isinstance(i, int):
+            if split_axes.is_split(axes, [dim]):
+                return "across"
+            dim += 1
+        else:
+            start, stop, step = i.indices(shape[dim])
+            if not split_axes.is_split(axes, [dim]):
+                size = len(range(start, stop, step))
+                result.extend(split_axes.plain([size]))
+            elif step != 1:
+                return _strided(axes, dim, step)
+            else:
+                kept = split_axes.cut(axes, dim, start, stop)
+                if kept is None:
+                    return "across"
+                result.append(kept[dim])
+            dim += 1
+    return tuple(result)
+
+
+def _strided(axes: Axes, dim: int, step: int) -> str | None:
+    """Every step-th column: right where that is one of what lies inside each split column."""
+    atoms = axes[dim]
+    last = max(place for place, (_, split) in enumerate(atoms) if split)
+    inner = prod(n for n, _ in atoms[last + 1 :])
+    return None if inner % abs(step) == 0 and inner > 1 else "across"
