@@ -24,6 +24,7 @@ from core.data_parallel.buffers.units import StageUnits, make_units, needs_units
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.watch import UpdateWatch
+from core.data_parallel.weights.kept import KeptMemory
 from core.data_parallel.weights.start import check_parts, new_parameters, same_on_all
 from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
 from core.parallel_state.by_hand import make_plain
@@ -90,6 +91,7 @@ class DataParallel(GradSync):
         on_meta = allocate_from_meta(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()
+        self._kept = KeptMemory(self._names)
         stages = stages_of(module, shard_units)
         if bucket_size is None:  # elements; launches cost more on an accelerator, memory less
             bucket_size = 2**20 if ps.device.type == "cpu" else 2**23
@@ -279,6 +281,7 @@ class DataParallel(GradSync):
 
         Raises ValueError: values of another dtype, shape or device.
         """
+        self._kept.look(self._steps)
         for buffer in self.buffers:
             buffer.take_weights()
 
