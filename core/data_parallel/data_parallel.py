@@ -91,7 +91,6 @@ class DataParallel(GradSync):
         on_meta = allocate_from_meta(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()
-        self._kept = KeptMemory(self._names)
         stages = stages_of(module, shard_units)
         if bucket_size is None:  # elements; launches cost more on an accelerator, memory less
             bucket_size = 2**20 if ps.device.type == "cpu" else 2**23
@@ -157,6 +156,7 @@ class DataParallel(GradSync):
     def _take_over(self) -> None:
         check_parts(self.module, self.ps)
         make_plain(self._names)
+        self._kept = KeptMemory(self._names)
         if owned := [name for p, name in self._names.items() if has_main_grad(p)]:
             raise ValueError(
                 f"DataParallel: {owned[0]} and {len(owned) - 1} more of {len(self._names)} parameters already have a "
