@@ -75,6 +75,7 @@ class GPTModel(nn.Module):
     """
 
     awaits_checkpoint = False  # whether its weights are no numbers yet, because a checkpoint will fill them
+    _columns: SplitActivations | None = None  # follows split logits
 
     def __init__(
         self,
@@ -128,7 +129,6 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._columns: SplitActivations | None = None
         self._first_inputs, self._warned_of_shards = FirstInputs(), False
         experts = ps.group("ep") if config.num_moe_experts is not None else None
         self._watch = split_watch(self.place.group, experts, sums_foreign=self.place.splits_sequence)
