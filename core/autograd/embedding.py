@@ -22,18 +22,27 @@ def _to_local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
 def _add_rows(
     parameter: Parameter, local_ids: Tensor, gy: Tensor, is_full_table: bool, past_autograd: bool = True
 ) -> Tensor | None:
-    """Sum dy into the table's rows: into `main_grad` (None is returned), else a new dense gradient."""
+    """Sum dy into the table's rows: into `main_grad` or `.grad` (None is returned), else a new dense gradient."""
     rows = parameter.shape[0]
     local_ids, gy = local_ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
-    main_grad = main_grad_of(parameter) if past_autograd else None
-    if main_grad is None:
+    target = _sum_so_far(parameter) if past_autograd else None
+    if target is None:
         if is_full_table:
             return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows, -1, False)
         return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows + 1, rows, False)[:rows]
     if not is_full_table:
         gy, local_ids = gy.masked_fill((local_ids == rows)[:, None], 0), local_ids.clamp_max(rows - 1)
-    main_grad.index_add_(0, local_ids, gy.to(main_grad.dtype))
+    target.index_add_(0, local_ids, gy.to(target.dtype))
     return None
+
+
+def _sum_so_far(parameter: Parameter) -> Tensor | None:
+    """What rows may be added to in place: a few of them cost less than a dense gradient of the whole table."""
+    main_grad, grad = main_grad_of(parameter), parameter.grad
+    if main_grad is not None or grad is None or grad.layout is not torch.strided:
+        return main_grad
+    # in 16 bits a row that many tokens share would be rounded once for each of them
+    return grad if grad.dtype in (torch.float32, torch.float64) else None
 
 
 class _EmbeddingThunk:

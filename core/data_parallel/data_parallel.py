@@ -6,6 +6,7 @@ An all-reduce is a reduce-scatter and an all-gather; ZeRO (arXiv 1910.02054) upd
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 
 from core.autograd.gradients import has_main_grad
 from core.autograd.protocols import GradSync
+from core.data_parallel.agreement import Agreement
 from core.data_parallel.buffers.buffer_copies import BufferCopies
 from core.data_parallel.buffers.buffers import Buffer, partial_views, sum_views
 from core.data_parallel.buffers.gradient import ParameterSlot, make_slots, set_units
@@ -21,7 +23,8 @@ from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
 from core.data_parallel.buffers.units import StageUnits, make_units, needs_units
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.replicas import check_replicas, check_shards
-from core.data_parallel.weights.start import check_parts, same_on_all
+from core.data_parallel.watch import UpdateWatch
+from core.data_parallel.weights.start import check_parts, new_parameters, same_on_all
 from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
 from core.parallel_state.by_hand import make_plain
 from core.parallel_state.collectives import all_gather_objects
@@ -112,6 +115,7 @@ class DataParallel(GradSync):
             overlap=self.overlap,
             backward_passes=backward_passes,
             sum_and_average=self._sum_and_average,
+            meet=self._meet,
             zero_all=self.zero_grad,
         )
         self._partial = partial_views(self.buffers)
@@ -119,10 +123,9 @@ class DataParallel(GradSync):
         self.missing, self.averaged = list[str](), False
         self._steps, self._check_every = 0, check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
-        self._hooks = []
-        for slot in slots:
-            hook = partial(self._gradient_sums.gradient_hooked, slot)
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        self.agreement = Agreement(ps, self.buffers, len(slots))
+        self._watch = UpdateWatch(self.agreement, self.buffers, self._stages, slots, self._adopt_weights)
+        self._hooks = self._gradient_sums.hook_parameters()
 
     def _make_buffers(self, table: Sequence[Bucket], dtypes: Mapping[str, torch.dtype | None]) -> tuple[Buffer, ...]:
         parameters, loan_warnings = self.named_parameters(), list[str]()
@@ -234,7 +237,7 @@ class DataParallel(GradSync):
         parameters that got none; with `check_replicas_every`, see `check_replicas`.
         """
         self._gradient_sums.refuse_second()
-        self._refuse_unknown(self._new_parameters())
+        self._refuse_unknown(new_parameters(self._stages, self._gradient_sums.known))
         self._gradient_sums.finish()
         for buffer in self.buffers:
             buffer.complete()
@@ -251,22 +254,6 @@ class DataParallel(GradSync):
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             self.check_replicas()  # before an update: after it every rank has just been sent the same
-
-    def _new_parameters(self) -> list[Parameter]:
-        """Trainable parameters that nobody sums: unfrozen, replaced or added since this was made.
-
-        It runs in every step: no function call per module.
-        """
-        new: dict[int, Parameter] = {}
-        known, modules = self._gradient_sums.known, list(self._stages)
-        for module in modules:  # the list grows while it is walked
-            for child in module._modules.values():
-                if child is not None:
-                    modules.append(child)  # noqa: PERF401
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in known and parameter.requires_grad:
-                    new[id(parameter)] = parameter
-        return list(new.values())
 
     def _refuse_unknown(self, parameters: Iterable[Tensor]) -> None:
         if unknown := self._gradient_sums.unknown(parameters):
@@ -322,6 +309,15 @@ class DataParallel(GradSync):
             self.averaged = True
             for buffer in self.buffers:
                 buffer.gradients.div_(self.ps.size("dp-cp"))
+
+    def _meet(self, asked_for: str, facts: Any) -> None:
+        """Before values of `p.grad` are read from other ranks, on gloo: all must ask alike."""
+        if self.agreement.is_needed:
+            self.agreement.meet(asked_for, facts, self._steps)
+
+    def _adopt_weights(self) -> None:
+        self.wait()
+        self.take_weights()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -392,6 +388,7 @@ class DataParallel(GradSync):
         for hook in self._hooks:
             hook.remove()
         self.copies.remove()
+        self._watch.remove()
         for units in self._units.values():
             units.remove()
         for buffer in self.buffers:

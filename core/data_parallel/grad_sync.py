@@ -7,6 +7,8 @@ deadlock.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,74 +16,17 @@ from torch.nn import Parameter
 
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
-from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, local_gradient_of, store_gradient
+from core.data_parallel.buffers.gradient import (
+    BucketGradient,
+    ParameterSlot,
+    is_as_it_was,
+    local_gradient_of,
+    meet,
+    store_gradient,
+)
 from core.data_parallel.buffers.life import Phase
+from core.data_parallel.buffers.rounds import Round, after_backward
 from core.parallel_state.layout import layout_of
-
-IN_FLIGHT = 2  # sums under way at once: each holds a bucket of scratch memory, at stages 2 and 3 full gradients
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Have the backward that runs call `call()` at its end, unless it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-class Round:
-    """The buckets of one stage, in the order in which they are completed.
-
-    A backward completes them from the last layer to the first. A separate W (split backward) empties its bag of
-    weight gradients from the end, that is from the first layer to the last; norms, which no bag holds, come last
-    then.
-    """
-
-    def __init__(self, buffers: Sequence[Buffer], sums_under_way: list[Buffer]) -> None:
-        split_order = sorted(reversed(buffers), key=lambda buffer: buffer.bucket.vector)
-        self._orders = {False: list(buffers), True: split_order}
-        self._under_way, self.open = sums_under_way, False
-        self._missing_parameters: dict[Buffer, int] = {}
-        self._with_started_sum: set[Buffer] = set()
-        self.buffers = self._orders[False]
-        self._next = 0
-
-    def begin(self, *, split: bool) -> None:
-        """A new round: nothing has arrived, no sum has started."""
-        self.open, self._next, self.buffers = True, 0, self._orders[split]
-        self._missing_parameters = {buffer: len(buffer.parameters) for buffer in self.buffers}
-        self._with_started_sum.clear()
-
-    def count_parameter(self, buffer: Buffer) -> bool:
-        """One parameter of `buffer` is complete. Returns whether all of them are."""
-        self._missing_parameters[buffer] = missing = self._missing_parameters[buffer] - 1
-        return missing == 0
-
-    def advance(self) -> None:
-        """Start what is complete, up to the first bucket that is not: the order is part of the agreement."""
-        while self._next < len(self.buffers) and self._missing_parameters[self.buffers[self._next]] <= 0:
-            self._start(self.buffers[self._next])
-
-    def counts_now(self, buffer: Buffer) -> bool:
-        """Whether this round counts `buffer` now. Raises LookupError: it is too late, its sum has started."""
-        if not self.open or buffer not in self._missing_parameters:
-            return False
-        if buffer in self._with_started_sum:
-            raise LookupError
-        return True
-
-    def end(self) -> None:
-        """The round is over: start the sums that wait for parameters which got no gradient."""
-        if self.open:
-            for buffer in self.buffers[self._next :]:
-                self._start(buffer)
-            self.open = False
-
-    def _start(self, buffer: Buffer) -> None:
-        self._next += 1
-        self._with_started_sum.add(buffer)
-        # bound the memory of sums under way: the oldest ends before the next one begins
-        if len(self._under_way) >= IN_FLIGHT and buffer.holds_scratch:
-            self._under_way.pop(0).wait_sum()
-        buffer.start_sum()
-        self._under_way.append(buffer)
 
 
 class GradientSums:
@@ -90,7 +35,7 @@ class GradientSums:
     holders[stage]: the buckets of each pipeline stage. slots: of every parameter. divided: a round is one (stage,
     microbatch) pair (ZeRO stages 2, 3). backward_passes: of a plain loop, how many backward calls make a step, if
     that is known. sum_and_average, zero_all: called where a program asks for values of gradients, and where it has
-    set all of them to None.
+    set all of them to None; meet, before values of other ranks are asked for.
     """
 
     def __init__(
@@ -102,9 +47,10 @@ class GradientSums:
         overlap: bool,
         backward_passes: int | None,
         sum_and_average: Callable[[], None],
-        zero_all: Callable[[], None],
+        meet: Callable[[str, Any], None],
+        zero_all: Callable[[bool], None],
     ) -> None:
-        self.slots, self.sum_and_average, self.zero_all = slots, sum_and_average, zero_all
+        self.slots, self.sum_and_average, self.zero_all, self.meet = slots, sum_and_average, zero_all, meet
         # by id: torch hashes tensors in Python
         self._slot_of = {id(slot.parameter): slot for slot in slots}
         self._divided, self._overlap, self._backward_passes = divided, overlap, backward_passes
@@ -130,6 +76,7 @@ class GradientSums:
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
+        self.zeroed_by_hand = set[ParameterSlot]()  # after the step
         self._begin_plain()
 
     def _begin_plain(self) -> None:
@@ -173,6 +120,14 @@ class GradientSums:
         """The ids of those that are summed here."""
         return self._slot_of.keys()
 
+    def hook_parameters(self) -> list[Any]:
+        """Have autograd call `gradient_hooked`; what takes the hooks out."""
+        hooks = []
+        for slot in self.slots:
+            hook = partial(self.gradient_hooked, slot)
+            hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        return hooks
+
     def gradient_hooked(self, slot: ParameterSlot, parameter: Tensor) -> None:
         """Autograd's hook: the gradient of `parameter` is in `.grad`, or None where operations added it themselves.
 
@@ -202,8 +157,8 @@ class GradientSums:
 
     def contribute(self, slot: ParameterSlot, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, inside of a backward."""
-        if self.phase:  # `gradient_hooked`, which follows, decides what becomes of it
-            return
+        if self.phase and not (self.zeroed_by_hand and self._renewed()):
+            return  # `gradient_hooked`, which follows, decides what becomes of it
         if self._divided and not (self._has_executor or self._current_round.open):  # no hook saw this backward begin
             self.plain_backward(self._stage_of[slot.buffer])
         slot.buffer.add(slot.index, gradient.detach())
@@ -222,12 +177,12 @@ class GradientSums:
             slot.shown = False
 
     def _renewed(self) -> bool:
-        """Whether the program has set every `.grad` to None since the last step, so that the next one has begun."""
+        """Whether the program has zeroed every `.grad`, or set it to None, since the last step: the next begins."""
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
-                if type(slot.parameter.grad) is BucketGradient:
+                if type(slot.parameter.grad) is BucketGradient and slot not in self.zeroed_by_hand:
                     return False
-        self.zero_all()
+        self.zero_all(not self.zeroed_by_hand)
         return True
 
     def refuse_second(self) -> None:
@@ -248,7 +203,7 @@ class GradientSums:
         factor: what a full gradient is multiplied by. Returns whether there are fewer or more gradients than before.
         """
         changed = False
-        borrowed = [(slot, gradient.slot.full_gradient()) for slot, gradient in self.borrowed()]
+        borrowed = [(slot, gradient.slot.full_gradient()) for slot, gradient in self._borrowed_by_all()]
         for slot, full in borrowed:  # all were gathered above: two parameters may have exchanged their gradients
             self._put(slot, full, factor)
             slot.parameter.grad = slot.gradient
@@ -257,7 +212,7 @@ class GradientSums:
             for slot in self.slots:
                 gradient = slot.parameter.grad
                 if type(gradient) is BucketGradient:
-                    if slot.fetched is not None:
+                    if slot.fetched is not None and not (factor == 1.0 and is_as_it_was(slot)):
                         self._put(slot, slot.fetched, factor)
                 elif gradient is not None:
                     self._put(slot, gradient, factor)
@@ -273,6 +228,12 @@ class GradientSums:
             self.changes.add(slot.index)
             self.changes.add(full)
         store_gradient(slot, full, factor)
+
+    def _borrowed_by_all(self) -> list[tuple[ParameterSlot, BucketGradient]]:
+        borrowed = self.borrowed()
+        if borrowed:
+            meet([gradient.slot for _, gradient in borrowed], "p.grad = q.grad")
+        return borrowed
 
     def borrowed(self) -> list[tuple[ParameterSlot, BucketGradient]]:
         """The parameters whose `.grad` was set to what another's is. Raises RuntimeError: to that of another step."""
@@ -389,10 +350,12 @@ class GradientSums:
         """The next step begins."""
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
-                slot.zeroed = not set_to_none and (slot.delivered or slot.zeroed)
+                if set_to_none or (slot.shown and slot.parameter.grad is None):
+                    slot.zeroed, slot.parameter.grad, slot.shown = False, None, False
+                else:
+                    slot.zeroed = slot.delivered or slot.zeroed
                 slot.fetched = None
-                if set_to_none:
-                    slot.parameter.grad, slot.shown = None, False
                 slot.renew()
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
+        self.zeroed_by_hand.clear()
         self._begin_plain()

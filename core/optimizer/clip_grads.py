@@ -6,14 +6,17 @@ norm: torch's `clip_grad_value_` is elementwise, and right on shards.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core.autograd import has_main_grad
+from core.data_parallel.buffers.gradient import ParameterSlot, meet, slot_of
+from core.data_parallel.buffers.norms import global_norms
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
+from core.optimizer.step.step_stats import CLIP_EPS
 from core.parallel_state import ParallelState, current_state
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.layout import layout_of, true_part
@@ -30,24 +33,44 @@ def _as_list(parameters: Parameters) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _refuse_main_grad(parameters: Iterable[Tensor]) -> None:
-    if any(has_main_grad(p) for p in parameters):
+def _held(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
+    """Where a `DataParallel` keeps the gradients of these parameters; of no `DataParallel` none.
+
+    Raises ValueError: it holds some of them only; gradients that some other object of the program's keeps.
+    """
+    slots = [slot for slot in map(slot_of, parameters) if slot is not None]
+    strange = sum(p.requires_grad for p in parameters) - sum(slot.parameter.requires_grad for slot in slots)
+    if slots and strange:
         raise ValueError(
-            "these parameters belong to a DataParallel, which keeps their gradients in main_grad; "
-            "its optimizer clips: OptimizerConfig(clip_grad=...), and its step returns the norm"
+            f"{strange} of {len(parameters)} parameters have their gradients in p.grad, the others in the buckets of "
+            "a DataParallel; clip them apart, or unfreeze all before the DataParallel is made"
         )
+    if not slots and any(has_main_grad(p) for p in parameters):
+        raise ValueError(
+            f"the gradients of {len(parameters)} parameters lie in main_grad, which another object sums; clip by "
+            "what made it: OptimizerConfig(clip_grad=...) for a DataParallel"
+        )
+    if slots and slots[0].sums.has_executor:
+        raise ValueError(
+            f"the gradients of these {len(slots)} parameters are an executor's sums over tokens, which the step "
+            "divides by num_tokens: a norm of them is not that of the model; use OptimizerConfig(clip_grad=...), and "
+            "the norm that optimizer.step() returns"
+        )
+    return slots
 
 
 def get_grad_norm(parameters: Parameters, norm_type: float = 2.0, *, parallel: ParallelState | None = None) -> Tensor:
     """The norm of all gradients of the model, float64, shape []: every true element counted once, on every layout.
 
     parameters: this rank's, or a module. norm_type: as torch's; inf is the largest element. The gradients must be
-    summed over the data axes already (DDP does it in backward). One all-gather (inf: all-reduce) over the world.
-    Raises ValueError: parameters whose gradients a `DataParallel` keeps.
+    summed over the data axes already (DDP does it in backward; a `DataParallel` now). One all-gather (inf:
+    all-reduce) over the world; of a `DataParallel`'s parameters all-reduces over the data, tensor and pipeline ranks.
+    Raises ValueError: see `_held`.
     """
-    ps = parallel if parallel is not None else current_state()
     local_parameters = _as_list(parameters)
-    _refuse_main_grad(local_parameters)
+    if slots := _held(local_parameters):
+        return _norm_in_buckets(slots, norm_type)
+    ps = parallel if parallel is not None else current_state()
     gradients = []
     for parameter in local_parameters:
         layout = layout_of(parameter)
@@ -67,6 +90,23 @@ def get_grad_norm(parameters: Parameters, norm_type: float = 2.0, *, parallel: P
         return all_reduce(torch.cat([zero, *norms]).max().reshape(1), ps.world, "max")[0]
     total = torch.cat([zero, *norms]).pow(norm_type).sum().reshape(1)
     return all_reduce(total, ps.world)[0].pow(1.0 / norm_type)
+
+
+@torch.no_grad()
+def _norm_in_buckets(slots: Sequence[ParameterSlot], order: float) -> Tensor:
+    """The norm of averaged gradients in buckets: each rank's elements, then over the ranks that share them."""
+    ps = slots[0].buffer.ps
+    slots[0].request_values()
+    with_gradient = [slot for slot in slots if slot.parameter.grad is not None]
+    meet(with_gradient, f"a norm of order {order}")
+    counted = []  # of a table tied over the pipeline's ends one rank's
+    for slot, norm in zip(with_gradient, global_norms(with_gradient, order), strict=True):
+        if "embedding" not in layout_of(slot.parameter).partial or ps.coordinate.get("embedding", 0) == 0:
+            counted.append(norm)
+    own = torch.stack([torch.zeros((), dtype=torch.float64, device=ps.device), *counted])
+    if math.isinf(order):
+        return all_reduce(own.max().reshape(1), ps.group("pp"), "max")[0]
+    return all_reduce(own.pow(order).sum().reshape(1), ps.group("pp"))[0].pow(1.0 / order)
 
 
 @torch.no_grad()
@@ -91,6 +131,12 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the model's gradients is {norm.item()}: they cannot be clipped; set "
             "error_if_nonfinite=False to scale by it anyway"
         )
+    if slots := _held(local_parameters):
+        factor = torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
+        for slot in slots:
+            if slot.parameter.grad is not None:
+                slot.scale(factor)
+        return norm
     with_gradient = [parameter for parameter in local_parameters if parameter.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm, foreach)
     return norm
@@ -115,7 +161,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, Tensor]:
         """found_inf by device, the maximum over all ranks."""
-        _refuse_main_grad(p for group in optimizer.param_groups for p in group["params"])
+        if any(slot_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
+            # gradients in buckets: found_inf is of all ranks already
+            return super()._unscale_grads_(optimizer, *args)
         found_inf: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
         ps = self._parallel if self._parallel is not None else current_state()
         flag = torch.zeros(1, dtype=torch.float32, device=ps.device)

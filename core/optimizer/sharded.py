@@ -33,7 +33,7 @@ from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
 from core.optimizer.step.skips import Skips
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
-from core.optimizer.step.watch import Agreement, GradientWatch
+from core.optimizer.step.watch import GradientWatch
 from core.optimizer.torch_face import TorchFace
 from core.parallel_state.layout import Layout
 
@@ -91,7 +91,7 @@ class ShardedOptimizer(Averages, TorchFace):
         # Counts and flags stay on the device, so that no step waits for it.
         self._step = torch.zeros((), device=device)
         self._skips = Skips(config.max_skipped_steps, device)
-        self._watch, self._agreement = GradientWatch(shard.buffers, self.ps), Agreement(self.ps)
+        self._watch = GradientWatch(shard.buffers, self.ps)
         self._rounding = Rounding(config.rounding_seed, self.ps.coordinate, self.ps.sizes)
         self._streamer = Streamer(device, self._apply, self._round_stochastically)
         self._scaler: LossScale | None = None
@@ -213,12 +213,13 @@ class ShardedOptimizer(Averages, TorchFace):
 
         # The norm. Who lacks a gradient, and what ranks must agree on, travel with it: one collective for all.
         missing = shard.missing
-        message = self._agreement.message(self._reached.message(missing), self._groups.fingerprint(), changes_by_hand)
+        bits, options = self._reached.message(missing), self._groups.fingerprint()
+        message = shard.agreement.message(bits, options, changes_by_hand, step=self.step_count + 1)
         squared, rows = self._watch.squared_norm(message)
         norm = squared.sqrt() / divisor.abs()
         found_inf = ~torch.isfinite(norm)
         self._watch.remember(found_inf)
-        self._agreement.compare(rows, self.step_count)
+        shard.agreement.compare(rows, self.step_count)
         if self._reached.update(rows, missing, found_inf):
             for state_buffer in self._state_buffers:
                 state_buffer.recut(self._key_of)

@@ -55,13 +55,29 @@ class TorchFace(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """parameter -> kind -> this rank's shard of it, live where no offload cuts it."""
+        """parameter -> kind -> this rank's shard of it, live where no offload cuts it; Adam's "step" is a copy."""
         named = self.shard.named_parameters()  # type: ignore[attr-defined]
         state: dict[Tensor, dict[str, Tensor]] = {}
         for name, kinds in self.states().items():
             tensors = {kind: shard.tensor for kind, shard in kinds.items() if kind != "main"}
+            if "exp_avg" in tensors:
+                tensors["step"] = self._updates_of(name)
             state[named[name]] = _ReadOnlyStates(tensors)
         return _StateByParameter(state)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Raises ValueError always: states lie in buckets."""
+        raise ValueError(
+            f"optimizer.state = ...: the states of {len(self.state)} parameters lie in buckets, and no other mapping "
+            "can stand for them; load_state_dict() what state_dict() gave, write into their tensors, or begin anew "
+            "with a new optimizer"
+        )
+
+    def _updates_of(self, name: str) -> Tensor:
+        """A copy of one parameter's "step", as in torch; a write raises an error: all parameters share a count."""
+        with torch.inference_mode():
+            return self._step.cpu() - self._reached.behind.get(name, 0)  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError always: states lie in buckets that were laid out when this was made."""

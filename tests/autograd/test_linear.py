@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.autograd import StageContext, WeightGradBag, deferred_embedding, deferred_linear
 from tests.autograd.tiny import close, parameter
@@ -240,6 +241,38 @@ def test_embedding_accumulates_and_counts_repeated_ids():
         deferred_embedding(IDS, table, stage=stage).sum().backward()
         bag.run()
     assert table.main_grad[:, 0].tolist() == [4, 4, 2, 2, 8, 2, 2, 2, 2, 4]
+
+
+@pytest.mark.parametrize(("dtype", "dense_gradients"), [(torch.float32, 1), (torch.bfloat16, 3)])
+@pytest.mark.parametrize("has_bag", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_later_microbatches_add_rows_to_grad(dtype, dense_gradients, has_bag, parts):
+    """One gradient of the table's size for all of them; in 16 bits each has one: rows would round token by token."""
+    rows = 10 // parts
+    table, whole = (nn.Parameter(torch.ones(n, 3, dtype=dtype)) for n in (rows, 10))
+    stage = StageContext()
+    gy = torch.randn(3, *IDS.shape, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with DenseTables() as made:
+        for m in range(3):
+            bag = WeightGradBag() if has_bag else None
+            stage.begin(seed=0, step=0, microbatch=m, bag=bag)
+            deferred_embedding(IDS, table, is_full_table=parts == 1, stage=stage).backward(gy[m])
+            if bag is not None:
+                bag.run()
+    for m in range(3):
+        F.embedding(IDS, whole).backward(gy[m])
+    close(table.grad, whole.grad[:rows], 1e-6 if dtype == torch.float32 else 1e-2)
+    assert made.count == dense_gradients
+
+
+class DenseTables(TorchDispatchMode):
+    """Counts gradients of a whole table."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.embedding_dense_backward.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_embedding_equals_torch_under_autograd_grad_and_frozen():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from core.data_parallel.agreement import Agreement
 from core.parallel_state import ParallelState
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import named_parameters
@@ -24,6 +25,7 @@ class FakeShard:
             buckets = [[n for n, p in self._names.items() if p.dtype == dtype] for dtype in dtypes]
         self.published = 0
         self.buffers = [self._buffer(names, ranks, rank, grad_dtype) for names in buckets]
+        self.agreement = Agreement(self.ps, self.buffers, len(self._names))
 
     def _buffer(self, names, ranks, rank, grad_dtype):
         parameters = [self._names[name] for name in names]
@@ -62,6 +64,8 @@ class FakeShard:
             segments=tuple(segments),
             counted=[(a, b) for a, b in counted if a < b],
             whole=gradients,
+            written=False,
+            whole_for_program=False,
         )
 
     def finish(self):

@@ -2,15 +2,26 @@
 
 from tests.zoo import (
     habits_buffers,
+    habits_by_hand,
     habits_gradients,
     habits_loops,
     habits_models,
     habits_optimizers,
+    habits_replicas,
     habits_weights,
 )
 from tests.zoo.case import Family
 
-_PARTS = (habits_loops, habits_gradients, habits_weights, habits_optimizers, habits_models, habits_buffers)
+_PARTS = (
+    habits_loops,
+    habits_gradients,
+    habits_weights,
+    habits_optimizers,
+    habits_replicas,
+    habits_models,
+    habits_buffers,
+    habits_by_hand,
+)
 FAMILY = Family(
     "Habits of training loops",
     "At ZeRO stages 0 to 3 over two ranks (the numbers after a semicolon are stages), with `DataParallel` and "

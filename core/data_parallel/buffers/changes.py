@@ -4,6 +4,9 @@ Each rank updates its shard of a parameter from its own `p.grad`. Values of one 
 generator, a factor of its own loss) would be stitched together, or would let the replicas drift apart at stage 0.
 """
 
+import zlib
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,10 @@ class ChangesByHand:
             self._changes.append(checksum(value) % _MODULUS + 1)  # zeros are a change, too
         else:
             self._changes.append(hash(value) % _MODULUS + 1)  # of a number the same in every process
+
+    def add_call(self, function: str, places: Sequence[tuple[int, int]]) -> None:
+        """A function in place, and on which gradients (bucket, number in it)."""
+        self._changes.append(zlib.crc32(f"{function}{places}".encode()) % _MODULUS + 1)
 
     def take(self, device: torch.device) -> Tensor:
         """The number, float64 [], 0 if there was no change; then there are none."""

@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.life import Phase
+from core.data_parallel.buffers.norms import global_norms
 from core.data_parallel.buffers.units import StageUnits, Unit
-from core.parallel_state.collectives import Group, all_gather, all_reduce
+from core.parallel_state.collectives import all_gather, all_reduce
+from core.parallel_state.environment import reading_waits
 from core.parallel_state.layout import layout_of
 
 aten = torch.ops.aten
@@ -35,6 +37,7 @@ ELEMENTWISE = {
 SCALES = {aten.mul_.Tensor, aten._foreach_mul_.Tensor}
 UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 NORMS = {aten._foreach_norm.Scalar, aten.linalg_vector_norm.default}
+ZEROES = {aten.zero_.default, aten._foreach_zero_.default}
 ADDS = {aten.add_.Tensor, aten.add.Tensor}
 _OWN_REFERENCES = 2  # references to an object that one attribute holds: the attribute, and getrefcount's argument
 
@@ -45,6 +48,13 @@ class Sums(Protocol):
     phase: Phase
     changes: ChangesByHand
     sum_and_average: Callable[[], None]
+    meet: Callable[[str, Any], None]
+    zeroed_by_hand: "set[ParameterSlot]"
+
+    @property
+    def has_executor(self) -> bool:
+        """Whether an executor drives this step."""
+        ...
 
     def contribute(self, slot: "ParameterSlot", gradient: Tensor) -> None:
         """Add to a gradient, inside of a backward."""
@@ -75,6 +85,11 @@ class ParameterSlot:
         parameter.take_main_grad = self.take  # type: ignore[attr-defined]
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Which gradient it is: number of the bucket, number in it; the same on all ranks of a data group."""
+        return self.buffer.number, self.index
+
+    @property
     def divided_now(self) -> bool:
         """Whether each rank holds a shard of the gradient."""
         return self.fetched is None and self.buffer.stage >= 1 and self.buffer.ranks is not None
@@ -103,6 +118,22 @@ class ParameterSlot:
             )
         self.sums.sum_and_average()
 
+    def zero(self) -> bool:
+        """`p.grad.zero_()`: whether that is done. Not of a summed gradient, which is changed as by any number.
+
+        What has come in this step is forgotten on this rank, and every rank is to do so. Of gradients that are summed
+        it is `zero_grad(set_to_none=False)` of one parameter: a backward begins anew when all are zeros, or None.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return False
+        if self.sums.phase is not Phase.OPEN:  # of a summed gradient it may also be the first half of a change
+            self.sums.zeroed_by_hand.add(self)
+            return self.sums.phase is Phase.STEPPED
+        self.sums.changes.add_call("zero_", [self.place])
+        self.buffer.wait_sum()
+        self.buffer.forget(self.index)
+        return True
+
     def renew(self) -> None:
         """Begin the next step's gradient: what a program has kept of this one's is of no use any more.
 
@@ -118,10 +149,15 @@ class ParameterSlot:
         """The live elements that this rank updates; all of them, if the full gradient was fetched."""
         return local_gradient_of(self) if self.fetched is None else self.fetched
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradient by a number that is the same on all ranks: each rank's elements."""
+        self.sums.changes.add(factor)
+        self.local_gradient().mul_(factor.to(self.buffer.grad_dtype))
+
     def full_gradient(self) -> Tensor:
         """The full gradient, which counts from now on. All-gather."""
-        if self.fetched is None:
-            self.fetched = gather_gradient(self)
+        fetch_all([self])
+        assert self.fetched is not None
         return self.fetched
 
 
@@ -165,9 +201,20 @@ class BucketGradient(Tensor):
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """The full gradient's, which counts from now on."""
+        return self._full("numpy").numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """The full gradient's."""
+        return self._full("tolist").tolist()
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.clone()
+
+    def _full(self, function: str) -> Tensor:
         self.check_step()
         self.slot.request_values()
-        return self.slot.full_gradient().numpy(*args, **kwargs)
+        meet([self.slot], function)
+        return self.slot.full_gradient()
 
     def __repr__(self) -> str:
         return f"BucketGradient({self.slot.name}, {list(self.shape)})"
@@ -184,24 +231,35 @@ class BucketGradient(Tensor):
             leaf.check_step()
         if func is aten.detach.default:
             return cls(ours[0].slot)
+        if func is aten.detach_.default:
+            return args[0]
+        if func in ZEROES and all([leaf.slot.zero() for leaf in ours]):
+            return None if func is aten._foreach_zero_.default else args[0]
+        if func not in ZEROES and func not in NORMS:
+            ours[0].slot.sums.zeroed_by_hand.difference_update([leaf.slot for leaf in ours])
         ours[0].slot.request_values()
 
-        # Norms, as clip_grad_norm_ asks for them: each rank's elements, then one all-reduce per group.
+        # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
+        slots = [leaf.slot for leaf in ours]
+        local = (func in ELEMENTWISE and _only_scalars_beside(leaves, cls)) or func is UNSCALE
+        if not local or func is UNSCALE:
+            meet(slots, str(func))
         if func in NORMS and _one_norm_per_tensor(func, args, kwargs):
-            norms = _global_norms([leaf.slot for leaf in ours], args[1] if len(args) > 1 else 2)
+            norms = global_norms(slots, args[1] if len(args) > 1 else 2)
+            norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
             return norms if func is aten._foreach_norm.Scalar else norms[0]
         if func in SCALES and isinstance(args[1], Tensor):
             _warn_of_pipeline_stages(ours[0].slot)
 
-        # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
-        local = (func in ELEMENTWISE and _only_scalars_beside(leaves, cls)) or func is UNSCALE
         if local:
+            changes = ours[0].slot.sums.changes
+            changes.add_call(str(func), [slot.place for slot in slots])
             for leaf in leaves:
                 if type(leaf) is not cls and isinstance(leaf, (Tensor, int, float)):
-                    ours[0].slot.sums.changes.add(leaf)
-        plain_of: dict[int, Tensor] = {}
-        for leaf in ours:
-            plain_of[id(leaf)] = leaf.slot.local_gradient() if local else leaf.slot.full_gradient()
+                    changes.add(leaf)
+        if not local:
+            fetch_all(slots)
+        plain_of = {id(leaf): leaf.slot.local_gradient() for leaf in ours}
         plain_leaves = [plain_of.get(id(leaf), leaf) for leaf in leaves]
         plain_args, plain_kwargs = pytree.tree_unflatten(plain_leaves, spec)
         result = func(*plain_args, **plain_kwargs)
@@ -213,6 +271,12 @@ class BucketGradient(Tensor):
         if ours[0].listener is not None:
             ours[0].listener(func, result)
         return result
+
+
+def slot_of(parameter: Tensor) -> ParameterSlot | None:
+    """Where a `DataParallel` keeps the gradient of a parameter; None of one that it does not hold."""
+    owner = getattr(getattr(parameter, "take_main_grad", None), "__self__", None)
+    return owner if isinstance(owner, ParameterSlot) else None
 
 
 def _warn_of_pipeline_stages(slot: ParameterSlot) -> None:
@@ -237,49 +301,33 @@ def _only_scalars_beside(leaves: Sequence[Any], cls: type) -> bool:
     return all(type(leaf) is cls or not isinstance(leaf, Tensor) or not leaf.dim() for leaf in leaves)
 
 
-def _global_norms(slots: Sequence[ParameterSlot], order: float) -> list[Tensor]:
-    """Norms of full gradients, from each rank's elements. One all-reduce per group."""
-    ps = slots[0].buffer.ps
-    norms = []
+def meet(slots: Sequence[ParameterSlot], function: str) -> None:
+    """Before a function that asks other ranks for parts of gradients: all ranks must be about to call it.
+
+    Raises ValueError, on every rank, where one does something else.
+    """
     for slot in slots:
-        elements = slot.local_gradient()
-        if elements.numel():
-            norms.append(torch.linalg.vector_norm(elements.double(), order))
-        else:
-            norms.append(torch.zeros((), dtype=torch.float64, device=elements.device))
-    # First over the data ranks that share a bucket, then over the ranks that share a matrix, or its experts.
-    for axis in ("", "tp", "ep"):
-        members: dict[int, tuple[Group, list[int]]] = {}
-        for number, slot in enumerate(slots):
-            if axis:
-                group = ps.group(axis) if axis in layout_of(slot.parameter).split else None
-            else:
-                group = slot.buffer.ranks if slot.divided_now else None
-            if group is not None:
-                members.setdefault(id(group), (group, []))[1].append(number)
-        for group, numbers in members.values():
-            combined = _combine_norms([norms[number] for number in numbers], order, group)
-            for number, norm in zip(numbers, combined, strict=True):
-                norms[number] = norm
-    return [norm.to(slot.parameter.dtype) for norm, slot in zip(norms, slots, strict=True)]
+        if slot.divided_now or {"tp", "ep"} & layout_of(slot.parameter).split.keys():
+            places = [slot.place for slot in slots]
+            more = f" and {len(slots) - 1} more" if len(slots) > 1 else ""
+            slot.sums.meet(f"{function.removeprefix('aten.')} of {slot.name}{more}", (function, places))
+            return
 
 
-def _combine_norms(norms: Sequence[Tensor], order: float, group: Group) -> Tensor:
-    """Norms of full tensors from the norms of each rank's elements: [n]."""
-    stacked = torch.stack(list(norms))
-    if order == float("inf"):
-        return all_reduce(stacked, group, "max")
-    total = all_reduce(stacked**order, group)
-    return total.sqrt() if order == 2 else total ** (1 / order)
-
-
-def gather_gradient(slot: ParameterSlot) -> Tensor:
-    """The full gradient, of the parameter's shape and dtype. All-gather of its bucket, where that is divided."""
-    buffer, parameter = slot.buffer, slot.parameter
-    lies_at = buffer.bucket.slots[slot.index]
-    flat = all_gather(buffer.own_gradients, buffer.ranks) if slot.divided_now else buffer.gradients
-    full = flat[lies_at.start : lies_at.stop].view(tuple(parameter.shape))
-    return full.to(parameter.dtype, copy=True)
+def fetch_all(slots: Iterable[ParameterSlot]) -> None:
+    """Full gradients, of the parameters' shapes and dtypes. All-gather per bucket that is divided."""
+    flat_of: dict[int, Tensor] = {}
+    for slot in slots:
+        if slot.fetched is None:
+            buffer, parameter = slot.buffer, slot.parameter
+            if buffer.number not in flat_of:
+                divided = slot.divided_now
+                flat_of[buffer.number] = (
+                    all_gather(buffer.own_gradients, buffer.ranks) if divided else buffer.gradients
+                )
+            lies_at = buffer.bucket.slots[slot.index]
+            full = flat_of[buffer.number][lies_at.start : lies_at.stop].view(tuple(parameter.shape))
+            slot.fetched = full.to(parameter.dtype, copy=True)
 
 
 def local_gradient_of(slot: ParameterSlot) -> Tensor:
@@ -288,6 +336,13 @@ def local_gradient_of(slot: ParameterSlot) -> Tensor:
     begin, end = slot.buffer.updated_interval
     first, last = max(begin, lies_at.start), min(end, lies_at.stop)
     return slot.buffer.gradients[first - begin : max(first, last) - begin]
+
+
+def is_as_it_was(slot: ParameterSlot) -> bool:
+    """Whether a fetched gradient was only read, where that is seen: stage 0, where one rank may read alone."""
+    if slot.buffer.stage or slot.fetched is None or reading_waits(slot.fetched.device):
+        return False
+    return torch.equal(local_gradient_of(slot).to(slot.fetched.dtype), slot.fetched.reshape(-1))
 
 
 def store_gradient(slot: ParameterSlot, full: Tensor, factor: float) -> None:

@@ -1,10 +1,11 @@
-"""Before the first step: the ranks of a data group must train the same parameters, from the same values."""
+"""Before the first step, and later: ranks of a data group must train the same parameters, from the same values."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from core.data_parallel.weights.weights import without_memory
 from core.parallel_state.collectives import all_gather_objects, broadcast
@@ -55,6 +56,23 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
             )
     if len(hashes) > 1:
         _broadcast_first(module, ps)
+
+
+def new_parameters(stages: Sequence[nn.Module], known: Collection[int]) -> list[Parameter]:
+    """Trainable parameters that nobody sums (whose ids are not known): unfrozen, replaced or added since.
+
+    It runs in every step: no function call per module.
+    """
+    new: dict[int, Parameter] = {}
+    modules = list(stages)
+    for module in modules:  # the list grows while it is walked
+        for child in module._modules.values():
+            if child is not None:
+                modules.append(child)  # noqa: PERF401
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in known and parameter.requires_grad:
+                new[id(parameter)] = parameter
+    return list(new.values())
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from core.parallel_state.collectives import Group, own_part, start_gather_parts
 from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket
 
+_version_of = attrgetter("_version")
 Interval = tuple[int, int]
 FREED = 2**30  # version of parameters that are not there: autograd's message shows it
 
@@ -89,6 +91,7 @@ class Weights:
         self.loan_warnings: list[str] = []  # shared by all buckets of one DataParallel: it warns once
         self.weights = flat[slice(*self.updated_interval)]
         self.gathered = True
+        self.written = False  # whether `take_weights` found anything that the program wrote since the last step
         if self.stage == 3:
             self.weights = torch.zeros_like(self.weights) if on_meta else self.weights.clone()
             for parameter in self.parameters:
@@ -98,6 +101,7 @@ class Weights:
             self.free()
         else:
             self._set_data(self._full_weights)
+        self._versions_published = sum(parameter._version for parameter in self.parameters)  # stages 0 to 2
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         pairs = zip(self.bucket.slots, self.parameters, strict=True)
@@ -198,19 +202,37 @@ class Weights:
 
         Raises ValueError: of another dtype, shape or device.
         """
+        self.written = False
         if not self.gathered:
             return
-        was_written = self.lent or self.unsharded or self.data_was_read
+        self.written = self.lent or self.unsharded or self.data_was_read
+        versions = 0
         for parameter, view in zip(self.parameters, self._full_weights, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 self._adopt_data(parameter, view)
-                was_written = True
-            was_written = was_written or parameter._version != self.updates
+                self.written = True
+            versions += parameter._version
         if self.stage < 3:
+            self.written = self.written or versions != self._versions_published
             return
         assert self.ranks is not None
-        if was_written:
+        if self.written or versions != self.updates * len(self.parameters):
             self.weights.copy_(own_part(self._storage.flat, self.ranks))
+
+    @property
+    def whole_for_program(self) -> bool:
+        """Whether this rank has all values, and every rank alike: not those of a unit that runs."""
+        return self.gathered and (self.stage < 3 or self.lent or self.unsharded)
+
+    @property
+    def versions(self) -> int:
+        """A number that changes with what a program writes in place; 0 of weights that come and go."""
+        return sum(map(_version_of, self._parameter_tuple)) if self.whole_for_program else 0
+
+    @property
+    def values(self) -> Tensor:
+        """All of them, without the padding, where they are `whole_for_program`: 1-D."""
+        return self._storage.flat[: self.bucket.slots[-1].stop]
 
     def _adopt_data(self, parameter: Parameter, view: Tensor) -> None:
         data = parameter.detach()
@@ -245,6 +267,7 @@ class Weights:
         if self.stage < 3:
             versions = tuple(parameter._version + 1 for parameter in self._parameter_tuple)
             torch._C._autograd._unsafe_set_version_counter(self._parameter_tuple, versions)
+            self._versions_published = sum(versions)
         if self.stage in (1, 2) and self.ranks is not None:
             self._gathering = start_gather_parts(
                 self._storage.flat, self.ranks, tag=2 * self.number, label=f"the gather of {self.label}"

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
+from core.data_parallel.agreement import BITS
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
-
-BITS = 48  # flags per float64, which holds integers of up to 53 bits exactly
 
 
 class Reached:
@@ -38,7 +37,7 @@ class Reached:
             if "embedding" in layout.partial:
                 self._tied.add(name)
         most_parameters = max(all_gather_objects(len(named), ps.world))
-        self._num_words = -(-most_parameters // BITS)
+        self._num_words = shard.agreement.num_words = -(-most_parameters // BITS)
         self._no_bits = torch.zeros(self._num_words, dtype=torch.float64, device=ps.device)
         self.left_out: frozenset[str] = frozenset()
         self.behind: dict[str, int] = {}

@@ -1,5 +1,4 @@
-"""The norm of gradients that are cut over ranks, which of them were not finite when a step was skipped, and whether
-ranks update by the same options."""
+"""The norm of gradients that are cut over ranks, and which of them were not finite when a step was skipped."""
 
 from collections.abc import Sequence
 
@@ -9,10 +8,8 @@ from torch import Tensor
 from core.data_parallel import Buffer
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.parallel_state.collectives import all_gather_objects
-from core.parallel_state.environment import HostCopy, reading_waits
+from core.parallel_state.environment import reading_waits
 from core.parallel_state.state import ParallelState
-
-READ_EVERY = 64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
 
 
 class GradientWatch:
@@ -84,61 +81,3 @@ class GradientWatch:
         if self._eager:
             return torch.stack([torch.linalg.vector_norm(view, dtype=dtype) for view in views]).double()
         return torch.stack(torch._foreach_norm(views, 2, dtype=dtype)).double()
-
-
-class Agreement:
-    """Refuses steps for which ranks that hold the same parameters were told different things.
-
-    Two numbers per rank travel with the gradient norm. Options in param_groups differ where a rate came from one
-    rank's loss; what was done to `p.grad` differs where its values did.
-    """
-
-    def __init__(self, ps: ParallelState) -> None:
-        self._ps = ps
-        self._messages = (_OTHER_OPTIONS, _OTHER_GRADIENTS)
-        holders = ("tp-dp-cp", "dp-cp")  # whose numbers must be the same
-        first_of = torch.zeros(len(holders), ps.grid.config.world_size, dtype=torch.int64)
-        for number, axes in enumerate(holders):
-            for ranks in ps.grid.all_groups(axes):
-                first_of[number, list(ranks)] = ranks[0]
-        self._first = first_of.to(ps.device)  # [2, ranks]: with whom each rank is compared
-        self._differed = torch.zeros_like(self._first, dtype=torch.bool)
-        self._flag: HostCopy | None = None  # of an accelerator, under way
-
-    def message(self, missing_bits: Tensor, options_number: float, changes_by_hand: Tensor) -> Tensor:
-        """`missing_bits`, and this rank's two numbers; 0 of options that lie on a device."""
-        options = missing_bits.new_full((1,), options_number)
-        return torch.cat((missing_bits, options, changes_by_hand.reshape(1)))
-
-    def _any_differed(self, step: int) -> bool:
-        """Whether ranks differed in any step so far; of an accelerator what was known `READ_EVERY` steps ago."""
-        if not reading_waits(self._ps.device):
-            return bool(self._differed.any())
-        if step % READ_EVERY:
-            return False
-        before, self._flag = self._flag, HostCopy(self._differed.any())
-        return before is not None and bool(before.read())
-
-    def compare(self, rows: Sequence[Tensor], step: int) -> None:
-        """Raises ValueError, on every rank, before the update."""
-        if len(rows) == 1:
-            return
-        numbers = torch.stack(list(rows))[:, -2:].t()
-        self._differed |= numbers != numbers.gather(1, self._first)
-        if self._any_differed(step):
-            which, rank = self._differed.nonzero()[0].tolist()
-            holder = int(self._first[which, rank])
-            raise ValueError(f"step {step + 1}: {self._messages[which].format(rank=rank, holder=holder)}")
-
-
-_OTHER_OPTIONS = (
-    "the options in param_groups (lr, weight_decay ...) of rank {rank} are not those of rank {holder}, which holds "
-    "the same parameters or parts of them. A rate must be the same on all: give a scheduler the loss of all ranks "
-    "(averaged over get_data_parallel_group() and the pipeline), not one rank's"
-)
-_OTHER_GRADIENTS = (
-    "rank {rank} has put other values into p.grad, or changed it by other numbers, than rank {holder}, which trains "
-    "the same parameters on other data; each would update its part by its own. Draw noise with one seed on both, sum "
-    "what comes of a rank's own loss over parallel_state.get_data_parallel_group(), or change gradients inside of "
-    "backward by parameter.register_hook, before they are summed"
-)

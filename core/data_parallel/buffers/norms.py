@@ -1,0 +1,67 @@
+"""Norms of gradients that are cut over ranks, tensor by tensor."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from core.data_parallel.buffers.buffers import Buffer
+from core.parallel_state.collectives import Group, all_reduce
+from core.parallel_state.layout import layout_of
+
+
+class CutGradient(Protocol):
+    """A gradient of which this rank has elements."""
+
+    parameter: Parameter
+    buffer: Buffer
+
+    @property
+    def divided_now(self) -> bool:
+        """Whether each rank holds a shard of it."""
+        ...
+
+    def local_gradient(self) -> Tensor:
+        """This rank's elements: 1-D."""
+        ...
+
+
+def global_norms(slots: Sequence[CutGradient], order: float) -> list[Tensor]:
+    """Norms of full gradients in float64, from each rank's elements: as clip_grad_norm_ asks for them.
+
+    Values must have been requested. One all-reduce per group.
+    """
+    ps = slots[0].buffer.ps
+    norms = []
+    for slot in slots:
+        elements = slot.local_gradient()
+        if elements.numel():
+            norms.append(torch.linalg.vector_norm(elements.double(), order))
+        else:
+            norms.append(torch.zeros((), dtype=torch.float64, device=elements.device))
+    # First over the data ranks that share a bucket, then over the ranks that share a matrix, or its experts.
+    for axis in ("", "tp", "ep"):
+        members: dict[int, tuple[Group, list[int]]] = {}
+        for number, slot in enumerate(slots):
+            if axis:
+                group = ps.group(axis) if axis in layout_of(slot.parameter).split else None
+            else:
+                group = slot.buffer.ranks if slot.divided_now else None
+            if group is not None:
+                members.setdefault(id(group), (group, []))[1].append(number)
+        for group, numbers in members.values():
+            combined = _combine_norms([norms[number] for number in numbers], order, group)
+            for number, norm in zip(numbers, combined, strict=True):
+                norms[number] = norm
+    return norms
+
+
+def _combine_norms(norms: Sequence[Tensor], order: float, group: Group) -> Tensor:
+    """Norms of full tensors from the norms of each rank's elements: [n]."""
+    stacked = torch.stack(list(norms))
+    if order == float("inf"):
+        return all_reduce(stacked, group, "max")
+    total = all_reduce(stacked**order, group)
+    return total.sqrt() if order == 2 else total ** (1 / order)

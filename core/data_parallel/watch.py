@@ -1,0 +1,172 @@
+"""Notices who updates a `DataParallel`'s parameters without our optimizers: torch's, or a program by hand.
+
+torch's optimizers step on each replica by itself. They are right as long as every rank gives them the same gradients
+and rates, so ranks meet once before each of their steps. Who updates by `torch.autograd.grad` and writes into the
+parameters calls nothing of ours but the next forward: there weights are compared, if they were written and no
+gradient was summed since the forward before.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from core.data_parallel.agreement import BITS, Agreement, options_of
+from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, slot_of
+from core.parallel_state.collectives.checks import checksum
+from core.parallel_state.environment import reading_waits
+
+
+class UpdateWatch:
+    """Hooks on torch's optimizers and on the stages' forwards.
+
+    take_weights: adopts what the program wrote.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        buffers: Sequence[Buffer],
+        stages: Sequence[nn.Module],
+        slots: Sequence[ParameterSlot],
+        take_weights: Callable[[], None],
+    ) -> None:
+        self._agreement, self._buffers, self._stages = agreement, buffers, stages
+        self._slots, self._take_weights = slots, take_weights
+        self._forwards, self._optimizer_steps = 0, 0
+        self._meetings = self._meetings_at_look = 0  # of the agreement, at the last forward and at the last look
+        self._versions = 0
+        self._seen: Tensor | None = None  # checksums of the weights
+        self._hooks: list[Any] = []
+        if agreement.is_shared:
+            weak_self = weakref.ref(self)  # torch's registry must not keep this alive, nor a deep copy have its hooks
+
+            @torch.compiler.disable
+            def before_forward(module: nn.Module, args: Any) -> None:
+                if (watch := weak_self()) is not None:
+                    watch._before_forward(module)
+
+            self._hooks = [stage.register_forward_pre_hook(before_forward) for stage in stages]
+
+            def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                if (watch := weak_self()) is not None:
+                    watch._before_optimizer(optimizer)
+
+            def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                if (watch := weak_self()) is not None:
+                    watch._agreement.in_optimizer = False
+
+            for handle in (
+                register_optimizer_step_pre_hook(before_step),
+                register_optimizer_step_post_hook(after_step),
+            ):
+                weakref.finalize(self, handle.remove)
+                self._hooks.append(handle)
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # torch's optimizers
+
+    @torch.no_grad()
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """All ranks meet: the same options, the same gradients that were put in by hand, the same weights.
+
+        A parameter that only other ranks reached has a gradient here too, as under DDP.
+        Raises ValueError, on every rank, before anything is updated.
+        """
+        if hasattr(optimizer, "shard"):  # ours meet with the gradient norm
+            return
+        sums, slots = self._slots[0].sums, []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                slot = slot_of(parameter)
+                if slot is not None and slot.sums is sums:
+                    slots.append(slot)
+        if not slots:
+            return
+        changes, missing, summed = 0.0, [], None
+        for position, slot in enumerate(slots):
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient = slot.parameter.grad
+            if type(gradient) is BucketGradient:
+                summed = slot
+            elif gradient is None:
+                missing.append(slot)
+            elif not reading_waits(gradient.device):
+                changes = (changes + (position + 1) * (float(checksum(gradient) % (1 << 31)) + 1)) % (1 << 50)
+        self._optimizer_steps += 1
+        look = not self._optimizer_steps & (self._optimizer_steps - 1)
+        if look:
+            self._take_weights()
+        if summed is not None:
+            summed.request_values()
+        self._give_gradients(slots, missing, optimizer, changes, look)
+        self._agreement.in_optimizer = True
+
+    def _give_gradients(
+        self,
+        slots: Sequence[ParameterSlot],
+        missing: Sequence[ParameterSlot],
+        optimizer: torch.optim.Optimizer,
+        changes: float,
+        look: bool,
+    ) -> None:
+        words = [0] * self._agreement.num_words
+        number_of = {slot: number for number, slot in enumerate(self._slots)}
+        for slot in missing:
+            word, bit = divmod(number_of[slot], BITS)
+            words[word] |= 1 << bit
+        kind = type(optimizer).__name__
+        everyone = self._agreement.meet(
+            f"{kind}.step()",
+            [kind, *map(number_of.__getitem__, slots)],
+            self._optimizer_steps - 1,
+            options=options_of(optimizer.param_groups),
+            changes=self._slots[0].sums.changes.take(self._agreement.device) + changes,
+            words=words,
+            look=look,
+        )
+        for slot in missing:
+            word, bit = divmod(number_of[slot], BITS)
+            if any(not other[word] >> bit & 1 for other in everyone) and slot.sums.phase:
+                slot.shown, slot.parameter.grad = True, slot.gradient
+
+    # updates by hand
+
+    def _before_forward(self, module: nn.Module) -> None:
+        """Raises ValueError, on every rank: weights were written since the last forward, with other values."""
+        if not (module.training and torch.is_grad_enabled()) or module not in self._stages:
+            return
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            return
+        agreement = self._agreement
+        self._forwards += 1
+        versions, met = sum([buffer.versions for buffer in self._buffers]), agreement.meetings
+        written = versions != self._versions and met == self._meetings and self._forwards > 1
+        self._versions, self._meetings = versions, met
+        if not self._forwards & (self._forwards - 1) and not written:
+            written = self._look_at_values()
+        if written and not self._slots[0].sums.has_executor:
+            self._take_weights()
+            agreement.meet("a forward, after weights were written by hand", "forward", self._forwards - 1, look=True)
+            self._meetings = agreement.meetings
+
+    def _look_at_values(self) -> bool:
+        """Whether weights are others than at the last look, and ranks have not met since; `.data` has no versions."""
+        if reading_waits(self._agreement.device):
+            return False
+        self._take_weights()
+        seen = [checksum(buffer.values) for buffer in self._buffers if buffer.whole_for_program]
+        met, self._meetings_at_look = self._meetings_at_look, self._agreement.meetings
+        before, self._seen = self._seen, torch.stack(seen) if seen else None
+        if self._forwards == 1 or self._seen is None or met != self._agreement.meetings:
+            return False
+        return before is None or not torch.equal(before, self._seen)
