@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.accelerator.__main__ import PARTS, main
 from benchmarks.accelerator.bench import Bench, close, same_bits
+from tests import warm
 
 ONLY_THERE = {  # what a CPU cannot show
     "no host read in a step",
@@ -17,7 +18,8 @@ ONLY_THERE = {  # what a CPU cannot show
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_dry_run_holds_in_every_part(capsys, tmp_path):
+def test_the_dry_run_holds_in_every_part(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHON_EXEC", warm.python())  # of the ranks that torchrun starts
     out = tmp_path / "figures.json"
     status = main(["--dry", "--device", "cpu", "--json", str(out)])
     torch.set_num_threads(1)

@@ -12,6 +12,7 @@ import pytest
 
 from core.pipeline import play
 from core.pipeline.schedule.schedules import make
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "custom_schedule.py")
@@ -31,7 +32,8 @@ def test_the_schedule_is_short_and_better_than_1f1b():
 
 def run(*launcher):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *launcher, SCRIPT], env=env, capture_output=True, text=True, timeout=120)
+    python = warm.python() if launcher else sys.executable
+    return subprocess.run([python, *launcher, SCRIPT], env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_it_is_drawn_without_a_launcher():

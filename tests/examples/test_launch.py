@@ -4,11 +4,12 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "launch" / "render.py"
@@ -81,7 +82,7 @@ def test_wrong_values_are_told_at_once():
 
 def run_script(tmp_path, *flags):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), *flags]
+    command = [warm.python(), str(SCRIPT), *flags]
     return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
 
@@ -113,7 +114,7 @@ def test_the_slurm_job_runs(tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\nsys.exit(int(os.path.exists('fail')))\n"
     )
-    job = render("slurm", processes=2, script="script.py", python=sys.executable, port=29512)
+    job = render("slurm", processes=2, script="script.py", python=warm.python(), port=29512)
     (tmp_path / "job.sbatch").write_text(job)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     env |= {"SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}

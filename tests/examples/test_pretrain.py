@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from core.training import RunConfig
+from tests import warm
 from tests.training.tiny import S, prepared
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def once(flags):
 
 def run(launcher, flags, directory):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, SCRIPT, *once(flags)]
+    command = [warm.python() if launcher else sys.executable, *launcher, SCRIPT, *once(flags)]
     return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=120)
 
 

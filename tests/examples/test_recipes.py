@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 
 
 def torchrun(script, *flags, cwd):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(EXAMPLES / script), *flags], env=env, cwd=cwd, capture_output=True, text=True, timeout=120
@@ -119,7 +121,7 @@ def test_a_custom_part(tmp_path):
     both = swapped(torchrun("custom_layer_spec.py", cwd=tmp_path))
     assert both.keys() == {"gated SiLU", "squared ReLU"}
     assert all(last < first for first, last in both.values())
-    command = [sys.executable, str(EXAMPLES / "custom_layer_spec.py")]
+    command = [warm.python(), str(EXAMPLES / "custom_layer_spec.py")]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     one = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
     for name, numbers in swapped(one.stdout).items():
@@ -133,10 +135,10 @@ def test_the_readmes_two_commands(corpus, tmp_path):
     assert block is not None
     prepare, run = (shlex.split(line.replace("FOLDER", str(corpus))) for line in block.groups())
     small = "--training.train-steps 30 --training.log-interval 5 --data.sequence-length 32 --model.num-layers 1"
-    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    launcher = [warm.python(), "-m", "torch.distributed.run"]
     script = [str(ROOT / word) if word.startswith("examples/") else word for word in run[1:]]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for command in ([sys.executable, *prepare[1:]], [*launcher, *script, *small.split()]):
+    for command in ([warm.python(), *prepare[1:]], [*launcher, *script, *small.split()]):
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     found = [float(number) for number in re.findall(r"^step .* \| loss (\d+\.\d+) ", done.stdout, re.M)]

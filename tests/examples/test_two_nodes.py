@@ -5,10 +5,10 @@ import os
 import re
 import socket
 import subprocess
-import sys
 
 import pytest
 
+from tests import warm
 from tests.examples.test_pretrain import ROOT, TINY, once
 from tests.training.tiny import prepared
 
@@ -21,7 +21,7 @@ def test_a_pipeline_across_two_agents(tmp_path):
         port = probe.getsockname()[1]
     agent = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
     flags = [*TINY, f"--data.train={made.train}", f"--data.valid={made.valid}", "--parallel.pipeline=2"]
-    command = [sys.executable, "-m", "torch.distributed.run", *agent, "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command = [warm.python(), "-m", "torch.distributed.run", *agent, "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command += ["-m", "core.pretrain", *once([*flags, "--training.output=out"])]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     nodes = [

@@ -3,13 +3,13 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from core import parallel_state
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 JOIN = "torch.distributed.init_process_group(world_size=world_size, rank=rank)\n"
@@ -72,7 +72,7 @@ def test_the_lines_as_a_single_process(alone):
 def test_the_lines_under_torchrun(alone, tmp_path):
     script = tmp_path / "quick_start.py"
     script.write_text(BEFORE + SNIPPET + AFTER + LEAVE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     # no accelerator: the machine may have fewer of them than the two ranks
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

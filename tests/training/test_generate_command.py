@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import transformers
 from core.datasets import train_tokenizer
 from core.models.huggingface.importing import import_huggingface
 from core.training.generate import main
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +77,7 @@ def test_two_tensor_ranks_under_torchrun_say_the_same(folder, capsys):
     words = [str(folder), "--prompt", "import os", "--new-tokens", "20", "--temperature", "0.8", "--top-k", "50"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "core.training.generate", *words, "--parallel.tensor", "2"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
