@@ -97,13 +97,21 @@ class SplitActivations:
     def __init__(self, group: Group, *, message: str = "") -> None:
         self._group, self._message = group, message
         self._told: set[str] = set()
+        self._calls = 0
         self._marked: list[weakref.ref[Tensor]] = []
         self._hooks: list[Any] = []
 
-    @property
-    def has_told(self) -> bool:
-        """Whether anything was noticed."""
-        return bool(self._told)
+    def __deepcopy__(self, memo: dict) -> "SplitActivations":
+        return SplitActivations(self._group, message=self._message)
+
+    def mark_columns(self, output: Tensor, *, at_once: bool) -> bool:
+        """Follow a tensor whose last dim is split, in the first two calls, or tell now; whether another is wanted."""
+        if at_once:
+            self._tell(Finding("exit", "compiled code", tuple(output.shape)))
+            return False
+        self._calls += 1
+        self.mark(output, split_axes.axes_of_columns(output.shape, output.shape[-1:], 0))
+        return self._calls < 2 and not self._told
 
     def attach(self, module: nn.Module) -> None:
         """Look at the linears in `module`; not where a part of it is compiled, whose guards are on hooks."""
@@ -214,7 +222,8 @@ class SplitActivations:
             return
         self._told.add(finding.kind)
         if self._message:
-            warnings.warn(self._message, stacklevel=6)
+            if len(self._told) == 1:
+                warnings.warn(self._message, stacklevel=6)
             return
         where = "its result, " if finding.deferred else ""
         warnings.warn(

@@ -107,6 +107,16 @@ def gradient_penalty(model):
     g.square().sum().backward()
 
 
+def transformed(model):
+    """Gradients of each sample, as torch.func's page has them."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, tokens, labels):
+        return torch.func.functional_call(model, parameters, (tokens[None],), {"labels": labels[None]}).sum()
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, *batch())
+
+
 def forward_mode(model):
     tokens, labels = batch()
     names, values = zip(*model.named_parameters(), strict=True)
@@ -248,8 +258,15 @@ CASES = [
         "`torch.func.jvp` (forward mode)",
         results(forward_mode),
         "refused",
-        "forward|jvp|setup_context|functorch",
+        "transform of torch.func",
         remedy="reverse mode only",
+    ),
+    Case(
+        "`torch.func.vmap(torch.func.grad(...))`, gradients of each sample",
+        results(transformed),
+        "refused",
+        "transform of torch.func",
+        remedy="a loop over the samples, `torch.autograd.grad`",
     ),
     Case("`torch.utils.checkpoint(use_reentrant=False)` around layers", checkpointed(False)),
     Case("`torch.utils.checkpoint(use_reentrant=True)` around layers", checkpointed(True), elsewhere=HOOKED),

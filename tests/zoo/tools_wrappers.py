@@ -114,9 +114,13 @@ def future_visible(model):
 def own_loss(model):
     """Cross entropy of one's own over gathered logits."""
     tokens, labels = batch()
-    model.tells_of_columns = False  # as parallel_output=True does
     logits = model.gather_logits(model(tokens)) if model.place.tp > 1 else model(tokens)
     F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), labels.flatten(), reduction="sum").backward()
+
+
+def loss_of_a_part(model):
+    tokens, labels = batch()
+    F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum").backward()
 
 
 def keyword_call(model):
@@ -208,6 +212,12 @@ CASES = [
         remedy="combine it with a causal mask",
     ),
     Case("A loss of one's own over the logits", gradients(own_loss)),
+    Case(
+        "`F.cross_entropy` over what `model(tokens)` returns",
+        gradients(loss_of_a_part),
+        remedy="`gather_logits`, or labels given to the model",
+        elsewhere=only_split("refused", "gather_logits"),
+    ),
     Case("A head of one's own on `GPTModel(post_process=False)`", weights(own_head)),
     Case(
         "A softmax over what `model(tokens)` returns",

@@ -19,6 +19,7 @@ from core.models.gpt.inputs import (
     check_tokens,
     check_values,
     one_of_two,
+    refuse_transforms,
 )
 from core.parallel_state import (
     ParallelState,
@@ -40,6 +41,7 @@ from core.tensor_parallel import (
     sum_gradients_of_foreign,
     vocab_parallel_cross_entropy,
 )
+from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import split_watch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 from core.transformer.layer import TransformerBlock
@@ -73,6 +75,7 @@ class GPTModel(nn.Module):
     """
 
     awaits_checkpoint = False  # whether its weights are no numbers yet, because a checkpoint will fill them
+    _columns: SplitActivations | None = None  # follows split logits
 
     def __init__(
         self,
@@ -252,18 +255,25 @@ class GPTModel(nn.Module):
             return loss.t().contiguous()
         logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(0, 1)
         if self.parallel_output and self.tells_of_columns and self.place.tp > 1:
-            self._warn_of_columns(logits.shape[-1])
+            self._follow_columns(logits, at_once=torch.compiler.is_compiling())
         return logits if self.parallel_output else self.gather_logits(logits)
 
     @torch.compiler.disable
-    def _warn_of_columns(self, columns: int) -> None:
-        self.tells_of_columns = False
-        warnings.warn(
-            f"logits are this tensor rank's {columns} columns of the padded vocabulary, as Megatron's: a softmax, an "
-            "argmax or a loss over them is of a part. gather_logits(logits) or GPTModel(parallel_output=False) gives "
-            f"all {self.vocab_size}; parallel_output=True says that the part is meant",
-            stacklevel=5,
-        )
+    def _follow_columns(self, logits: Tensor, *, at_once: bool) -> None:
+        """In the first two forwards that return logits: whoever takes them for all of the vocabulary is told.
+
+        at_once: nobody sees what compiled code does with them.
+        """
+        if self._columns is None:
+            message = (
+                f"logits are this tensor rank's {logits.shape[-1]} columns of the padded vocabulary, as Megatron's: "
+                "a softmax, an argmax or a loss over them is of a part. gather_logits(logits) or GPTModel("
+                f"parallel_output=False) gives all {self.vocab_size}; parallel_output=True says that the part is "
+                "meant"
+            )
+            assert self.place.group is not None
+            self._columns = SplitActivations(self.place.group, message=message)
+        self.tells_of_columns = self._columns.mark_columns(logits, at_once=at_once)
 
     def _gather_for_foreign_head(self, x: Tensor) -> Tensor:
         """A stage's output: sequence shards for the next stage, the full sequence for a head of a user's own."""
@@ -313,6 +323,8 @@ class GPTModel(nn.Module):
         packed: bool,
     ) -> int:
         """Shapes, dtypes and ranges, without waiting for a device; returns the sequence length."""
+        if not torch.compiler.is_compiling():
+            refuse_transforms()
         tp = self.place.tp if self.place.splits_sequence else 1
         if self.pre_process:
             check_tokens(tokens, self.vocab_size)
