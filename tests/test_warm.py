@@ -10,6 +10,7 @@ import pytest
 
 from tests import warm
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every child is a plain one")
 TELL = "import os, sys; print(sys.argv, os.getcwd(), os.environ['ONE'], sys.stdin.read(), __name__); sys.exit(3)"
 
 

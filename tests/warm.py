@@ -9,6 +9,7 @@ Not for a test of imports, of flags of Python, of how a process ends, or of one 
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -30,6 +31,8 @@ HERE = Path(__file__).parent
 @cache
 def python() -> str:
     """The path of a command that is used as `python`; the first call starts the server."""
+    if sys.platform != "linux":
+        return sys.executable
     from tests.warm_python import fixed_at_start
 
     folder = tempfile.TemporaryDirectory(prefix="warm")
@@ -104,6 +107,7 @@ def keep(client):
 
 def become(job, files, command):
     """Make this process what `python *words` would be before its first line."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: its keeper may be killed
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
