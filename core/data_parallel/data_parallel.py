@@ -24,6 +24,7 @@ from core.data_parallel.buffers.units import StageUnits, make_units, needs_units
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.watch import UpdateWatch
+from core.data_parallel.weights.kept import KeptMemory
 from core.data_parallel.weights.start import check_parts, new_parameters, same_on_all
 from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
 from core.parallel_state.by_hand import make_plain
@@ -155,6 +156,7 @@ class DataParallel(GradSync):
     def _take_over(self) -> None:
         check_parts(self.module, self.ps)
         make_plain(self._names)
+        self._kept = KeptMemory(self._names)
         if owned := [name for p, name in self._names.items() if has_main_grad(p)]:
             raise ValueError(
                 f"DataParallel: {owned[0]} and {len(owned) - 1} more of {len(self._names)} parameters already have a "
@@ -279,6 +281,7 @@ class DataParallel(GradSync):
 
         Raises ValueError: values of another dtype, shape or device.
         """
+        self._kept.look(self._steps)
         for buffer in self.buffers:
             buffer.take_weights()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "examples" / "continue_pretraining.md"
 
@@ -19,9 +21,10 @@ def blocks(page):
 
 def run_block(language, text, directory):
     """Its stdout, run in `directory` as a reader would in the clone."""
-    command = [sys.executable, "-c", text] if language == "python" else ["bash", "-ec", text]
+    command = [warm.python(), "-c", text] if language == "python" else ["bash", "-ec", text]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, "HF_HUB_OFFLINE": "1"}
+    env["PYTHON_EXEC"] = warm.python()  # of the ranks that torchrun starts
     done = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
     return done.stdout

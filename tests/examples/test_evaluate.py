@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from core.datasets.prepare import main as prepare
 from core.pretrain import main as pretrain
 from core.training.evaluate import main as evaluate
 from core.training.log.validation import best_of, read_validations
+from tests import warm
 from tests.examples.test_pretrain import TINY
 from tests.training.tiny import prepared
 
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_told(run, tmp_path, case, capsys):
 def test_every_layout_costs_the_same(run, capsys):
     want = said(capsys, run / "out")["texts"]
     for layout in (["--parallel.tensor", "2", "--parallel.pipeline", "2"], ["--parallel.tensor", "2"]):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
         command += ["-m", "core.training.evaluate", str(run / "out"), "--json", "--device", "cpu", *layout]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, cwd=run, capture_output=True, text=True, timeout=300)

@@ -105,3 +105,32 @@ def state_set(side: Side) -> dict[str, Tensor]:
     steps(side, model, optimizer, 2)
     optimizer.state = defaultdict(dict)
     return side.weights(optimizer, model)
+
+
+@habit(
+    "p.data kept from before DataParallel was made, and written to",
+    "tensors that were taken before DataParallel was made",
+    "take p.data after it",
+    outcome="told",
+)
+def kept(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    data = [p.data for p in model.parameters()]
+    optimizer = side.wrap(model)
+    for _ in range(2):
+        steps(side, model, optimizer, 1)
+        for held, p in zip(data, model.parameters(), strict=True):
+            (held if side.ours else held.clone()).mul_(0.9)  # what is told here is lost
+            assert side.ours or held.data_ptr() == p.data_ptr()
+    return side.weights(optimizer, model)
+
+
+@habit("a state_dict kept from before DataParallel was made, and only read")
+def kept_read(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    held = model.state_dict()
+    first = {f"first.{name}": value.clone() for name, value in held.items()}
+    optimizer = side.wrap(model)
+    steps(side, model, optimizer, 2)
+    assert held
+    return first | side.weights(optimizer, model)

@@ -67,7 +67,14 @@ for _what, _update in (("p.add_(g)", add_), ("p.data -= g", data_), ("p.data = p
     )
 
 
-@habit("torch.func.grad of this rank, then p.sub_(g)", WEIGHTS, MEAN, outcome="refused", z3=("refused", "in-place"))
+@habit(
+    "torch.func.grad of this rank, then p.sub_(g)",
+    WEIGHTS,
+    MEAN,
+    outcome="refused",
+    z2=("refused", "in-place"),
+    z3=("refused", "in-place"),
+)
 def functional(side: Side) -> dict[str, Tensor]:
     model = side.net()
     wrapped = side.wrap(model)
