@@ -182,6 +182,8 @@ class _After:
         if torch._C._are_functorch_transforms_active() or _driven_by_executor():
             return
         wanted = [x for x in _tensors_of(output) if x.requires_grad]
+        if any(x.is_meta for x in wanted):
+            return
         self._before.watch.follow_after(module, wanted, are_replicated=None)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW, clip_grad_norm_, get_grad_norm
-from core.tensor_parallel import full_tensor
+from core.tensor_parallel import Placement, full_tensor
 from tests.zoo.case import Case, compared
 from tests.zoo.own_model import (
     ONE,
@@ -127,6 +127,16 @@ def clipped_right(variation):
         model = built(ps)
         train(model, between=lambda model, ps=ps: clip_grad_norm_(model.parameters(), 0.1, parallel=ps))
         found.append(whole_weights(model, ps))
+    return compared(*found)
+
+
+def on_meta(variation):
+    """Shapes alone, before any memory."""
+    found = []
+    for ps in states():
+        with torch.device("meta"):
+            model = Model(Placement.of(ps))
+            found.append({"logits": torch.tensor(model(torch.zeros(2, 8, dtype=torch.long)).shape, device="cpu")})
     return compared(*found)
 
 
@@ -324,6 +334,7 @@ CASES = [
     told("max-norm after the step", weights(bounded)),
     told("weight decay in the loss, `p.pow(2).sum()`", weights(lambda m: train(m, loss=penalty))),
     Case("a group lasso over `full_tensor(p)`", whole_penalty),
+    Case("a forward on the meta device", on_meta),
     Case("AdamW", with_optimizer(lambda p: torch.optim.AdamW(p, lr=0.01))),
     told(
         "Adafactor",
