@@ -138,14 +138,14 @@ class Agreement:
         changes: Tensor | float = 0.0,
         words: Sequence[int] = (),
         look: bool = False,
-    ) -> list[list[int]]:
-        """All ranks are about to do the same with `p.grad`. Returns their words. One all-gather.
+    ) -> list[Tensor]:
+        """All ranks are about to do the same with `p.grad`. Returns their words, on the device. One all-gather.
 
         asked_for: what is done, for the message. facts: what must be the same. look: at the weights, too.
         Raises ValueError, on every rank: one does something else, or was told something else.
         """
         if self._group is None:
-            return [list(words)]
+            return []
         row = torch.zeros(1 + self.num_words + len(_HOLDERS), dtype=torch.float64, device=self._ps.device)
         if words:
             row[1 : 1 + self.num_words] = torch.tensor(list(words), dtype=torch.float64)
@@ -156,7 +156,7 @@ class Agreement:
                 row[-2] = 0.0  # experts: other ranks of the group hold others
         rows = list(all_gather(row, self._group).view(-1, row.numel()))
         self.compare(rows, step, asked_for)
-        return [[int(word) for word in other[1 : 1 + self.num_words].tolist()] for other in rows] if words else []
+        return [other[1 : 1 + self.num_words] for other in rows]
 
     @property
     def is_shared(self) -> bool:

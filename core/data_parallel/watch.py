@@ -134,9 +134,12 @@ class UpdateWatch:
             words=words,
             look=look,
         )
+        if not missing:  # nothing is read, which would wait for a device
+            return
+        missing_everywhere = [[int(word) for word in other.tolist()] for other in everyone]
         for slot in missing:
             word, bit = divmod(number_of[slot], BITS)
-            if any(not other[word] >> bit & 1 for other in everyone) and slot.sums.phase:
+            if any(not other[word] >> bit & 1 for other in missing_everywhere) and slot.sums.phase:
                 slot.shown, slot.parameter.grad = True, slot.gradient
 
     # updates by hand

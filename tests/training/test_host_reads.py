@@ -81,6 +81,33 @@ def test_a_pipeline_reads_nothing(ranks, schedule, recompute, tmp_path):
     assert ranks(steps, 1, 2, schedule, recompute, directory=str(tmp_path / "run")) == [{}] * 2
 
 
+def plain_steps(zero_stage):
+    """What the third step of torch's own optimizer reads."""
+    with as_on_an_accelerator():
+        ps = ParallelState.build(state().config, device="cpu")
+        model = GPTModel(pipelines.config(num_layers=2), pipelines.spec(), pipelines.VOCAB, pipelines.S, parallel=ps)
+        DataParallel(model, ps, zero_stage=zero_stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # AdamW reads its own step, on the host
+
+        def step():
+            optimizer.zero_grad()
+            batch = pipelines.batch(2)
+            model(batch["tokens"], labels=batch["labels"]).mean().backward()
+            optimizer.step()
+
+        step()
+        step()
+        with host_reads() as found:
+            step()
+        ps.destroy()
+    return dict(found)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_torchs_optimizer_around_data_parallel_reads_nothing(ranks, zero_stage):
+    assert ranks(plain_steps, zero_stage) == [{}] * 2
+
+
 def test_one_process_reads_nothing():
     assert steps(1, 1) == {}
 
