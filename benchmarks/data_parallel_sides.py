@@ -7,7 +7,6 @@ they exempt from it, and groups would cost the peers a second call.
 
 import importlib.util
 import os
-import sys
 import warnings
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.harness import count_calls
 from benchmarks.llama import Llama, Shape
 from core.parallel_state import ParallelConfig, ParallelState
 
@@ -186,16 +186,7 @@ class Engine:
 
 
 def python_calls(side, shape, batch=2):
-    """Python function calls of one warm step of a side on this rank (`sys.setprofile` 'call' events)."""
-    engine, count = Engine(SIDES[side], shape, batch), 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    for _ in range(3):  # DDP rebuilds its buckets after the first
-        engine.step()
-    sys.setprofile(profile)
-    engine.step()
-    sys.setprofile(None)
-    return count
+    """Python function calls of the fourth step of a side on this rank."""
+    engine = Engine(SIDES[side], shape, batch)
+    engine.step()  # DDP rebuilds its buckets after the first
+    return count_calls(engine.step)
