@@ -21,7 +21,9 @@ def hold(ranks, cases, variation):
 @pytest.mark.parametrize("variation", FAMILY.variations, ids=str)
 @pytest.mark.parametrize("part", range(4))
 def test_some(ranks, part, variation):
-    hold(ranks, CASES[part::16], variation)
+    """Every fourth; compiling takes as long as all the others (tests/autograd/test_compile_layers.py always runs)."""
+    quick = [case for case in CASES if "torch.compile" not in case.what]
+    hold(ranks, quick[part::16], variation)
 
 
 @pytest.mark.full
