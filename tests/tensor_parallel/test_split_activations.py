@@ -1,0 +1,55 @@
+"""Who looks at activations between a column and a row linear changes nothing, whatever form a call has."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.tensor_parallel import split_axes
+from core.tensor_parallel.split_activations import SplitActivation, SplitActivations
+
+CALLS = {
+    "input by keyword": lambda x: torch.transpose(input=x, dim0=0, dim1=1),
+    "all by keyword": lambda x: torch.narrow(input=x, dim=0, start=1, length=2),
+    "chunk by keyword": lambda x: torch.chunk(input=x, chunks=2, dim=0)[1],
+    "slices of tensors": lambda x: x[torch.tensor(0) : torch.tensor(2)],
+    "a mask": lambda x: x[x > 0],
+    "indices in a list": lambda x: x[[0, 2]],
+    "einsum by numbers": lambda x: torch.einsum(x, [0, 1, 2], torch.ones(8), [2], [0, 1]),
+    "einsum, an ellipsis": lambda x: torch.einsum("...h,h->...", x, torch.ones(8)),
+    "a product with a vector": lambda x: x @ torch.ones(8),
+    "a vector": lambda x: x.flatten() @ torch.ones(96),
+    "linear by keyword": lambda x: F.linear(input=x, weight=torch.ones(2, 8)),
+    "stack": lambda x: torch.stack([x, x], -1),
+    "unfold": lambda x: x.unfold(-1, 2, 2),
+    "roll": lambda x: x.roll(1, -1),
+    "a sum with dtype": lambda x: x.sum(dtype=torch.float64),
+    "max of two": lambda x: torch.max(x, torch.zeros(8)),
+    "max over a dim, by names": lambda x: x.max(dim=0).values,
+    "tensordot": lambda x: torch.tensordot(x, torch.ones(8, 2), dims=1),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "scatter": lambda x: torch.zeros(4, 3, 8).index_add(0, torch.tensor([0, 1, 2, 3]), x),
+    "cat by keyword": lambda x: torch.cat(tensors=[x, x], dim=-1),
+    "pad": lambda x: F.pad(x, (0, 1)),
+    "a scalar": lambda x: x.new_tensor(3.0) * x[0, 0, 0],
+    "movedim": lambda x: torch.movedim(x, (0, 1), (1, 0)),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "sdpa by keyword": lambda x: F.scaled_dot_product_attention(query=x, key=x, value=x),
+    "two dims at once": lambda x: x.softmax(dim=1).norm(dim=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("split_dim", [0, 1])
+def test_a_call_gives_what_it_gives_without(call, split_dim):
+    whole = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+    seen, x = SplitActivations(SimpleNamespace(size=2)), whole.clone()
+    seen.mark(x, split_axes.axes_of_columns(x.shape, (2, 4), split_dim))
+    assert type(x) is SplitActivation
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which are told is another test's
+        found = call(x)
+    seen.make_plain()
+    assert torch.equal(found, call(whole)) and type(found) is torch.Tensor
