@@ -12,7 +12,7 @@ def seen(zero, names):
 
 
 def check(ranks, zero, cases):
-    found = ranks(seen, zero, [case.what for case in cases], world=2)
+    found = ranks(seen, zero, [case.what for case in cases], world=2, timeout=240)
     wrong = []
     for case in cases:
         try:

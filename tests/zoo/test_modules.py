@@ -51,4 +51,4 @@ APART = [  # right everywhere, with and without recomputation
     ],
 )
 def test_apart(ranks, names, policies):
-    assert ranks(seen_apart, names, policies, world=2) == [{}, {}]
+    assert ranks(seen_apart, names, policies, world=2, timeout=240) == [{}, {}]
