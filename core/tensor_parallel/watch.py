@@ -190,8 +190,10 @@ class SplitWatch:
         _refuse_different_counts(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device), group)
         # activations of a stage before may differ by rounding
         floating = [x for x in inputs if x.is_floating_point()]
-        if floating and not _are_close(torch.cat([_fingerprint(x.detach()) for x in floating]), group, 0.01):
-            raise ValueError(self._difference_message(group, _BATCH, 1))
+        if floating:
+            other = _unlike_rank(torch.cat([_fingerprint(x.detach()) for x in floating]), group, 0.01)
+            if other is not None:
+                raise ValueError(self._difference_message(group, _BATCH, other))
         inputs = [x for x in inputs if not x.is_floating_point()]
         # experts may lie on one tensor rank each
         replicated = [(name, p) for name, p in named if not {"tp", "ep"} & layout_of(p).split.keys()]
@@ -286,12 +288,14 @@ def _fingerprint(x: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(rows, dtype=torch.float64), product])
 
 
-def _are_close(numbers: Tensor, group: Group, tolerance: float) -> bool:
-    """Whether fingerprints, one after the other, agree on all ranks of the group up to `tolerance` of the largest."""
+def _unlike_rank(numbers: Tensor, group: Group, tolerance: float) -> int | None:
+    """Index of the first rank whose fingerprints, one after the other, are off the first's by `tolerance` of the
+    largest; None where all agree."""
     gathered = all_gather(numbers[None], group).cpu().unflatten(1, (-1, 2))
     sizes = gathered[..., 0].amax(0).clamp(min=1e-300)
-    is_close = (gathered - gathered[0]).abs().amax((0, 2)) <= tolerance * sizes
-    return bool((is_close | ~sizes.isfinite()).all())
+    is_close = (gathered - gathered[0]).abs().amax(2) <= tolerance * sizes
+    unlike = ~(is_close | ~sizes.isfinite()).all(1)
+    return int(unlike.nonzero()[0]) if unlike.any() else None
 
 
 def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | None) -> None:
@@ -312,10 +316,10 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
         if not is_first or torch._C._are_functorch_transforms_active():
             return
         is_first = False
-        if values is not None and not _are_close(values, group, 1e-4):
+        if values is not None and _unlike_rank(values, group, 1e-4) is not None:
             return
         numbers = _fingerprint(gradient.detach())
-        if not _are_close(numbers, group, 0.01):
+        if _unlike_rank(numbers, group, 0.01) is not None:
             norms = ", ".join(f"{x:.6g}" for x in all_gather(numbers[None, :1], group).flatten().tolist())
             raise ValueError(
                 f"the tensor ranks {list(group.ranks)} computed different losses of one output: its gradient "
