@@ -6,6 +6,7 @@ Therefore ranks that take different branches still call the same collectives in 
 deadlock.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,12 @@ from core.data_parallel.buffers.gradient import (
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.rounds import Round, after_backward
 from core.parallel_state.layout import layout_of
+
+
+def _gradient_hooked(slot: weakref.ref[ParameterSlot], parameter: Tensor) -> None:
+    """What torch holds: weak, as Python's collector does not look into these hooks and would free no model."""
+    if (living := slot()) is not None:
+        living.sums.gradient_hooked(living, parameter)
 
 
 class GradientSums:
@@ -124,7 +131,7 @@ class GradientSums:
         """Have autograd call `gradient_hooked`; what takes the hooks out."""
         hooks = []
         for slot in self.slots:
-            hook = partial(self.gradient_hooked, slot)
+            hook = partial(_gradient_hooked, weakref.ref(slot))
             hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
         return hooks
 

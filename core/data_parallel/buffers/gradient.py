@@ -8,6 +8,7 @@ which is then what counts until the step.
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -167,7 +168,7 @@ class BucketGradient(Tensor):
     Raises RuntimeError: its values asked for inside of a backward, or after the optimizer has used them up.
     """
 
-    slot: ParameterSlot
+    _slot: weakref.ref[ParameterSlot]  # Python's collector sees no `p.grad`: strong, it would free no model
     step: int  # the number of the step whose gradient it is
     listener: Callable[[Any, Any], None] | None = None  # hears of functions by hand and their results (`by_hand`)
 
@@ -177,10 +178,19 @@ class BucketGradient(Tensor):
         gradient = Tensor._make_wrapper_subclass(
             cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device
         )
-        gradient.slot, gradient.step = slot, slot.step
+        gradient._slot, gradient.step = weakref.ref(slot), slot.step
         return gradient
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def slot(self) -> ParameterSlot:
+        """Whose values these are. Raises RuntimeError: the model is gone."""
+        if (slot := self._slot()) is None:
+            raise RuntimeError(
+                "a gradient was kept longer than its model, whose buckets held its values; keep p.grad.clone()"
+            )
+        return slot
 
     def check_step(self) -> None:
         """Raises RuntimeError: its step is over, and the bucket holds another's gradient."""
@@ -217,7 +227,8 @@ class BucketGradient(Tensor):
         return self.slot.full_gradient()
 
     def __repr__(self) -> str:
-        return f"BucketGradient({self.slot.name}, {list(self.shape)})"
+        slot = self._slot()
+        return f"BucketGradient({slot.name if slot else 'its model is gone'}, {list(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
