@@ -65,6 +65,10 @@ class Sums(Protocol):
         """An operation is about to add to a gradient itself."""
         ...
 
+    def gradient_hooked(self, slot: "ParameterSlot", parameter: Tensor) -> None:
+        """Autograd has put a gradient into `parameter.grad`, or an operation has added it."""
+        ...
+
 
 class ParameterSlot:
     """Where the gradients of one parameter go, and how many pairs are still to deliver to it in this step.
