@@ -1,4 +1,4 @@
-"""A layer with experts against code that nobody here wrote: transformers' blocks and losses, torch's grouped product."""
+"""A layer with experts against code that nobody here wrote: transformers' layer and loss, torch's grouped product."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_products_are_torchs_grouped_ones_bit_for_bit(counts):
 
 
 def test_the_probe_finds_what_a_grouped_product_can(monkeypatch):
-    """Here it is right in float32 and unknown in float64; one that leaves garbage behind an empty group is not used."""
+    """Here it is right in float32 and unknown in float64; garbage behind an empty group is found."""
     _has_grouped_product.cache_clear()
     assert _has_grouped_product("cpu", torch.float32) and not _has_grouped_product("cpu", torch.float64)
     grouped_mm = F.grouped_mm
