@@ -62,6 +62,8 @@ class SplitActivation(Tensor):
             if seen_by is None or torch._C._are_functorch_transforms_active():
                 return func(*args, **kwargs)
             name = function_name(func)
+            if name == "register_hook" and inputs[0] is args[0] and len(args) == 2:
+                return func(args[0], seen_by.listening(args[1], inputs[0].axes))
             if name in ("cross_entropy", "nll_loss"):  # a label of another rank's column is "out of bounds" in them
                 seen_by.check_loss(name, args, kwargs)
             result = func(*args, **kwargs)
@@ -121,9 +123,18 @@ class SplitActivations:
         for part in parts:
             if getattr(part, "split_output", None) is not None:
                 self._hooks.append(part.register_forward_pre_hook(self._before_column))
-                self._hooks.append(part.register_forward_hook(self._after_column))
+                self._hooks.append(
+                    part.register_forward_hook(self._after_column, prepend=True)
+                )  # before the program's
             elif getattr(part, "input_is_split", False):
                 self._hooks.append(part.register_forward_pre_hook(self._before_row))
+            else:
+                continue
+            if (
+                part._backward_hooks
+            ):  # only where the program has some: they put a view around what the module returns
+                self._hooks.append(part.register_full_backward_hook(self._before_backward_hooks, prepend=True))
+                self._hooks.append(part.register_full_backward_hook(self._after_backward_hooks))
 
     def detach(self) -> None:
         """Take the hooks out, and make what was marked plain again."""
@@ -164,6 +175,28 @@ class SplitActivations:
         x = args[0] if args else None
         if isinstance(x, SplitActivation) and not x.partial and not split_axes.are_blocks(x.axes):
             self._tell(Finding("order", "a linear", tuple(x.shape)))
+
+    def listening(self, hook: Any, axes: Axes) -> Any:
+        """`hook` on the gradient of what is split as `axes` says: it is given a gradient that is followed."""
+
+        def hear(gradient: Any) -> Any:
+            self.mark(gradient, axes)
+            result = hook(gradient)
+            self.make_plain()
+            return result
+
+        return hear
+
+    def _before_backward_hooks(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        if getattr(module, "input_is_split", False):
+            gradient = grad_input[0]
+            if isinstance(gradient, Tensor):
+                self.mark(gradient, split_axes.axes_of_columns(gradient.shape, gradient.shape[-1:], 0))
+        else:
+            self._after_column(module, (), grad_output[0])
+
+    def _after_backward_hooks(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        self.make_plain()
 
     def check_loss(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Raise ValueError: a loss over classes of which this rank has a part."""

@@ -159,6 +159,35 @@ class WholeIntoRow(Feedforward):
         super().__init__(place, gather_output=True)
 
 
+class Hooked(Feedforward):
+    """A program's hooks on the two linears: on what the first returns, on gradients of what the second takes."""
+
+    def __init__(self, place, *, forward=None, backward=None):
+        super().__init__(place)
+        if forward is not None:
+            self.up.register_forward_hook(lambda module, args, y: forward(y))
+        if backward is not None:
+            self.down.register_full_backward_hook(lambda module, gradients, _: (backward(gradients[0]),))
+
+
+def hooked(**hooks):
+    return weights(train, feedforward=lambda place: Hooked(place, **hooks))
+
+
+def small(gradient):
+    return gradient * (1e-3 / gradient.norm()).clamp(max=1)
+
+
+def by_tensor_hook(function):
+    """`y.register_hook(function)` between the two linears."""
+
+    def register(y):
+        y.register_hook(function)
+        return y
+
+    return between(register)
+
+
 def own_head(loss, **column):
     """A head over the vocabulary, split by columns, and its loss."""
 
@@ -221,6 +250,17 @@ CASES = [
     told(
         "a penalty on activations", weights(penalized, feedforward=Penalized), "`reduce_from_tensor_region`", REDUCED
     ),
+    told(
+        "a forward hook on the first linear, `y / y.std(-1)`",
+        hooked(forward=lambda y: y / y.std(-1, keepdim=True)),
+        GATHER,
+        REDUCED,
+    ),
+    told("a backward hook on the second linear, a norm of its gradient", hooked(backward=small), GATHER, REDUCED),
+    told("`y.register_hook`, a norm of the gradient", by_tensor_hook(small), GATHER, REDUCED),
+    Case("a forward hook on the first linear, `y * 2`", hooked(forward=lambda y: y * 2)),
+    Case("a backward hook on the second linear, `g * 2`", hooked(backward=lambda g: g * 2)),
+    Case("`y.register_hook(lambda g: g.clamp(-1e-3, 1e-3))`", by_tensor_hook(lambda g: g.clamp(-1e-3, 1e-3))),
     Case("a norm summed by `reduce_from_tensor_region`", grouped(whole_norm)),
     Case("a layer norm of gathered columns", grouped(gathered)),
     Case("a softmax over the sequence", between(lambda y: y * y.softmax(1))),
