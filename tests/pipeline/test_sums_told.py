@@ -1,4 +1,4 @@
-"""An optimizer that takes an executor's sums over tokens for means is told so, once; right loops are not disturbed."""
+"""An optimizer that takes an executor's sums over tokens for means is told so, once; right loops hear nothing."""
 
 import warnings
 
@@ -88,6 +88,12 @@ def test_a_plain_backward_after_zero_grad_hears_nothing():
 def test_counts_of_at_most_one_say_that_the_loss_is_meant():
     _, optimizer, executor = ours()
     executor.step(batch(), lambda y, part: (y.square().mean() / 2, 0.5))
+    optimizer.step()
+
+
+def test_a_loss_scale_of_one_over_the_tokens_gives_means():
+    _, optimizer, executor = torchs()
+    executor.step(batch(), loss, 1 / 32)
     optimizer.step()
 
 

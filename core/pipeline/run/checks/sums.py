@@ -34,6 +34,7 @@ class SumsWatch:
     def __init__(self, modules: Sequence[nn.Module], ps: ParallelState, grad_sync: GradSync | None) -> None:
         # where replicas are, gradients may be summed between the step and the optimizer
         self._is_alone = grad_sync is None and ps.size("dp-cp") == 1
+        self._replicas = ps.size("dp-cp") if grad_sync is None else 1  # of the tokens that nobody here sums over
         self._modules, self._steps = modules, 0
         self._is_over = False  # told, or nothing to tell
         self._result: StepResult | None = None
@@ -87,7 +88,7 @@ class SumsWatch:
         if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
             return
         num_tokens = float(result.num_tokens)
-        if not num_tokens > 1:
+        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:  # loss_scale=1 / tokens is a mean
             return
         self.close()
         remedy = "divide p.grad by result.num_tokens before its step"
