@@ -118,7 +118,8 @@ def test_the_commands(tmp_path, capsys):
     assert main(["export", ckpt, str(tmp_path / "alone"), "--check"]) == 0  # an import says what it is
     assert f"the model began as {folder.name}: with --source its other fields" in capsys.readouterr().out
     assert main(["families"]) == 0
-    assert "qwen3        Qwen3ForCausalLM" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "qwen3        Qwen3ForCausalLM" in told and "gpt_oss      attention has a learned sink" in told
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):

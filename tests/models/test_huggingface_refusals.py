@@ -6,6 +6,8 @@ import transformers
 
 from core.models.gpt import GPTModel, llama_spec
 from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface.families import FAMILIES
+from core.models.huggingface.family.others import OTHERS
 from core.parallel_state import ParallelState
 from tests.models.test_huggingface import COMMON, CONFIGS
 
@@ -24,13 +26,27 @@ def weights(kind):
 
 def test_unknown_models_positions_and_windows():
     with pytest.raises(
-        ValueError, match="model_type='mamba' is not supported; known: gemma3_text, glm4_moe, gpt2, llama"
+        ValueError,
+        match=r"model_type='bert' is not supported; known: gemma3_text, glm4_moe, gpt2, llama, .* adds a family; "
+        r"of this one: read as a Llama, it says .*, type_vocab_size",
     ):
-        from_huggingface(transformers.MambaConfig())
+        from_huggingface(transformers.BertConfig())
+    with pytest.raises(ValueError, match="of this one: its fields are Llama's, so that what differs is in its code"):
+        from_huggingface(transformers.HeliumConfig())
+    with pytest.raises(ValueError, match=r"'llamb' is not .* of this one: it has no hidden_size, num_hidden_layers"):
+        from_huggingface({"model_type": "llamb", "vocab_size": 9, "num_attention_heads": 2})
     for kind in ("yarn", "dynamic"):
         rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
         with pytest.raises(ValueError, match=f"rope_type='{kind}' is not supported; default, linear, llama3 are"):
             from_huggingface(transformers.LlamaConfig(**COMMON, rope_parameters=rope))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_families_that_are_not_read_say_what_differs(kind):
+    """By the names that transformers has for them; what differs is a fact of theirs."""
+    with pytest.raises(ValueError) as error:
+        from_huggingface(transformers.AutoConfig.for_model(kind))
+    assert str(error.value) == f"model_type={kind!r} is not supported: {OTHERS[kind]}" and kind not in FAMILIES
 
 
 GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 9, "num_hidden_layers": 2, "hidden_size": 8}

@@ -12,6 +12,7 @@ from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.tools.console import progress, say, size_text
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
+from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.importing import MODEL, import_huggingface
 from core.models.huggingface.sources import Folder
 
@@ -55,6 +56,8 @@ def _began_as(run: Mapping[str, Any]) -> str | None:
 
 def _families(options: argparse.Namespace) -> int:
     say(f"{kind:12} {family.architecture}" for kind, family in sorted(FAMILIES.items()))
+    say(["", "known, and not supported:"])
+    say(f"{kind:12} {reason}" for kind, reason in sorted(OTHERS.items()))
     return 0
 
 
@@ -76,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--check", action="store_true", help="logits within 1e-4 of transformers'")
     command.set_defaults(run=_export)
-    command = commands.add_parser("families", help="what is supported")
+    command = commands.add_parser("families", help="what is supported; of others, what differs")
     command.set_defaults(run=_families)
     return parser
 

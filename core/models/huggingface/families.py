@@ -18,16 +18,10 @@ from core.models.huggingface.family.family import Family, HuggingFaceModel, Rule
 from core.models.huggingface.family.gemma3 import Gemma3
 from core.models.huggingface.family.gpt2 import gpt2_fields, gpt2_model, gpt2_rules
 from core.models.huggingface.family.llama_like import LlamaLike
+from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.family.smollm3 import SmolLM3
 from core.models.huggingface.rows import GEMMA3_ROWS, GPT2_ROWS, MIXTRAL_ROWS, MOE_ROWS, OLMO2_ROWS, PHI3_ROWS
 from core.parallel_state.config import raise_all
-
-# known, and why they are not read
-_OTHERS = {
-    "gemma3": "it holds a model of images and text; save its text model by itself, as Gemma3ForCausalLM with "
-    "config.text_config (model_type gemma3_text)",
-}
-
 
 _PHI3 = LlamaLike(window="always", partial_rotary=True, dropout=True, epsilon=1e-5)
 _OLMO2 = LlamaLike(spec=olmo2_spec, attention_bias=True, qk_norm=True, epsilon=1e-5)
@@ -92,11 +86,32 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
 def family_of(facts: Facts) -> Family:
     """Raises ValueError: a model type that is not supported."""
     kind = facts["model_type"]
-    if isinstance(kind, str) and kind in _OTHERS:
-        raise ValueError(f"model_type={kind!r} is not supported: {_OTHERS[kind]}")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type={kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[kind]
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    if isinstance(kind, str) and kind in OTHERS:
+        raise ValueError(f"model_type={kind!r} is not supported: {OTHERS[kind]}")
+    raise ValueError(
+        f"model_type={kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}. "
+        f"docs/recipes/add_a_model.md adds a family; of this one: {_beside_llama(facts)}"
+    )
+
+
+def _beside_llama(facts: Facts) -> str:
+    """What the configuration of an unknown model type says that Llama's does not, and lacks of Llama's."""
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    lacking = [name for name in sizes if facts.get(name) is None]
+    if lacking:
+        return f"it has no {', '.join(lacking)}"
+    try:
+        llama = FAMILIES["llama"]
+        differing = [message for holds, message in llama.rules(facts) if not holds]
+        llama.model(facts, torch.float32)
+    except (ValueError, TypeError, AttributeError) as error:
+        differing = [str(error)]
+    if unread := facts.overlooked():
+        differing.append(f"it says {', '.join(unread)}")
+    told = "; ".join(differing)
+    return f"read as a Llama, {told}" if told else "its fields are Llama's, so that what differs is in its code only"
 
 
 def _common_rules(facts: Facts) -> Rules:
