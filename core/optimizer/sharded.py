@@ -170,7 +170,7 @@ class ShardedOptimizer(Averages, TorchFace):
 
         The summed gradients are divided by `num_tokens * loss_scale` and clipped to `clip_grad`.
         num_tokens: global, as in `StepResult`: the gradient is that of the mean over all valid tokens. None: an
-            executor's sums as they are, else the mean over data and context replicas, as DDP has it. Both agree when
+            executor's sums as they are (told), else the mean over data and context replicas (DDP). Both agree when
             `loss_scale * loss` was a mean over tokens and every replica had equally many.
         loss_scale: what the loss was multiplied by; by default `self.loss_scale`, if somebody has read it.
         closure (also as the first argument, as in torch): zeroes, computes and returns the loss, which is returned.

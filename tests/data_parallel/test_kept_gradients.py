@@ -78,7 +78,8 @@ def sums_of_an_executor():
         mine = rows if ps.world is None else rows.chunk(2)[ps.rank]
         executor = SingleStage(model, ps=ps, num_microbatches=2, grad_sync=shard)
         executor.step({"input": mine}, lambda y, part: (y.square().sum() * 1e-3, len(y)))
-        optimizer.step()
+        with pytest.warns(UserWarning, match="over 4 tokens"):
+            optimizer.step()
         found.append(model.weight.detach().clone())
     torch.testing.assert_close(*found)
 

@@ -140,6 +140,16 @@ def test_flags_that_change_the_numbers(config, message):
         from_huggingface(config())
 
 
+def test_code_of_the_folder_is_refused_unless_it_is_a_copy_of_theirs():
+    said = transformers.LlamaConfig(**COMMON).to_dict()
+    with pytest.raises(
+        ValueError, match=r"code of the folder \(modeling.MyModel\), not transformers' LlamaForCausalLM"
+    ):
+        from_huggingface(said | {"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}})
+    from_huggingface(said | {"auto_map": {"AutoModelForCausalLM": "hub/llama--modeling_llama.LlamaForCausalLM"}})
+    from_huggingface(said | {"auto_map": {"AutoConfig": "configuration.LlamaConfig"}})
+
+
 def test_all_flags_are_told_at_once():
     with pytest.raises(ValueError, match=r"scale_attn_weights=False.*add_cross_attention=True.*embd_pdrop"):
         from_huggingface(transformers.GPT2Config(scale_attn_weights=False, add_cross_attention=True, embd_pdrop=0.5))

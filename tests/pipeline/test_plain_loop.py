@@ -22,7 +22,7 @@ def stages(ps):
 
 
 def loss(y, part):
-    return y.square().sum(), len(y)
+    return y.square().sum(), 1 / 2  # of 2 microbatches: the loops below mean the sum
 
 
 def batch(step=0):

@@ -70,7 +70,7 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
     facts = Facts.of_folder(hf) if isinstance(hf, str | Path) else Facts(hf)
     family = family_of(facts)
     try:
-        raise_all("from_huggingface", chain(_common_rules(facts), family.rules(facts)))
+        raise_all("from_huggingface", chain(_common_rules(facts, family.architecture), family.rules(facts)))
         model = family.model(facts, params_dtype)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"the configuration has a field of another kind than its model type: {error}") from error
@@ -114,7 +114,13 @@ def _beside_llama(facts: Facts) -> str:
     return f"read as a Llama, {told}" if told else "its fields are Llama's, so that what differs is in its code only"
 
 
-def _common_rules(facts: Facts) -> Rules:
+def _common_rules(facts: Facts, architecture: str) -> Rules:
+    remote = str((facts.get("auto_map") or {}).get("AutoModelForCausalLM", architecture))
+    yield (
+        remote.rpartition(".")[2] == architecture,  # many folders bring a copy of transformers' own class
+        f"auto_map says that the model is code of the folder ({remote}), not transformers' {architecture}; nothing "
+        "here runs code of a folder. Where the numbers are the same, remove auto_map",
+    )
     quantized = facts.get("quantization_config")
     tied = facts.get("tie_word_embeddings", False)
     yield isinstance(tied, bool), f"tie_word_embeddings={tied} is neither true nor false; say which the model is"

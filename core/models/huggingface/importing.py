@@ -97,7 +97,8 @@ def _cells(
                     parameters[layer] = parameter.to(torch_dtype(info.dtype))
             part = tuple(slice(*interval) for interval in inner)
             cut = [parameters[layer][part] for layer in layers]
-            array = memory_of((torch.stack(cut) if info.stacked else cut[0]).contiguous())
+            cell = cut[0].unsqueeze(0) if len(cut) == 1 else torch.stack(cut)  # of one layer nothing is copied
+            array = memory_of((cell if info.stacked else cut[0]).contiguous())
             yield key, index, box, array
             done(array.nbytes)
 

@@ -105,6 +105,7 @@ def _cached_pipeline(
             seed=seed,
         )
         cache.pipeline.step_index = step_index
+        cache.pipeline.sums_watch.close()  # `loss_func` returns means
     return cache
 
 

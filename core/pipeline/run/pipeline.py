@@ -23,6 +23,7 @@ from core.pipeline.run.checks.arguments import (
     resolve_schedule,
 )
 from core.pipeline.run.checks.plain_loop import BatchWatch, LossWatch, PlainLoopWatch, refuse_other_groups
+from core.pipeline.run.checks.sums import SumsWatch
 from core.pipeline.run.executor import Clock, Executor
 from core.pipeline.run.failure import FailureBroadcast
 from core.pipeline.run.microbatch import StepContext
@@ -115,7 +116,7 @@ class Pipeline:
             raise
         check_tables(self.modules, ps)
         modules = [*self.modules.values()]
-        self._loss_watch = LossWatch(ps, modules)
+        self._loss_watch, self.sums_watch = LossWatch(ps, modules), SumsWatch(modules, ps, grad_sync)
         if ps.size("pp") > 1 and grad_sync is None:  # torch's optimizers, a loop of one's own
             self._plain_loop = PlainLoopWatch(ps, modules)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
@@ -227,6 +228,7 @@ class Pipeline:
                     stage.context.end_step()
             sum_tied_gradients(tied_grads, self.ps)
             result = self._global_result(executor.total(self.ps.device), self._plain_loop)
+            self.sums_watch.after_step(result, loss_scale)
             clock.stop()
             self._batch_watch.after_step()
             if self._plain_loop is not None:
@@ -345,9 +347,7 @@ class Pipeline:
         by_global_rank = self.ps.connect((self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links)
         groups = {(a, b): by_global_rank[self._global_rank(a), self._global_rank(b)] for a, b in rank_plan.links}
         channel = Channel(rank_plan, groups, self._global_rank, self.ps.device, self.receive_ahead, rows_of(batch))
-        watch = None
-        if self._tuner is not None and step.training:
-            watch = self._tuner.watch
+        watch = self._tuner.watch if self._tuner is not None and step.training else None
         return Executor(rank_plan, self.stages, channel, step, watch)
 
     def _run(self, executor: Executor, clock: Clock) -> None:

@@ -11,6 +11,7 @@ from core.autograd import GradSync, NullGradSync, StageContext, has_main_grad
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.random import seeded
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.sums import SumsWatch
 from core.pipeline.run.ranges import named
 from core.pipeline.run.step import (
     Batch,
@@ -71,6 +72,7 @@ class SingleStage:
         model_context = stage if stage is not None else getattr(model, "stage", None)
         self.stage = model_context if isinstance(model_context, StageContext) else StageContext()
         self._forward_arguments = forward_arguments(model)
+        self._sums_watch = SumsWatch([model], ps, grad_sync)
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -122,7 +124,7 @@ class SingleStage:
             sync.finish()
             self.stage.end_step()
         self.step_index += 1
-        return self._global_result(sums)
+        return self._sums_watch.after_step(self._global_result(sums), loss_scale)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """The global sums without gradients, in eval mode; any number of rows. One all-reduce over dp-cp."""

@@ -38,7 +38,8 @@ BALANCING = {
 }
 
 
-def config(router="softmax", balancing="none", shared=False, layers=2, dropout=0.0, **more):
+def config(router="softmax", balancing="none", shared=False, layers=2, dropout=0.0, tied=False, **more):
+    """tied: of the model, not of its configuration; see `of_model`."""
     facts = {"num_layers": layers, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
     facts |= {"ffn_hidden_size": 20, "num_moe_experts": 4, "moe_ffn_hidden_size": 12}
     facts |= {"normalization": "RMSNorm", "activation_func": "silu", "gated_linear_unit": True}
@@ -47,6 +48,11 @@ def config(router="softmax", balancing="none", shared=False, layers=2, dropout=0
     if shared:
         facts["moe_shared_expert_intermediate_size"] = 8
     return TransformerConfig(**facts | ROUTERS[router] | BALANCING[balancing] | more)
+
+
+def of_model(facts):
+    """The arguments of a model."""
+    return {"share_embeddings_and_output_weights": facts.get("tied", False)}
 
 
 def batch():
@@ -62,7 +68,7 @@ def batch():
 def reference(**facts):
     """(gradients, loss, norm, initial weights) of one process, a sequence per microbatch; nothing deferred."""
     ps = ParallelState.single("cpu")
-    model = GPTModel(config(**facts), moe_spec(), VOCAB, S, parallel=ps)
+    model = GPTModel(config(**facts), moe_spec(), VOCAB, S, parallel=ps, **of_model(facts))
     true = {name: tuple(map(slice, p.parallel_layout.shape)) for name, p in model.named_parameters()}
     initial = {name: p.detach()[true[name]].clone() for name, p in model.named_parameters()}
     sync = PerParameterGradSync(model, ps)
@@ -74,7 +80,7 @@ def reference(**facts):
 
 
 def made(facts, ps, placement):
-    return gpt_stages(config(**facts), moe_spec(), VOCAB, S, parallel=ps, placement=placement)
+    return gpt_stages(config(**facts), moe_spec(), VOCAB, S, parallel=ps, placement=placement, **of_model(facts))
 
 
 def on_layout(facts, zero, schedule, recompute, **sizes):

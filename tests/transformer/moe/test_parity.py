@@ -1,9 +1,13 @@
 """Experts on every layout: one process's loss, gradients and norm, initial weights bit for bit; float64."""
 
+import random
+from functools import cache
+from itertools import combinations
+
 import pytest
 
 from tests.parity.pipelines import differences
-from tests.transformer.moe.layouts import reference, step
+from tests.transformer.moe.layouts import BALANCING, ROUTERS, reference, step
 
 # (facts, layout of 1 or 2 ranks): each value of a factor at least once
 ONE = [
@@ -66,3 +70,71 @@ def test_experts_on_one_and_two_ranks(ranks, world, cases):
 @pytest.mark.parametrize("cases", [FOUR[:4], FOUR[4:]])
 def test_experts_on_four_ranks(ranks, cases):
     assert not any(ranks(compare, cases, world=4, timeout=300))
+
+
+# Every pair of values of two factors that go together, on four ranks.
+FACTORS = {
+    "sizes": [
+        {"expert": 2},
+        {"expert": 4},
+        {"tp": 2, "expert": 2},
+        {"tp": 2, "expert": 4, "sp": True},
+        {"cp": 2, "expert": 4},
+        {"cp": 2, "tp": 2, "sp": True, "expert": 2},
+        {"pp": 2, "expert": 2},
+        {"pp": 2, "tp": 2, "sp": True, "expert": 2},
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "cp": 2, "expert": 2},
+    ],
+    "schedule": ["none", "1f1b", "zb-v", "interleaved-zb"],
+    "zero": [0, 1, 2, 3],
+    "recompute": ["none", "selective", "layer", "stage"],
+    "router": list(ROUTERS),
+    "balancing": list(BALANCING),
+    "shared": [False, True],
+    "kinds": [None, (0, 1, 1, 1), (1, 0, 0, 1)],
+    "tied": [False, True],
+}
+
+
+def goes_together(case):
+    """A schedule is a pipeline's, and so is a stage that is recomputed."""
+    stages = "pp" in case.get("sizes", {})
+    if "sizes" in case and "schedule" in case and stages == (case["schedule"] == "none"):
+        return False
+    alone = ("sizes" in case and not stages) or case.get("schedule") == "none"
+    return not (alone and case.get("recompute") == "stage")
+
+
+def pairs_of(case):
+    return {repr(pair) for pair in combinations(case.items(), 2)}
+
+
+@cache
+def cover():
+    """Cases in which every pair that goes together meets: each the best of some drawn ones."""
+    wanted = set()
+    for one, other in combinations(FACTORS, 2):
+        both = [{one: a, other: b} for a in FACTORS[one] for b in FACTORS[other]]
+        wanted |= {pair for case in both if goes_together(case) for pair in pairs_of(case)}
+    draw, cases = random.Random(0), []
+    while wanted:
+        drawn = [{name: draw.choice(values) for name, values in FACTORS.items()} for _ in range(100)]
+        best = max(filter(goes_together, drawn), key=lambda case: len(pairs_of(case) & wanted))
+        if met := pairs_of(best) & wanted:
+            wanted -= met
+            cases.append(best)
+    return list(map(as_facts_and_layout, cases))
+
+
+def as_facts_and_layout(case):
+    facts = {"layers": 4} | {name: case[name] for name in ("router", "balancing", "shared", "tied")}
+    if case["kinds"] is not None:
+        facts["moe_layer_freq"] = case["kinds"]
+    return facts, case["sizes"] | {name: case[name] for name in ("zero", "schedule", "recompute")}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", range(6))
+def test_every_pair_of_values_on_four_ranks(ranks, start):
+    assert not any(ranks(compare, cover()[start::6], world=4, timeout=300))

@@ -3,7 +3,7 @@ gradient clipping by the norm of one stage, a DDP over ranks of other stages, an
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,19 @@ UNIFORM = 1e-4  # relative: elements scaled by one factor differ by rounding onl
 DIFFERENT = 0.01  # relative: ranks whose factors differ by more clipped by different norms
 
 
-def _is_watched_step(steps: int) -> bool:
+def is_watched_step(steps: int) -> bool:
     """Steps 1, 2, 4, 8 ...: checks cost a collective, mistakes of a loop show early."""
     return steps > 0 and not steps & (steps - 1)  # a power of two has one bit, which minus 1 clears
 
 
-def _parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+def parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Of all modules; one that several hold comes several times."""
     for module in modules:
         yield from module.parameters()
 
 
 @dataclass(frozen=True)
-class _SampledElements:
+class SampledElements:
     """The largest elements of a gradient as a pipeline's step left them."""
 
     parameter: nn.Parameter
@@ -46,11 +47,18 @@ class _SampledElements:
     before: Tensor
 
     @classmethod
-    def sample(cls, parameter: nn.Parameter) -> "_SampledElements":
+    def sample(cls, parameter: nn.Parameter) -> "SampledElements":
         assert parameter.grad is not None
         flat = parameter.grad.reshape(-1)
         indices = flat.abs().topk(min(SAMPLED_ELEMENTS, flat.numel())).indices
         return cls(parameter, flat, indices, flat[indices])
+
+    @classmethod
+    def of_smallest(cls, parameters: Iterable[nn.Parameter]) -> "list[SampledElements]":
+        """Of a few small gradients; sparse ones are left out."""
+        candidates = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        smallest = sorted(candidates, key=Tensor.numel)[:SAMPLED_GRADIENTS]
+        return [cls.sample(parameter) for parameter in smallest if parameter.numel()]
 
     def factors(self) -> Tensor:
         """By what each was multiplied since; [0] if the gradient is another tensor now (a sum over replicas)."""
@@ -73,7 +81,7 @@ class ScaleWatch:
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
         self._ps, self._modules, self._steps = ps, modules, 0
-        self._samples: list[_SampledElements] = []
+        self._samples: list[SampledElements] = []
         self._factor: Tensor | None = None  # [1]: of this rank's gradients, NaN if they have not one factor
         weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
 
@@ -90,18 +98,13 @@ class ScaleWatch:
 
         Raises ValueError, on every rank: factors that differ.
         """
-        if _is_watched_step(self._steps):
+        if is_watched_step(self._steps):
             self._compare_factors()
         self._steps += 1
         self._samples, self._factor = [], None
-        if not _is_watched_step(self._steps):
+        if not is_watched_step(self._steps):
             return False
-        # parameters in order, each once; sparse gradients are left out
-        parameters = dict.fromkeys(_parameters_of(self._modules))
-        candidates = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
-        for parameter in sorted(candidates, key=Tensor.numel)[:SAMPLED_GRADIENTS]:
-            if parameter.numel():
-                self._samples.append(_SampledElements.sample(parameter))
+        self._samples = SampledElements.of_smallest(dict.fromkeys(parameters_of(self._modules)))
         return True
 
     def _look_at_factors(self, optimizer: torch.optim.Optimizer) -> None:
@@ -109,7 +112,7 @@ class ScaleWatch:
         if not is_lbfgs and (not self._samples or self._factor is not None):
             return
         optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if is_lbfgs and any(id(p) in optimized_ids for p in _parameters_of(self._modules)):
+        if is_lbfgs and any(id(p) in optimized_ids for p in parameters_of(self._modules)):
             raise ValueError(
                 f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "
                 "ranks; use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
@@ -170,7 +173,7 @@ class BatchWatch:
     def before_step(self, batch: Any) -> None:
         """Remember a fingerprint of every tensor that this rank was given."""
         self._steps += 1
-        if self._group is None or self._has_warned or not _is_watched_step(self._steps):
+        if self._group is None or self._has_warned or not is_watched_step(self._steps):
             return
         leaves = pytree.tree_flatten_with_path(batch)[0] if batch is not None else []
         self._fingerprints = {}
@@ -225,7 +228,7 @@ class LossWatch:
             return loss_fn
 
         def listened(*arguments: Any) -> Any:
-            by_hand.open(_parameters_of(self._modules))
+            by_hand.open(parameters_of(self._modules))
             try:
                 return loss_fn(*arguments)
             finally:

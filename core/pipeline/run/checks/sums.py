@@ -1,0 +1,125 @@
+"""Notices an optimizer that takes an executor's gradients, sums over tokens, for means.
+
+`loss_fn` returns sums and a count, and nothing divides in a step. Under Adam a gradient N times too large hardly
+shows; under SGD, and where gradients are clipped, it is another training.
+"""
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from core.autograd import GradSync, has_main_grad
+from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.plain_loop import UNIFORM, SampledElements, is_watched_step, parameters_of
+from core.pipeline.run.step import StepResult
+
+ROUNDING = 1.01  # a gradient that was divided by its tokens is not above 1 / tokens by more
+
+
+class SumsWatch:
+    """Warns once, at an optimizer's first step after an executor's, if nobody has divided by the tokens.
+
+    Divided: `step(num_tokens=...)` was given a number, or the program has changed gradients since. One factor for all
+    that is above 1 / tokens (gradient clipping) divides no more than it; where `grad_sync` or replicas change
+    gradients as well, every change counts. A count of at most 1 says that the losses are what is meant.
+
+    Looks after steps 1, 2, 4, 8 ...; only what is to be told waits for the device.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], ps: ParallelState, grad_sync: GradSync | None) -> None:
+        # where replicas are, gradients may be summed between the step and the optimizer
+        self._is_alone = grad_sync is None and ps.size("dp-cp") == 1
+        self._replicas = ps.size("dp-cp") if grad_sync is None else 1  # of the tokens that nobody here sums over
+        self._modules, self._steps = modules, 0
+        self._is_over = False  # told, or nothing to tell
+        self._result: StepResult | None = None
+        self._divisor: Tensor | float = 1.0  # loss scale
+        self._states: dict[int, tuple[int, ...]] = {}  # id of a parameter -> of its gradient, as the step left it
+        self._samples: list[SampledElements] = []
+        weak_self = weakref.ref(self)  # torch's registry of hooks must not keep an executor alive
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (watch := weak_self()) is not None and watch._result is not None:
+                watch._look(optimizer, args, kwargs)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def close(self) -> None:
+        """Of an executor whose losses are means already: there is nothing to tell."""
+        self._is_over = True
+        self._forget()
+
+    @torch.no_grad()
+    def after_step(self, result: StepResult, loss_scale: float | Tensor) -> StepResult:
+        """Remember what the executor's step left; returns `result`."""
+        self._forget()
+        if self._is_over:
+            return result
+        self._steps += 1
+        if is_watched_step(self._steps):
+            self._result, self._divisor = result, loss_scale
+            parameters = dict.fromkeys(parameters_of(self._modules))
+            self._states = {id(parameter): _state_of(parameter) for parameter in parameters}
+            if self._is_alone and not any(map(has_main_grad, parameters)):
+                self._samples = SampledElements.of_smallest(parameters)
+        return result
+
+    def _forget(self) -> None:
+        self._result, self._states, self._samples = None, {}, []
+
+    @torch.no_grad()
+    def _look(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        result, states = self._result, self._states
+        assert result is not None
+        takes_tokens = hasattr(optimizer, "shard")
+        given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if takes_tokens and given is not None and not callable(given):
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in states]
+        with_gradient = [p for p in parameters if states[id(p)]]
+        if not with_gradient:
+            return
+        is_changed = any(_state_of(p) != states[id(p)] for p in with_gradient)
+        if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
+            return
+        num_tokens = float(result.num_tokens)
+        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:  # loss_scale=1 / tokens is a mean
+            return
+        self.close()
+        remedy = "divide p.grad by result.num_tokens before its step"
+        silence = "return 1 / num_microbatches as its count"
+        if takes_tokens:
+            remedy, silence = "call optimizer.step(result.num_tokens)", "call step(num_tokens=1)"
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() updates by a sum of losses over {num_tokens:g} tokens, as the "
+            f"executor's step left it: {num_tokens:g} times the gradient of the mean over 1. {remedy[0].upper()}"
+            f"{remedy[1:]}; if loss_fn returns what you mean to minimise, {silence}",
+            stacklevel=5,
+        )
+
+    def _only_clipped(self, result: StepResult, optimized: set[int]) -> bool:
+        """Whether all gradients were multiplied by one factor, and less was divided than the tokens."""
+        factors = [sample.factors() for sample in self._samples if id(sample.parameter) in optimized]
+        if not factors:
+            return False
+        known = torch.cat(factors).double()
+        known = known[known.isfinite()]  # a zero element has no factor
+        if known.numel() < 2 or (known - known[0]).abs().max() > UNIFORM * known[0].abs():
+            return False
+        return bool(known[0] * result.num_tokens * self._divisor > ROUNDING)
+
+
+def _state_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """What is another after a program has put a gradient in, or has written into it; () without one."""
+    with torch._C.DisableTorchFunctionSubclass():  # values of a DataParallel's are not asked for
+        gradient = parameter.grad
+        if gradient is None:
+            return ()
+        own = gradient._version if not gradient.is_inference() else 0
+        main = getattr(parameter, "main_grad", None)
+        return id(gradient), own, main._version if isinstance(main, Tensor) else 0

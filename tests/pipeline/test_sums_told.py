@@ -1,0 +1,169 @@
+"""An optimizer that takes an executor's sums over tokens for means is told so, once; right loops hear nothing."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedSGD
+from core.parallel_state import ParallelState
+from core.pipeline import Pipeline, SingleStage
+from tests.states import state
+
+ALONE = ParallelState.single("cpu")
+
+
+def loss(y, part):
+    return y.square().sum(), y.numel()
+
+
+def batch(seed=0, rows=8):
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def ours(zero_stage=1, count=loss, ps=ALONE):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    shard = DataParallel(model, ps, zero_stage=zero_stage)
+    optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.01, clip_grad=0))
+    return model, optimizer, SingleStage(model, ps=ps, num_microbatches=2, grad_sync=shard)
+
+
+def torchs():
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), SingleStage(model, ps=ALONE, num_microbatches=2)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_our_optimizer_tells_once(zero_stage):
+    _, optimizer, executor = ours(zero_stage)
+    executor.step(batch(), loss)
+    with pytest.warns(UserWarning, match=r"sum of losses over 32 tokens.*Call optimizer.step\(result.num_tokens\)"):
+        optimizer.step()
+    for seed in range(1, 4):  # warnings are errors
+        optimizer.zero_grad()
+        executor.step(batch(seed), loss)
+        optimizer.step()
+
+
+def test_forgotten_later_is_told_at_the_next_look():
+    _, optimizer, executor = ours()
+    optimizer.step(executor.step(batch(), loss).num_tokens)
+    optimizer.zero_grad()
+    executor.step(batch(), loss)
+    with pytest.warns(UserWarning, match="32 tokens"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_right_loops_of_ours_hear_nothing(zero_stage):
+    _, optimizer, executor = ours(zero_stage)
+    optimizer.step(executor.step(batch(), loss).num_tokens)
+    optimizer.zero_grad()
+    executor.step(batch(), loss)
+    optimizer.step(num_tokens=1)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_divided_by_hand_hear_nothing(zero_stage):
+    model, optimizer, executor = ours(zero_stage)
+    tokens = executor.step(batch(), loss).num_tokens
+    for parameter in model.parameters():
+        parameter.grad.div_(float(tokens))
+    optimizer.step()
+
+
+def test_a_plain_backward_after_zero_grad_hears_nothing():
+    model, optimizer, executor = ours()
+    executor.step(batch(), loss)
+    optimizer.zero_grad()
+    model(batch()).square().mean().backward()
+    optimizer.step()
+
+
+def test_counts_of_at_most_one_say_that_the_loss_is_meant():
+    _, optimizer, executor = ours()
+    executor.step(batch(), lambda y, part: (y.square().mean() / 2, 0.5))
+    optimizer.step()
+
+
+def test_a_loss_scale_of_one_over_the_tokens_gives_means():
+    _, optimizer, executor = torchs()
+    executor.step(batch(), loss, 1 / 32)
+    optimizer.step()
+
+
+def test_torchs_optimizer_is_told():
+    _, optimizer, executor = torchs()
+    executor.step(batch(), loss)
+    with pytest.warns(UserWarning, match="32 tokens.*Divide p.grad by result.num_tokens"):
+        optimizer.step()
+
+
+def test_clipping_is_no_division():
+    """A norm of sums below the limit: clipped to less than the mean's gradient it is, or not at all."""
+    model, optimizer, executor = torchs()
+    executor.step(batch(), loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+    with pytest.warns(UserWarning, match="32 tokens"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_torchs_optimizer_after_a_division_hears_nothing(clip):
+    model, optimizer, executor = torchs()
+    tokens = executor.step(batch(), loss).num_tokens
+    for parameter in model.parameters():
+        parameter.grad /= tokens
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+def test_a_scaler_divides_by_its_scale_only():
+    model, optimizer, executor = torchs()
+    scale = torch.tensor(1024.0)
+    executor.step(batch(), loss, scale)
+    for parameter in model.parameters():
+        parameter.grad /= scale
+    with pytest.warns(UserWarning, match="32 tokens"):
+        optimizer.step()
+
+
+def test_another_models_optimizer_hears_nothing():
+    _, _, executor = torchs()
+    executor.step(batch(), loss)
+    other = nn.Linear(4, 4)
+    other(batch()).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.01).step()
+
+
+def in_a_pipeline(told):
+    ps = state(pp=2)
+    torch.manual_seed(1)
+    model = [nn.Linear(4, 4) for _ in range(2)][ps.index("pp")]
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    messages = []
+    for _ in range(2):
+        tokens = pipeline.step(batch(), loss).num_tokens
+        if not told:
+            for parameter in model.parameters():
+                parameter.grad /= tokens
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        messages += [str(warning.message) for warning in caught]
+        optimizer.zero_grad()
+    return messages
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_every_rank_of_a_pipeline_is_told(ranks, told):
+    for messages in ranks(in_a_pipeline, world=2, told=told):
+        assert len(messages) == told
+        assert all("32 tokens" in message for message in messages)
