@@ -17,6 +17,7 @@ from core.data_parallel.buffers.buffers import Buffer
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.environment import HostCopy, reading_waits
+from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
 READ_EVERY = 64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
@@ -158,6 +159,31 @@ class Agreement:
         self.compare(rows, step, asked_for)
         return [other[1 : 1 + self.num_words] for other in rows]
 
+    @torch.no_grad()
+    def compare_outside(self, parameters: Sequence[Tensor], optimizer: str) -> None:
+        """Parameters that share an optimizer with those of a `DataParallel`, but lie in none: who sums them?
+
+        Their gradients must be the same on all replicas: summed by hand, by DDP, or of the same data. Those of
+        experts and of sharded classes (DTensor) differ by design. One all-gather of one number each.
+        Raises ValueError, on every rank, before anything is updated.
+        """
+        if self._group is None:
+            return
+        checksums = torch.stack([_checksum_of_gradient(parameter, self._ps.device) for parameter in parameters])
+        group = self._ps.group("dp-cp")  # tensor ranks and stages may hold different parts
+        rows = all_gather(checksums, group).view(-1, len(parameters))
+        differs = rows != rows[:1]
+        if not bool(differs.any()):
+            return
+        rank, number = (int(index) for index in differs.nonzero()[0])
+        raise ValueError(
+            f"{optimizer}.step(): its parameters hold {len(parameters)} that lie in no DataParallel; the gradient of "
+            f"number {number} of them, of shape {list(parameters[number].shape)}, is not the same on ranks "
+            f"{group.ranks[0]} and {group.ranks[rank]}: nobody sums it over the replicas, which would drift apart. "  # type: ignore[union-attr]
+            "Make the DataParallel of a module that holds it too, wrap it by DistributedDataParallel, or average its "
+            "gradient over parallel_state.get_data_parallel_group() before the step"
+        )
+
     @property
     def is_shared(self) -> bool:
         """Whether there are replicas, on other ranks."""
@@ -173,6 +199,15 @@ class Agreement:
         """Whether ranks that do different things would break each other's messages: those of gloo."""
         group = self._group
         return group is not None and not self.in_optimizer and self._ps.device.type in group.gloo
+
+
+def _checksum_of_gradient(parameter: Tensor, device: torch.device) -> Tensor:
+    """[], int64; 0 where replicas need not agree."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided or "ep" in layout_of(parameter).split:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return checksum(gradient).to(device)
 
 
 def options_of(param_groups: Sequence[Mapping[str, Any]]) -> float:

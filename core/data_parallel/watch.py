@@ -84,11 +84,13 @@ class UpdateWatch:
         """
         if hasattr(optimizer, "shard"):  # ours meet with the gradient norm
             return
-        sums, slots = self._slots[0].sums, []
+        sums, slots, outside = self._slots[0].sums, [], []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = slot_of(parameter)
-                if slot is not None and slot.sums is sums:
+                if slot is None:
+                    outside.append(parameter)
+                elif slot.sums is sums:
                     slots.append(slot)
         if not slots:
             return
@@ -108,7 +110,9 @@ class UpdateWatch:
             self._take_weights()
         if summed is not None:
             summed.request_values()
-        self._give_gradients(slots, missing, optimizer, changes, look)
+        self._give_gradients(slots, missing, optimizer, changes, look, len(outside))
+        if look and outside:
+            self._agreement.compare_outside(outside, type(optimizer).__name__)
         self._agreement.in_optimizer = True
 
     def _give_gradients(
@@ -118,6 +122,7 @@ class UpdateWatch:
         optimizer: torch.optim.Optimizer,
         changes: float,
         look: bool,
+        num_outside: int,
     ) -> None:
         words = [0] * self._agreement.num_words
         number_of = {slot: number for number, slot in enumerate(self._slots)}
@@ -127,7 +132,7 @@ class UpdateWatch:
         kind = type(optimizer).__name__
         everyone = self._agreement.meet(
             f"{kind}.step()",
-            [kind, *map(number_of.__getitem__, slots)],
+            [kind, num_outside, *map(number_of.__getitem__, slots)],
             self._optimizer_steps - 1,
             options=options_of(optimizer.param_groups),
             changes=self._slots[0].sums.changes.take(self._agreement.device) + changes,

@@ -35,6 +35,23 @@ def own_rate(side: Side) -> dict[str, Tensor]:
     return side.weights(wrapped, model)
 
 
+@habit(
+    "a head beside the model, in the same torch.optim.AdamW",
+    "2 that lie in no DataParallel",
+    "a DataParallel of both; DDP around it; its gradient averaged by hand",
+    outcome="refused",
+)
+def head_outside(side: Side) -> dict[str, Tensor]:
+    model, head = side.net(), side.net(lambda: nn.Linear(6, 1))
+    wrapped = side.wrap(model)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=RATE)
+    for step in range(3):
+        head(model(side.x(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(wrapped, model)
+
+
 def add_(p: Tensor, g: Tensor) -> None:
     with torch.no_grad():
         p.add_(g, alpha=-RATE)

@@ -68,6 +68,7 @@ class StageUnits:
         self._frees, self._divided, self._backward_begins = frees, divided, backward_begins
         self._in_backward: list[Unit] = []  # units whose backward has begun and that are not freed yet
         self._last_backward = -1  # number of the last backward that came to the root
+        self._in_root_forward = False
         self._hooks: list[Any] = []
         self._hook(root, None)
         for position, unit in enumerate(layers):
@@ -89,17 +90,23 @@ class StageUnits:
         self._hooks.append(unit.module.register_forward_hook(after))
 
     def _before_forward(self, unit: Unit, position: int | None) -> None:
+        if position is None:
+            self._in_root_forward = True
         unit.gather()
         next_position = 0 if position is None else position + 1
         if self._frees and next_position < len(self.layers):
             self.layers[next_position].prefetch()
 
     def _after_forward(self, unit: Unit, position: int | None, output: Any) -> None:
+        # by a method of the program's, which calls layers but not the root: no hook of the root sees its backward
+        without_root = not self._in_root_forward and _backward_now() == -1
+        if position is None:
+            self._in_root_forward = False
         with_graph = torch.is_grad_enabled()
         if with_graph and (self._frees or (self._divided and position is None)):
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(lambda gradient: self._before_backward(unit, position))
+                    leaf.register_hook(lambda gradient: self._before_backward(unit, position, without_root))
         # backward follows at once and begins with the last layer and the root: gathering them again would be waste
         backward_is_next = with_graph and not self.split and (position is None or position == len(self.layers) - 1)
         # a recomputed forward runs inside of its own backward, which still needs the weights
@@ -107,17 +114,17 @@ class StageUnits:
         if self._frees and not (self.unsharded or backward_is_next or is_recomputed):
             unit.free()
 
-    def _before_backward(self, unit: Unit, position: int | None) -> None:
+    def _before_backward(self, unit: Unit, position: int | None, without_root: bool) -> None:
         current = _backward_now()
+        if (position is None or without_root) and current != self._last_backward:  # else this is another output
+            self._last_backward = current
+            self._in_backward.clear()  # leftovers of a backward that failed, or did not reach every parameter
+            is_plain_loop = self._backward_begins()
+            self.begin_backward()
+            # create_graph=True: a graph of this backward needs the weights afterwards
+            if is_plain_loop and not torch.is_grad_enabled():
+                torch.autograd.Variable._execution_engine.queue_callback(self.free)
         if position is None:
-            if current != self._last_backward:  # else this is another output of the root
-                self._last_backward = current
-                self._in_backward.clear()  # leftovers of a backward that failed, or did not reach every parameter
-                is_plain_loop = self._backward_begins()
-                self.begin_backward()
-                # create_graph=True: a graph of this backward needs the weights afterwards
-                if is_plain_loop and not torch.is_grad_enabled():
-                    torch.autograd.Variable._execution_engine.queue_callback(self.free)
             return
         if not self._frees or (unit in self._in_backward and unit.last_backward == current):  # another output
             return
