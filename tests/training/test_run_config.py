@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from core.models import gpt
 from core.optimizer import OptimizerConfig
 from core.parallel_state.config import divisors
 from core.training import DataConfig, RunConfig, TrainingConfig
@@ -119,6 +120,9 @@ WRONG = [
     ({"checkpoint": {"every": 5}}, 1, "checkpoint: every=5 and resume=auto need a directory; give one"),
     ({"checkpoint": {"keep_last": 0}}, 1, "checkpoint: keep_last=0 must be at least 1"),
 ]
+
+
+LOADED = (gpt.llama_spec, gpt.gpt2_spec)  # their modules are imported at first use, which reads files
 
 
 @contextmanager
