@@ -167,10 +167,9 @@ class Agreement:
         experts and of sharded classes (DTensor) differ by design. One all-gather of one number each.
         Raises ValueError, on every rank, before anything is updated.
         """
-        if self._group is None:
-            return
-        checksums = torch.stack([_checksum_of_gradient(parameter, self._ps.device) for parameter in parameters])
         group = self._ps.group("dp-cp")  # tensor ranks and stages may hold different parts
+        assert group is not None, "nobody watches updates where there are no replicas"
+        checksums = torch.stack([_checksum_of_gradient(parameter, self._ps.device) for parameter in parameters])
         rows = all_gather(checksums, group).view(-1, len(parameters))
         differs = rows != rows[:1]
         if not bool(differs.any()):
@@ -179,7 +178,7 @@ class Agreement:
         raise ValueError(
             f"{optimizer}.step(): its parameters hold {len(parameters)} that lie in no DataParallel; the gradient of "
             f"number {number} of them, of shape {list(parameters[number].shape)}, is not the same on ranks "
-            f"{group.ranks[0]} and {group.ranks[rank]}: nobody sums it over the replicas, which would drift apart. "  # type: ignore[union-attr]
+            f"{group.ranks[0]} and {group.ranks[rank]}: nobody sums it over the replicas, which would drift apart. "
             "Make the DataParallel of a module that holds it too, wrap it by DistributedDataParallel, or average its "
             "gradient over parallel_state.get_data_parallel_group() before the step"
         )

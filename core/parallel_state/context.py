@@ -10,7 +10,7 @@ cut once more, into `ulysses` consecutive parts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -105,11 +105,10 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
     Raises ValueError: as `rows_of_batch`.
     """
     found = rows_of_batch(batch, ps)
-    mask, size = batch.get("loss_mask"), ps.size("cp")
-    if isinstance(mask, Tensor) and size > 1 and not reading_waits(mask.device):
-        ulysses = ps.config.ulysses_ranks
-        parts = [ContextRows(size, rank, ulysses).of(mask, 1) for rank in range(size)]
-        found["loss_mask"] = listening_mask(found["loss_mask"], torch.stack([part.sum() for part in parts]))
+    mask, rows = batch.get("loss_mask"), ContextRows.of_state(ps)
+    if isinstance(mask, Tensor) and rows.size > 1 and not reading_waits(mask.device):
+        counts = [replace(rows, rank=rank).of(mask, 1).sum() for rank in range(rows.size)]
+        found["loss_mask"] = listening_mask(found["loss_mask"], torch.stack(counts))
     return found
 
 

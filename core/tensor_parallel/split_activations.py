@@ -123,16 +123,14 @@ class SplitActivations:
         for part in parts:
             if getattr(part, "split_output", None) is not None:
                 self._hooks.append(part.register_forward_pre_hook(self._before_column))
-                self._hooks.append(
-                    part.register_forward_hook(self._after_column, prepend=True)
-                )  # before the program's
+                # before the program's
+                self._hooks.append(part.register_forward_hook(self._after_column, prepend=True))
             elif getattr(part, "input_is_split", False):
                 self._hooks.append(part.register_forward_pre_hook(self._before_row))
             else:
                 continue
-            if (
-                part._backward_hooks
-            ):  # only where the program has some: they put a view around what the module returns
+            # only where the program has some: torch puts a view around what such a module returns
+            if part._backward_hooks:
                 self._hooks.append(part.register_full_backward_hook(self._before_backward_hooks, prepend=True))
                 self._hooks.append(part.register_full_backward_hook(self._after_backward_hooks))
 
@@ -181,9 +179,10 @@ class SplitActivations:
 
         def hear(gradient: Any) -> Any:
             self.mark(gradient, axes)
-            result = hook(gradient)
-            self.make_plain()
-            return result
+            try:
+                return hook(gradient)
+            finally:
+                self.make_plain()
 
         return hear
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.data_parallel import DataParallel
+from core.parallel_state.layout import Layout, set_layout
 from tests.states import state
 
 
@@ -44,6 +45,20 @@ def plain():
         optimizer.step()
         optimizer.zero_grad()
     return head.weight.detach()
+
+
+def of_experts():
+    """What each replica holds other experts of is compared with nobody."""
+    body, experts = nn.Linear(3, 3), nn.Linear(3, 1)
+    DataParallel(body, state())
+    set_layout(experts.weight, Layout((2, 3), split={"ep": 0}))
+    optimizer = torch.optim.SGD([*body.parameters(), experts.weight], lr=0.1)
+    (experts(body(torch.ones(2, 3))).sum() * (1 + dist.get_rank())).backward()
+    optimizer.step()
+
+
+def test_experts_are_each_ranks_own(ranks):
+    ranks(of_experts)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

@@ -162,8 +162,10 @@ class WholeIntoRow(Feedforward):
 class Hooked(Feedforward):
     """A program's hooks on the two linears: on what the first returns, on gradients of what the second takes."""
 
-    def __init__(self, place, *, forward=None, backward=None):
+    def __init__(self, place, *, forward=None, backward=None, look=None):
         super().__init__(place)
+        if look is not None:
+            self.up.register_full_backward_hook(lambda module, _, gradients: look(gradients[0]))
         if forward is not None:
             self.up.register_forward_hook(lambda module, args, y: forward(y))
         if backward is not None:
@@ -176,6 +178,10 @@ def hooked(**hooks):
 
 def small(gradient):
     return gradient * (1e-3 / gradient.norm()).clamp(max=1)
+
+
+def seen(gradient):
+    print(f"{float(gradient.norm()):.3f}")
 
 
 def by_tensor_hook(function):
@@ -257,6 +263,7 @@ CASES = [
         REDUCED,
     ),
     told("a backward hook on the second linear, a norm of its gradient", hooked(backward=small), GATHER, REDUCED),
+    told("a backward hook on the first linear, a norm is printed", hooked(look=seen), GATHER, REDUCED),
     told("`y.register_hook`, a norm of the gradient", by_tensor_hook(small), GATHER, REDUCED),
     Case("a forward hook on the first linear, `y * 2`", hooked(forward=lambda y: y * 2)),
     Case("a backward hook on the second linear, `g * 2`", hooked(backward=lambda g: g * 2)),

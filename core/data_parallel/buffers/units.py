@@ -68,7 +68,7 @@ class StageUnits:
         self._frees, self._divided, self._backward_begins = frees, divided, backward_begins
         self._in_backward: list[Unit] = []  # units whose backward has begun and that are not freed yet
         self._last_backward = -1  # number of the last backward that came to the root
-        self._in_root_forward = False
+        self._in_root_forward = False  # between the hooks of the root
         self._hooks: list[Any] = []
         self._hook(root, None)
         for position, unit in enumerate(layers):

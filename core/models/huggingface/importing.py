@@ -97,8 +97,11 @@ def _cells(
                     parameters[layer] = parameter.to(torch_dtype(info.dtype))
             part = tuple(slice(*interval) for interval in inner)
             cut = [parameters[layer][part] for layer in layers]
-            cell = cut[0].unsqueeze(0) if len(cut) == 1 else torch.stack(cut)  # of one layer nothing is copied
-            array = memory_of((cell if info.stacked else cut[0]).contiguous())
+            if len(cut) > 1:
+                values = torch.stack(cut)
+            else:  # of one layer nothing is copied
+                values = cut[0].unsqueeze(0) if info.stacked else cut[0]
+            array = memory_of(values.contiguous())
             yield key, index, box, array
             done(array.nbytes)
 

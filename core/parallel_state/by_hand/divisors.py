@@ -54,7 +54,7 @@ class OwnTokens(Tensor):
             if name == "all_reduce":  # in place, and nobody's own any more
                 for value in args:
                     if isinstance(value, OwnTokens):
-                        value.__class__ = Tensor  # type: ignore[assignment]
+                        value.counted = torch.full_like(value.counted, -1)  # which no count equals
             elif type(result) is Tensor and args and called_by_program(sys._getframe(1)):
                 by_own = len(args) > 1 and isinstance(args[1], OwnTokens) and torch.equal(args[1], args[1].counted)
                 if name in _DIVISIONS and by_own and result.requires_grad:
