@@ -1,6 +1,6 @@
 """Parallel states on the pool's ranks, built once per layout and worker, because groups are not free.
 
-No more than `KEPT` of a world: a thread of gloo's looks a hundred times a second at each group, and a hundred groups
+No more than `KEPT` of a world: a thread of gloo polls each group a hundred times a second, and a hundred groups
 on four ranks take a quarter of two cores. The first built is the first destroyed: that order is the same on all ranks.
 """
 
