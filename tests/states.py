@@ -1,7 +1,7 @@
 """Parallel states on the pool's ranks, built once per layout and worker, because groups are not free.
 
-No more than `KEPT` of a world: a thread of gloo polls each group a hundred times a second, and a hundred groups
-on four ranks take a quarter of two cores. The first built is the first destroyed: that order is the same on all ranks.
+No more than `KEPT` of a world: a thread of gloo's looks at each group a hundred times a second, and a hundred groups
+on four ranks take a quarter of two cores. The first built is the first destroyed, in one order on all ranks.
 """
 
 from collections import defaultdict
