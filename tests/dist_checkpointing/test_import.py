@@ -3,6 +3,7 @@
 import argparse
 import sys
 import weakref
+from enum import Enum
 
 import pytest
 import torch
@@ -205,6 +206,15 @@ def test_every_dtype_and_any_pieces(tmp_path):
         again = found[name][...]
         assert again.dtype == value.dtype and again.shape == value.shape
         assert torch.equal(again.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+def test_enumerations_as_the_first_pythons_3_11_write_them(tmp_path, monkeypatch):
+    """By getattr(class, name); later ones by class(value)."""
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name)))
+    dcp_files.write(tmp_path / "dcp", {"w": (VALUE, whole(VALUE))})
+    assert b"getattr" in (tmp_path / "dcp/.metadata").read_bytes()
+    assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+    assert torch.equal(lazy_tensors(tmp_path / "ours")["w"][...], VALUE)
 
 
 def test_memory_is_that_of_a_few_pieces(tmp_path, monkeypatch):

@@ -77,6 +77,7 @@ BOMBS = {
     "arguments again and again": MANY + RECORD + b"h\x00R.",
     "sizes again and again": b"ctorch\nSize\n" + MANY + b"\x85R.",
     "a change of what is no record": b"ctorch\nSize\n" + b"}\x94b.",
+    "an attribute of what is no enumeration": b"cbuiltins\ngetattr\nctorch\nSize\n\x8c\x05count\x86R.",
     "an extension": b"\x82\x01.",
 }
 

@@ -88,6 +88,13 @@ def _size(dims: Any = ()) -> tuple[Any, ...]:
     return tuple(dims)
 
 
+def _member(kind: Any, name: Any) -> _Record:
+    """In the place of `getattr`, by which Python 3.11.0 to 3.11.3 write the members of an enumeration."""
+    if not (isinstance(kind, type) and issubclass(kind, _Record) and isinstance(name, str)):
+        raise pickle.UnpicklingError("it names builtins.getattr of what is no enumeration of DCP's")
+    return kind(name)
+
+
 class _Unpickler(pickle._Unpickler):
     """Knows DCP's classes as records, `torch.Size` as a tuple, dtypes as their names.
 
@@ -108,6 +115,8 @@ class _Unpickler(pickle._Unpickler):
             return self._classes.setdefault(name, type(name, (_Record,), {}))
         if module == "torch":
             return _size if name == "Size" else name
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
 
     def build(self) -> None:
