@@ -237,8 +237,10 @@ def _verdict(
     elsewhere = [rank for rank in sorted(reports) if reports[rank].call != common_call]
     came_late = [rank for rank in sorted(reports) if not reports[rank].timed_out]
     if silent:
-        why = "told nothing: killed, stopped, in a loop, in another call, or never came"
-        if not own_report.timed_out:
+        # whoever timed out closed its connections too: that others saw one closed then says nothing of the silent
+        if any(report.timed_out for report in reports.values()):
+            why = "told nothing: killed, stopped, in a loop, in another call, or never came"
+        else:
             why = "is gone: it ended without a word, or was killed"
         blame = f"{_ranks(silent)} {why}"
     elif elsewhere:

@@ -1,0 +1,29 @@
+"""Who is blamed, from what the ranks reported: a function of reports."""
+
+import pytest
+
+from core.parallel_state.collectives.failure import FailureReport, _verdict
+
+
+def timed_out(rank, waits_for):
+    return FailureReport(rank, "step 1", "", timed_out=True, waits_for=waits_for)
+
+
+def closed(rank, waits_for):
+    return FailureReport(rank, "step 1", "", waits_for=waits_for)
+
+
+# the first report is that of whoever judges
+CASES = {
+    "its only peer closed": ([closed(0, (2,))], "rank 2 is gone"),
+    "of three, all saw it close": ([closed(0, (1, 2)), closed(1, (0, 2))], "rank 2 is gone"),
+    "it was waited for in vain": ([timed_out(0, (2,))], "rank 2 told nothing"),
+    "its peer gave up first, and closed": ([closed(1, (0,)), timed_out(0, (2,))], "rank 2 told nothing"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_silent_rank_is_gone_only_where_nobody_gave_up(case):
+    reports, blame = CASES[case]
+    verdict = _verdict(reports[0], {report.rank: report for report in reports}, {2})
+    assert verdict.text.startswith(blame) and verdict.guilty == (2,)
