@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
-from core.dist_checkpointing.planning.exchange import exchanged_cells, gather_json, local_cells
+from core.dist_checkpointing.planning.exchange import exchanged_cells, gather_json, held_cells, local_cells
 from core.dist_checkpointing.planning.prepare import SavePlan, Weights
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
@@ -21,8 +21,10 @@ from core.dist_checkpointing.writing.async_save import BackgroundCall, SaveStats
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.saving import Saver
 from core.dist_checkpointing.writing.slab import aligned
+from core.dist_checkpointing.writing.staging import CopyBesideStep, PinnedStage
 from core.parallel_state import ParallelState
 from core.parallel_state.config import raise_all
+from core.parallel_state.environment import has_streams
 from core.parallel_state.flat import volume
 
 log = logging.getLogger(__name__)
@@ -100,7 +102,8 @@ class CheckpointManager:
         self._lock: Lock | None = None
         self._writer: WriterProgram | None = None
         self._handle: SaveHandle | None = None
-        self._copy: BackgroundCall | None = None
+        self._copy: BackgroundCall | CopyBesideStep | None = None
+        self._stage: PinnedStage | None = None  # of an accelerator
         self._failure: str | None = None  # of a save in the background, until it is raised once
         self._entered = False
 
@@ -132,8 +135,15 @@ class CheckpointManager:
     def prepare(self, state: Any) -> None:
         """Before training: plan, warm memory, start the writer. The first save then stalls no longer than others."""
         self._enter_root()
-        size = self._slab_bytes(self._saver.prepare(state))
-        agree(problem_of(lambda: self._program().start(size)), self.ps)
+        save_plan = self._saver.prepare(state)
+        size = self._slab_bytes(save_plan)
+
+        def warm_up() -> None:
+            self._program().start(size)
+            if (copy := self._copy_beside(save_plan)) is not None:
+                copy.reserve()
+
+        agree(problem_of(warm_up), self.ps)
 
     def save_async(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None
@@ -152,10 +162,13 @@ class CheckpointManager:
         save_plan = self._saver.prepare(state, self._obstacle())
         job = self._saver.job(step_name(step), save_plan, manifest_metrics)
         stats = SaveStats(bytes=self._slab_bytes(save_plan))
-        ps = self.ps
+        ps, beside = self.ps, list[CopyBesideStep]()
 
         def start() -> None:
             self._program().start(stats.bytes)
+            if (copy := self._copy_beside(save_plan)) is not None:
+                copy.reserve()
+                beside.append(copy)
             if ps.rank == 0:
                 job.begin()
 
@@ -167,6 +180,8 @@ class CheckpointManager:
                 save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank, ps.world, ps.device
             )
             program.copy(exchanged)
+            for copy in beside:
+                copy.start(program.copy, partial(program.begin, job))
         except BaseException:  # an interrupt, too: nothing was handed over
             with contextlib.suppress(OSError, ValueError):
                 job.withdraw()
@@ -174,22 +189,41 @@ class CheckpointManager:
         self._handle = SaveHandle(step, self, job, stats)
         stats.exchange_ms = 1e3 * (time.perf_counter() - begin)
 
-        def copy() -> None:
+        def copy_now() -> None:
             program.copy(local_cells(save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank))
             program.begin(job)
 
         # on an accelerator the copies to the host overlap with the next forward; on a CPU nothing would be gained
-        self._copy = BackgroundCall(copy, threaded=ps.device.type != "cpu", device=ps.device)
+        self._copy = beside[0] if beside else BackgroundCall(copy_now, threaded=False)
         stats.stall_ms = 1e3 * (time.perf_counter() - begin)
         return self._handle
 
     def before_update(self) -> None:
-        """Wait until the copy of the last `save_async` is complete: before parameters change."""
+        """Before parameters change: the last `save_async` has copied them, or will have before the device goes on.
+
+        On an accelerator its current stream waits for the copies; the host waits only for what lies on the host.
+        """
+        if isinstance(self._copy, CopyBesideStep):
+            self._copy.before_update()
+        if self._copy is not None and self._copy.done():  # a copy that failed ends the save now, on all ranks
+            self._finish_copy()
+
+    def _finish_copy(self) -> None:
+        """Block until the last `save_async` has copied everything and handed it over, or failed."""
         if self._copy is not None:
             copy, self._copy = self._copy, None
             problem = problem_of(copy.wait)
             if problem is not None:  # nothing was handed over to the writer: this save is over
                 self._end_save(f"{type(problem).__name__}: {problem}")
+
+    def _copy_beside(self, save_plan: SavePlan) -> CopyBesideStep | None:
+        """On an accelerator: this rank's own cells, which are copied beside the step."""
+        if not has_streams(self.ps.device):
+            return None
+        if self._stage is None:
+            self._stage = PinnedStage(self.ps.device)
+        cells = held_cells(save_plan.plan, save_plan.arrays, save_plan.shards, self.ps.rank)
+        return CopyBesideStep(cells, self._stage)
 
     def _enter_root(self) -> None:
         """Once: take the lock, and finish or remove what killed jobs left. Collective."""
@@ -232,7 +266,9 @@ class CheckpointManager:
 
     def _has_ended(self, handle: SaveHandle, timeout_s: float | None) -> bool:
         """Whether that save is over; its failure is kept until it is raised."""
-        self.before_update()
+        if self._copy is not None and timeout_s == 0.0 and not self._copy.done():
+            return False
+        self._finish_copy()
         if handle is not self._handle:
             return True
         assert self._writer is not None

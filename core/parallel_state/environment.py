@@ -99,12 +99,17 @@ def reading_waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether copies from this device can run beside its other work, into pinned memory."""
+    return device.type != "cpu"
+
+
 class HostCopy:
     """One number on its way to the host; `read()` waits for this copy alone, not for what was asked after it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrival: Any = None
-        if tensor.device.type == "cpu":
+        if not has_streams(tensor.device):
             self._copy = tensor.detach().clone()
             return
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

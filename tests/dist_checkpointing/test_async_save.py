@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from core.dist_checkpointing import CheckpointManager, save
-from core.dist_checkpointing import manager as manager_module
 from core.dist_checkpointing.format.zarr_metadata import group_metadata
 from core.dist_checkpointing.publish.commit import planned_files
 from core.dist_checkpointing.writing import async_save
-from core.dist_checkpointing.writing.async_save import BackgroundCall, WriterProgram
+from core.dist_checkpointing.writing.async_save import WriterProgram
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.slab import Slab
 from tests.dist_checkpointing import small
+from tests.dist_checkpointing.late_device import late_device
 from tests.parity.test_checkpoint import digest
 from tests.states import state as parallel
 
@@ -328,15 +328,13 @@ def copies_aside(root):
 
     manager = CheckpointManager(root, ps=ps, timeout_s=20)
     manager.prepare(small.state(1, ps.rank, 2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            manager_module, "BackgroundCall", lambda call, threaded, device: BackgroundCall(call, threaded=True)
-        )
+    with late_device() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(WriterProgram, "copy", take)
         first = small.state(1, ps.rank, 2)
         manager.save_async(1, first)
         manager.before_update()
-        spoil(first)
+        device.current.ask(lambda: spoil(first))
+        device.current.run()
         second = manager.save_async(2, small.state(2, ps.rank, 2))
         second.wait()
         third = manager.save_async(3, small.state(3, ps.rank, 2))

@@ -14,10 +14,12 @@ from torch import Tensor
 from core.dist_checkpointing.format.arrays import Arrays
 from core.dist_checkpointing.state.catalog import LocalState
 from core.dist_checkpointing.state.mapping import ShardedTensor
+from core.parallel_state.environment import reading_waits
 from core.parallel_state.flat import Box, intersect, relative, slices, volume
 
 MODEL, MAIN = "model/", "optimizer/main/"
 COMPARED_ELEMENTS = 1 << 20  # at a time, so that the rounded copy stays in cache
+COMPARED_ON_DEVICE = 1 << 25  # few kernels, and 100 MiB beside them
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,18 +32,32 @@ def weight_main_pairs(keys: Any) -> Iterator[tuple[str, str]]:
 
 
 def unequal_weights(state: LocalState) -> list[str]:
-    """Keys of this rank's weights that are not their main weights rounded, in at least one element."""
-    unequal = []
+    """Keys of this rank's weights that are not their main weights rounded, in at least one element.
+
+    On an accelerator the host waits once, for all of them.
+    """
+    unequal: list[str] = []
+    asked: dict[str, Tensor] = {}  # what the device will say
     for weight, main in weight_main_pairs(state.shards):
-        if not _weights_are_rounded(state.shards[weight], state.shards[main]):
-            unequal.append(weight)
-    return unequal
+        answers = []
+        for is_rounded in _comparisons(state.shards[weight], state.shards[main]):
+            if isinstance(is_rounded, Tensor):
+                answers.append(is_rounded)
+            elif not is_rounded:
+                unequal.append(weight)
+                break
+        else:
+            if answers:
+                asked[weight] = torch.stack(answers).all()
+    told = torch.stack(list(asked.values())).tolist() if asked else []
+    return unequal + [weight for weight, is_rounded in zip(asked, told, strict=True) if not is_rounded]
 
 
-def _weights_are_rounded(weights: list[ShardedTensor], mains: list[ShardedTensor]) -> bool:
-    """Whether all of this rank's main shards are also here as weights, and round to them."""
+def _comparisons(weights: list[ShardedTensor], mains: list[ShardedTensor]) -> Iterator[bool | Tensor]:
+    """Whether each of this rank's main shards is also here as weights, and rounds to them, part by part."""
     if {main.global_shape for main in mains} != {weight.global_shape for weight in weights}:
-        return False
+        yield False
+        return
     for main in mains:
         compared = 0
         for weight in weights:
@@ -49,29 +65,30 @@ def _weights_are_rounded(weights: list[ShardedTensor], mains: list[ShardedTensor
             if overlap is None:
                 continue
             compared += volume(overlap)
-            if not _rounds_to(_cut(main, overlap), _cut(weight, overlap)):
-                return False
+            yield from _rounds_to(_cut(main, overlap), _cut(weight, overlap))
         # a main shard without its weight on this rank proves nothing: then the weight is stored
         if compared < volume(main.box):
-            return False
-    return True
+            yield False
 
 
 def _cut(shard: ShardedTensor, box: Box) -> Tensor:
     return shard.stacked_data[slices(relative(box, shard.box))]
 
 
-def _rounds_to(main: Tensor, weight: Tensor) -> bool:
-    """Whether every element of `main`, rounded to the dtype of `weight`, has the bits of `weight`."""
+def _rounds_to(main: Tensor, weight: Tensor) -> Iterator[bool | Tensor]:
+    """Whether every element of `main`, rounded to the dtype of `weight`, has the bits of `weight`, block by block.
+
+    On an accelerator tensors without dims, which nobody has looked at yet.
+    """
     if main.data_ptr() == weight.data_ptr() and main.dtype == weight.dtype and main.stride() == weight.stride():
-        return True  # one tensor is both
+        return  # one tensor is both
     if not (main.is_contiguous() and weight.is_contiguous()):
         main, weight = main.contiguous(), weight.contiguous()
-    main_blocks, weight_blocks = main.view(-1).split(COMPARED_ELEMENTS), weight.view(-1).split(COMPARED_ELEMENTS)
-    for main_block, weight_block in zip(main_blocks, weight_blocks, strict=True):
-        if not torch.equal(_bits(main_block.to(weight_block)), _bits(weight_block)):
-            return False
-    return True
+    reading = reading_waits(weight.device)
+    size = COMPARED_ON_DEVICE if reading else COMPARED_ELEMENTS
+    for main_block, weight_block in zip(main.view(-1).split(size), weight.view(-1).split(size), strict=True):
+        rounded, bits = _bits(main_block.to(weight_block)), _bits(weight_block)
+        yield (rounded == bits).all() if reading else torch.equal(rounded, bits)
 
 
 def _bits(tensor: Tensor) -> Tensor:

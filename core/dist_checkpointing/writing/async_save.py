@@ -10,22 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from core.dist_checkpointing.format.arrays import Index
+from core.dist_checkpointing.planning.exchange import Cells
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.slab import Slab, aligned
-from core.parallel_state.flat import Box
 
 log = logging.getLogger(__name__)
 
-Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
 MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
 
 
@@ -145,20 +141,10 @@ def _describe_exit(status: int) -> str:
 
 
 class BackgroundCall:
-    """A call in a thread, or at once; `wait` raises what it raised.
+    """A call in a thread, or at once; `wait` raises what it raised."""
 
-    device: an accelerator, whose work the call does on a stream of its own, after all that is queued now: copies to
-    the host then run beside the next forward and backward.
-    """
-
-    def __init__(self, call: Callable[[], None], *, threaded: bool, device: torch.device | None = None) -> None:
+    def __init__(self, call: Callable[[], None], *, threaded: bool) -> None:
         self._error: BaseException | None = None
-        self._stream: AbstractContextManager[Any] = nullcontext()
-        if device is not None and device.type != "cpu":
-            # behind what the training step has queued: the values of now are copied, not half-updated ones
-            stream = torch.Stream(device)
-            stream.wait_stream(torch.accelerator.current_stream(device))
-            self._stream = stream
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
@@ -168,10 +154,13 @@ class BackgroundCall:
 
     def _run(self, call: Callable[[], None]) -> None:
         try:
-            with self._stream:
-                call()
+            call()
         except BaseException as error:
             self._error = error
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Block until it is done."""
