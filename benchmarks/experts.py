@@ -88,13 +88,21 @@ def own_gradients(experts):
         weight.main_grad = torch.zeros_like(weight)
 
 
+def clearly_routed(candidates, router, count):
+    """The `count` of them that are furthest from a tie: theirs makes logits in the model's dtype, ours in float32."""
+    logits = (candidates.float() @ router.float().T).squeeze(1).sort(descending=True).values
+    margins = logits[:, TOP_K - 1] - logits[:, TOP_K]
+    return candidates[margins.topk(count).indices.sort().values]
+
+
 def block_sides(ps, dtype, tokens):
     """name -> forward and backward of the block on this rank's `tokens`; all with the same weights."""
     draw = torch.Generator().manual_seed(0)
     shapes = {"router": (EXPERTS, HIDDEN), "fc1": (EXPERTS, 2, FFN, HIDDEN), "fc2": (EXPERTS, HIDDEN, FFN)}
     state = {name: (torch.randn(shape, generator=draw) * 0.05).to(dtype) for name, shape in shapes.items()}
     draw.manual_seed(1 + ps.rank)
-    x, gradient = (torch.randn(tokens, 1, HIDDEN, generator=draw).to(dtype) for _ in range(2))
+    x = clearly_routed(torch.randn(4 * tokens, 1, HIDDEN, generator=draw).to(dtype), state["router"], tokens)
+    gradient = torch.randn(tokens, 1, HIDDEN, generator=draw).to(dtype)
     held = EXPERTS // ps.size("ep")
     mine = slice(held * ps.index("ep"), held * ps.index("ep") + held)
     ours = our_model(ps, dtype, tokens, 1).decoder.layers[0].mlp

@@ -200,7 +200,10 @@ def _check_shapes(name: str, shape: tuple[int, ...], row: Row, source: Recorded,
         )
     mismatched = next(hf_name for hf_name in expected if actual[hf_name] != expected[hf_name])
     ours = shape if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched] else expected[mismatched]
-    raise ValueError(f"{name} is {ours} here and {actual[mismatched]} in the Hugging Face weights ({mismatched})")
+    raise ValueError(
+        f"{name} is {ours} here and {actual[mismatched]} in the Hugging Face weights ({mismatched}): they are not of "
+        "this configuration; fetch config.json and the shards of one revision, or build the model from their config"
+    )
 
 
 def _module_of(name: str) -> str:

@@ -120,7 +120,10 @@ class Parameters:
             stacked, (stored_shape, _) = bool(sharded.prepend_axis_num), arrays[key]
             shape = tuple(stored_shape[1:] if stacked else stored_shape)
             if shape != self._shapes[name]:
-                raise ValueError(f"{key} is {shape} in {origin}, {self._shapes[name]} by {form.said_by}")
+                raise ValueError(
+                    f"{key} is {shape} in {origin}, {self._shapes[name]} by {form.said_by}; export with the "
+                    "configuration of the model that wrote it"
+                )
             self._parts[name] = Part(key, sharded.global_offset[0] if stacked else None)
 
     def read(self, name: str) -> Tensor:

@@ -145,7 +145,10 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
             f"{name}={values[name]} is of experts, and num_moe_experts is not given; give it, or leave {name} out",
         )
     for number in values["moe_layer_freq"]:
-        yield number.isdecimal(), f"moe_layer_freq holds {number!r}; give whole numbers"
+        yield number.isdecimal(), (
+            f"moe_layer_freq holds {number!r}; give one whole number, every how many layers has experts, or a 0 or 1 "
+            "for each layer: --model.moe-layer-freq 0 1 1 1, in TOML [0, 1, 1, 1]"
+        )
     for window in values["windows"]:
         yield _is_window(window), f"windows holds {window!r}; whole numbers of at least 1 and None are windows"
     scaling = values["rotary_scaling"]
