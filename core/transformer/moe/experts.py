@@ -90,12 +90,12 @@ class _WeightedActivation(torch.autograd.Function):
         if ctx.is_gated and ctx.activation is F.silu:
             # linear in the weight, which comes last: nothing is computed both with it and without it
             dy = silu_gate_gradient(y, gradient)
-            by_weight = dy.chunk(2, -1)[1].to(weights.dtype) * y.chunk(2, -1)[1]  # (gradient * silu(gate)) * up
+            by_weight = dy.chunk(2, -1)[1] * y.chunk(2, -1)[1]  # (gradient * silu(gate)) * up
             dy.mul_(weights.to(y.dtype))
         else:
             with torch.enable_grad():
                 leaf = y.detach().requires_grad_()
                 activated = _activate(leaf, ctx.activation, ctx.is_gated)
             (dy,) = torch.autograd.grad(activated, leaf, gradient * weights.to(y.dtype))
-            by_weight = gradient.to(weights.dtype) * activated.detach()
-        return dy, by_weight.sum(-1, keepdim=True), None, None
+            by_weight = gradient * activated.detach()
+        return dy, by_weight.sum(-1, keepdim=True, dtype=weights.dtype), None, None
