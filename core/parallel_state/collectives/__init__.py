@@ -11,6 +11,7 @@ from core.parallel_state.collectives.ops import (
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all,
     start_reduce_scatter,
 )
 from core.parallel_state.collectives.p2p import Received, irecv, isend
@@ -32,6 +33,7 @@ __all__ = [
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_to_all",
     "start_gather_parts",
     "start_reduce_scatter",
     "start_sum_into_own",

@@ -190,21 +190,33 @@ def all_to_all(
     receive_rows: list[int] | None = None,
 ) -> Tensor:
     """[n, ...] -> [m, ...]: rows go to the ranks in order, `send_rows[j]` of them to rank j (default: equal)."""
+    return start_all_to_all(x, group, send_rows=send_rows, receive_rows=receive_rows).wait()
+
+
+def start_all_to_all(
+    x: Tensor,
+    group: Group | None,
+    *,
+    send_rows: list[int] | None = None,
+    receive_rows: list[int] | None = None,
+) -> PendingCollective:
+    """`all_to_all` beside other work; `wait()` returns what arrived."""
     if group is None:
-        return x
+        return Done(x)
     rows = sum(receive_rows) if receive_rows is not None else x.shape[0]
+    received = x.new_empty((rows, *x.shape[1:]))
     if x.device.type in group.staged:
-        received = x.new_empty((rows, *x.shape[1:]))
-        host = all_to_all(to_host(x), group.on_host, send_rows=send_rows, receive_rows=receive_rows)
-        return StagedCollective(Done(host), received).wait()
+        how = {"send_rows": send_rows, "receive_rows": receive_rows}
+        return StagedCollective(start_all_to_all(to_host(x), group.on_host, **how), received)
     start_time = perf_counter()
     x = x.contiguous()
     if group.checked:  # of uneven rows all but their number
         compare_across_ranks("all_to_all", x if send_rows is None else x[:0], group)
-    received = x.new_empty((rows, *x.shape[1:]))
-    group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or []).wait()
+    work = group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or [])
+    if x.device.type in group.gloo:  # gloo's copying competes for CPU cores: no overlap
+        work.wait()
     group.traffic.add(x.nbytes, perf_counter() - start_time)
-    return received
+    return Done(received, None if x.device.type in group.gloo else work)
 
 
 def broadcast(x: Tensor, group: Group | None, source: int = 0) -> Tensor:

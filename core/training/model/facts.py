@@ -145,9 +145,12 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
             f"{name}={values[name]} is of experts, and num_moe_experts is not given; give it, or leave {name} out",
         )
     for number in values["moe_layer_freq"]:
-        yield number.isdecimal(), (
-            f"moe_layer_freq holds {number!r}; give one whole number, every how many layers has experts, or a 0 or 1 "
-            "for each layer: --model.moe-layer-freq 0 1 1 1, in TOML [0, 1, 1, 1]"
+        yield (
+            number.isdecimal(),
+            (
+                f"moe_layer_freq holds {number!r}; give one whole number n, experts in every n-th layer, or a 0 or 1 "
+                "for each layer: --model.moe-layer-freq 0 1 1 1, in TOML [0, 1, 1, 1]"
+            ),
         )
     for window in values["windows"]:
         yield _is_window(window), f"windows holds {window!r}; whole numbers of at least 1 and None are windows"

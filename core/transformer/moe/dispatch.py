@@ -4,6 +4,7 @@ Every rank calls every collective, with rows or without: (1) how many rows go to
 weights, and on the way back (4) the experts' outputs. Backward: the same the other way round, without (1).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from core.autograd.gradients import no_second_derivative
 from core.autograd.recomputation.notes import note
-from core.parallel_state.collectives import Group, all_to_all
+from core.parallel_state.collectives import Group, all_to_all, start_all_to_all
 from core.transformer.moe.router import Router, Routing
 
 
@@ -51,13 +52,21 @@ class Dispatch:
         tokens = torch.div(order, top_k, rounding_mode="floor")
         return cls(top_k, order, tokens, place, send, receive, regroup, regroup_back, counts, group)
 
-    def to_experts(self, x: Tensor, per_row: int) -> Tensor:
-        """[T, h] (per_row = k) or [T k, 1] (per_row = 1) -> the rows of this rank's experts, sorted by expert."""
+    def start(self, x: Tensor, per_row: int) -> Callable[[], Tensor]:
+        """Send rows of [T, h] (per_row = k) or [T k, 1] (per_row = 1) to their experts, beside other work.
+
+        Calling the result waits and gives the rows of this rank's experts, sorted by expert.
+        """
         rows = x.index_select(0, self.order if per_row == 1 else self.tokens)
-        if self.regroup is None:
-            return rows
-        received = all_to_all(rows, self.group, send_rows=self.send, receive_rows=self.receive)
-        return received.index_select(0, self.regroup)
+        regroup = self.regroup
+        if regroup is None:
+            return lambda: rows
+        arriving = start_all_to_all(rows, self.group, send_rows=self.send, receive_rows=self.receive)
+        return lambda: arriving.wait().index_select(0, regroup)
+
+    def to_experts(self, x: Tensor, per_row: int) -> Tensor:
+        """The same, at once."""
+        return self.start(x, per_row)()
 
     def from_experts(self, rows: Tensor, per_row: int) -> Tensor:
         """The other way round; the k rows of a token are added in the order of its slots, on every layout."""
@@ -128,15 +137,15 @@ _EXCHANGE = "the exchange of tokens between experts"
 
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch, arriving: Callable[[], Tensor]) -> Tensor:
         ctx.dispatch = dispatch
-        return dispatch.to_experts(x, dispatch.top_k)
+        return arriving()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative(_EXCHANGE)
-        return ctx.dispatch.from_experts(gradient, ctx.dispatch.top_k), None
+        return ctx.dispatch.from_experts(gradient, ctx.dispatch.top_k), None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -168,10 +177,18 @@ class _WeightsToExperts(torch.autograd.Function):
         return ctx.dispatch.from_experts(gradient, 1), None
 
 
-def to_experts(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """x [T, h] -> [n, h], this rank's experts' rows. All-to-all over ep, forward and backward."""
-    y: Tensor = _ToExperts.apply(x, dispatch)
-    return y
+def start_to_experts(x: Tensor, dispatch: Dispatch) -> Callable[[], Tensor]:
+    """x [T, h] leaves for its experts beside other work; the result waits: [n, h], this rank's experts' rows.
+
+    All-to-all over ep, started here; in backward at once.
+    """
+    arriving = dispatch.start(x.detach(), dispatch.top_k)
+
+    def wait() -> Tensor:
+        y: Tensor = _ToExperts.apply(x, dispatch, arriving)
+        return y
+
+    return wait
 
 
 def weights_to_experts(weights: Tensor, dispatch: Dispatch) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from core.tensor_parallel import gather_from_sequence_region, scatter_to_sequence_region
 from core.transformer.mlp import MLP
 from core.transformer.moe.balance import Balance
-from core.transformer.moe.dispatch import Dispatch, from_experts, to_experts, weights_to_experts
+from core.transformer.moe.dispatch import Dispatch, from_experts, start_to_experts, weights_to_experts
 from core.transformer.moe.experts import Experts
 from core.transformer.moe.router import Router
 from core.transformer.spec import Build
@@ -53,13 +53,15 @@ class MoELayer(nn.Module):
         tokens = shard.reshape(-1, shard.shape[-1])
         routing = self.router(tokens)
         dispatch = Dispatch.plan(routing, self.router, self._expert_group)
-        rows, weights = to_experts(tokens, dispatch), weights_to_experts(routing.weights, dispatch)
+        arriving = start_to_experts(tokens, dispatch)
+        shared = None if self.shared_experts is None else self.shared_experts(x)  # while the rows are on their way
+        rows, weights = arriving(), weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
         if self.balance.is_on and self.training:  # in both runs of a recomputed forward
             y = self.balance.attach(y, routing, sequences=shard.shape[1])
         if self._cuts_tokens:
             y = gather_from_sequence_region(y, tp, to_tensor_region=False)[: x.shape[0]]
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        return y if shared is None else y + shared
 
     def _padded(self, x: Tensor) -> Tensor:
         """Rows of zeros to a multiple of tp, for a generated token; in training rows would count for the balance."""

@@ -143,20 +143,22 @@ def all_to_alls(recompute):
     sync = PerParameterGradSync(made, ps)  # who sums the experts' gradients
     apply_recompute(made, recompute, stage=made.stage)
     data = {key: value[2 * ps.rank :][:2] for key, value in batch().items()}
-    counted, exchange = Counter(), dispatch.all_to_all
+    counted = Counter()
 
-    def counting(x, group, **rows):
-        counted["counts" if x.dtype == torch.int64 else "rows" if x.shape[-1] > 1 else "weights"] += 1
-        return exchange(x, group, **rows)
+    def counting(exchange):
+        def counted_exchange(x, group, **rows):
+            counted["counts" if x.dtype == torch.int64 else "rows" if x.shape[-1] > 1 else "weights"] += 1
+            return exchange(x, group, **rows)
 
-    dispatch.all_to_all = counting
-    try:
+        return counted_exchange
+
+    with pytest.MonkeyPatch.context() as patch:
+        for exchange in (dispatch.all_to_all, dispatch.start_all_to_all):
+            patch.setattr(dispatch, exchange.__name__, counting(exchange))
         loss = made(data["tokens"], labels=data["labels"]).mean()
         forward = dict(counted)
         counted.clear()
         loss.backward()
-    finally:
-        dispatch.all_to_all = exchange
     sync.zero_grad()
     return forward, dict(counted)
 
@@ -171,6 +173,36 @@ def test_a_second_run_exchanges_rows_only(ranks):
         assert forward == {"counts": layers, "rows": 2 * layers, "weights": layers}
         assert backward["weights"] == layers and "counts" not in backward
         assert backward["rows"] <= 2 * layers + 2 * layers
+
+
+def order_of_one_forward():
+    """What happens between sending rows of h numbers and waiting for them."""
+    ps = state(expert=2)
+    made = model(ps, balancing="none", shared=True, layers=1)
+    happened, start = [], dispatch.start_all_to_all
+
+    def noted(x, group, **rows):
+        pending, name = start(x, group, **rows), "rows" if x.shape[-1] > 1 else "weights"
+        happened.append(f"{name} leave")
+
+        class Noted:
+            def wait(self):
+                happened.append(f"{name} are waited for")
+                return pending.wait()
+
+        return Noted()
+
+    layer = made.decoder.layers[0].mlp
+    layer.shared_experts.register_forward_hook(lambda *_: happened.append("shared experts"))
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(dispatch, "start_all_to_all", noted)
+        made(batch()["tokens"][2 * ps.rank :][:2])
+    return happened
+
+
+def test_shared_experts_are_computed_while_rows_are_on_their_way(ranks):
+    order = ["rows leave", "shared experts", "rows are waited for", "weights leave", "weights are waited for"]
+    assert ranks(order_of_one_forward) == [order] * 2
 
 
 def test_what_a_layer_keeps():
