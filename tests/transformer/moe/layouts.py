@@ -17,7 +17,7 @@ from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
 from tests.parity.shards import norm, whole_gradients
-from tests.parity.whole import assembled, whole_parameters
+from tests.parity.whole import assembled, assert_same, whole_parameters
 from tests.states import state
 from tests.twins.grad_norm import squared_grad_norm
 from tests.twins.per_parameter import PerParameterGradSync
@@ -36,6 +36,8 @@ BALANCING = {
     "global": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "global_aux_loss"},
     "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.02},
 }
+
+COUNTED = ("expert_bias", "rows_of_last_step")  # buffers that steps write
 
 
 def config(router="softmax", balancing="none", shared=False, layers=2, dropout=0.0, tied=False, **more):
@@ -132,7 +134,7 @@ def trained(facts, zero=0, schedule="none", recompute="none", steps=3, **sizes):
 def trained_alone(**facts):
     """The same in one process, a sequence per microbatch."""
     ps = ParallelState.single("cpu")
-    model = GPTModel(config(**facts), moe_spec(), VOCAB, S, parallel=ps)
+    model = GPTModel(config(**facts), moe_spec(), VOCAB, S, parallel=ps, **of_model(facts))
     shard = DataParallel(model, ps)
     optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.5, clip_grad=0.5, weight_decay=0.0))
     executor = SingleStage(model, ps=ps, num_microbatches=ROWS, grad_sync=shard, seed=SEED)
@@ -142,3 +144,14 @@ def trained_alone(**facts):
         optimizer.step(num_tokens=result.num_tokens)
     tensors = dict(model.named_parameters()) | dict(named_buffers(model))
     return {name: true_part(tensor.detach(), layout_of(tensor), {}, {}) for name, tensor in tensors.items()}
+
+
+def compare_after_steps(cases):
+    """Three steps of each case on this rank: biases and counts are those of one process, and so are weights."""
+    for facts, layout in cases:
+        found, want = trained(facts, **layout), trained_alone(**facts)
+        assert found.keys() == want.keys()
+        for name in want:
+            if name.endswith(COUNTED):
+                assert torch.equal(found[name], want[name]), (name, facts, layout, found[name], want[name])
+        assert_same(*({n: t for n, t in side.items() if not n.endswith(COUNTED)} for side in (found, want)))
