@@ -12,14 +12,17 @@ needs nothing of other positions but f: one all-reduce of counts over the ranks 
 """
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from core.autograd.bag import StageContext
+from core.autograd.gradients import no_second_derivative
 from core.autograd.recomputation.notes import note
-from core.parallel_state.collectives import all_reduce
+from core.parallel_state.collectives import all_reduce, start_all_reduce
+from core.parallel_state.collectives.ops import Done, PendingCollective
+from core.transformer.moe.load import Load
 from core.transformer.moe.router import Router, Routing
 from core.transformer.spec import Build
 
@@ -83,47 +86,89 @@ class Balance:
     def attach(self, y: Tensor, routing: Routing, sequences: int) -> Tensor:
         """y [s, b, h] of this rank's positions, its backward carrying the losses' gradients; sequences: b.
 
-        All-reduce of [b, E] counts over tp and cp, noted for a second run.
+        All-reduce of [b, E] counts over tp and cp, noted for a second run: started here, waited for in backward.
         """
         loss = routing.logits.new_zeros(())
-        sums: dict[str, Tensor] = {}
+        load = self._router.load
         if self._aux_coefficient:
             with torch.no_grad():
-                if self._router.rows_of_last_step is not None:
-                    shares = self._shares_before(self._router.rows_of_last_step)
-                else:
-                    (shares,) = note(lambda: (self._shares(routing, sequences),))
+                shares = self._start_shares(routing, sequences)
             by_position = routing.scores.view(-1, sequences, self._experts)
-            sums["aux"] = self._experts * (by_position * shares).sum()
-            loss = loss + self._aux_coefficient * sums["aux"]
+            loss = loss + self._aux_coefficient * _Auxiliary.apply(by_position, shares, load)
         if self._z_coefficient:
-            sums["z"] = routing.logits.logsumexp(-1).square().sum()
-            loss = loss + self._z_coefficient * sums["z"]
-        if self._router.load.is_logged:
-            note(lambda: self._logged(sums))
+            z = routing.logits.logsumexp(-1).square().sum()
+            loss = loss + self._z_coefficient * z
+            if load.is_logged:
+                note(lambda: self._logged(z))
         ps = self._ps
         positions = routing.logits.shape[0] * ps.size("tp")
         attached: Tensor = _Attach.apply(y, loss, self._stage, positions)
         return attached
 
-    def _logged(self, sums: dict[str, Tensor]) -> tuple[()]:
-        self._router.load.add_losses(sums)
+    def _logged(self, z: Tensor) -> tuple[()]:
+        self._router.load.add_losses({"z": z})
         return ()
 
-    def _shares_before(self, rows: Tensor) -> Tensor:
-        """f [1, E] of the global batch before this one."""
-        total = rows.sum()
-        return torch.where(total > 0, rows / total.clamp(min=1), 1 / self._experts)[None]
+    def _start_shares(self, routing: Routing, sequences: int) -> "_Shares":
+        """f, whose sum over the ranks that share a sequence is under way; noted for a second run."""
+        if self._router.rows_of_last_step is not None:
+            return _Shares(Done(self._rows_before(self._router.rows_of_last_step)))
+        (shares,) = note(lambda: (_Shares(self._start_counts(routing, sequences)),))
+        return cast(_Shares, shares)
 
-    def _shares(self, routing: Routing, sequences: int) -> Tensor:
-        """f: [b, E], or [1, E] of the microbatch. Rows are [s, b], flattened, with k experts each."""
+    def _rows_before(self, rows: Tensor) -> Tensor:
+        """[1, E] of the global batch before this one; alike before the first."""
+        return torch.where(rows.sum() > 0, rows, torch.ones_like(rows))[None]
+
+    def _start_counts(self, routing: Routing, sequences: int) -> PendingCollective:
+        """Rows per expert: [b, E], or [1, E] of the microbatch. Rows are [s, b], flattened, with k experts each."""
         positions = routing.experts.shape[0]
         column = torch.arange(positions, device=routing.experts.device) % sequences
         cells = (column[:, None] * self._experts + routing.experts).reshape(-1)
         counts = torch.zeros(sequences * self._experts, dtype=routing.scores.dtype, device=cells.device)
         counts.scatter_add_(0, cells, torch.ones_like(cells, dtype=counts.dtype))
         counts = counts.view(sequences, self._experts)
-        counts = all_reduce(all_reduce(counts, self._ps.group("tp")), self._ps.group("cp"))
         if not self._of_sequence:
             counts = counts.sum(0, keepdim=True)
-        return counts / counts.sum(1, keepdim=True)
+        groups = [group for name in ("tp", "cp") if (group := self._ps.group(name)) is not None]
+        for group in groups[:-1]:
+            counts = all_reduce(counts, group)
+        return start_all_reduce(counts, groups[-1] if groups else None)
+
+
+class _Shares:
+    """f = the share of rows that each expert was given, [b, E] or [1, E]; asked for when backward needs it."""
+
+    def __init__(self, counts: PendingCollective) -> None:
+        self._counts: PendingCollective | None = counts
+        self._shares: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._shares is None:
+            assert self._counts is not None
+            counts, self._counts = self._counts.wait(), None
+            self._shares = counts / counts.sum(1, keepdim=True)
+        return self._shares
+
+
+class _Auxiliary(torch.autograd.Function):
+    """E sum_e f_e P_e, summed over the positions of scores [s, b, E]: nobody reads it, backward alone needs f.
+
+    What forward returns stands for its value and is 0, so that nothing waits for the counts before backward does. A
+    log gets the value then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, shares: _Shares, load: Load) -> Tensor:
+        ctx.shares, ctx.load, ctx.shape = shares, load, scores.shape
+        ctx.scores = scores.sum(0) if load.is_logged else None
+        return scores.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise no_second_derivative("the auxiliary loss of experts")
+        shares, experts = ctx.shares.wait().to(gradient.dtype), ctx.shape[-1]
+        if ctx.scores is not None:
+            ctx.load.add_losses({"aux": experts * (ctx.scores * shares).sum()})
+        return (gradient * experts * shares).expand(ctx.shape), None, None

@@ -14,7 +14,7 @@ from core.optimizer import OptimizerConfig, ShardedSGD
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.training import next_token_loss
-from core.transformer.moe import dispatch
+from core.transformer.moe import balance, dispatch
 from core.transformer.moe.router import Router
 from tests.parity.whole import assert_same, whole_parameters
 from tests.states import state
@@ -203,6 +203,39 @@ def order_of_one_forward():
 def test_shared_experts_are_computed_while_rows_are_on_their_way(ranks):
     order = ["rows leave", "shared experts", "rows are waited for", "weights leave", "weights are waited for"]
     assert ranks(order_of_one_forward) == [order] * 2
+
+
+def order_of_counts(recompute):
+    """When the counts of the auxiliary loss leave, and when somebody waits for them."""
+    ps = state(tp=2, sp=True)
+    made = model(ps, balancing="sequence", layers=1)
+    sync = PerParameterGradSync(made, ps)
+    apply_recompute(made, recompute, stage=made.stage)
+    happened, start = [], balance.start_all_reduce
+
+    def noted(counts, group):
+        pending = start(counts, group)
+        happened.append("counts leave")
+
+        class Noted:
+            def wait(self):
+                happened.append("counts are waited for")
+                return pending.wait()
+
+        return Noted()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance, "start_all_reduce", noted)
+        loss = made(batch()["tokens"], labels=batch()["labels"]).mean()
+        happened.append("backward")
+        loss.backward()
+    sync.zero_grad()
+    return happened
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_counts_of_the_auxiliary_loss_are_waited_for_in_backward(ranks, recompute):
+    assert ranks(order_of_counts, recompute) == [["counts leave", "backward", "counts are waited for"]] * 2
 
 
 def test_what_a_layer_keeps():
