@@ -31,6 +31,8 @@ class Model(nn.Module):
 
 def losses_of(model, x, method_only):
     """By a method; by one layer alone, by `forward`: each a backward of its own."""
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(x.mean(1, keepdim=True))  # a forward that fails leaves nothing behind
     yield model.head(model.hidden(x)).square().mean()
     if method_only:
         return

@@ -88,6 +88,14 @@ class StageUnits:
         # our hook runs first before forward and last after it, so that users' hooks see full parameters
         self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True))
         self._hooks.append(unit.module.register_forward_hook(after))
+        if position is None:
+
+            @torch.compiler.disable
+            def leave(module: nn.Module, args: Any, output: Any) -> None:
+                if module is unit.module:
+                    self._in_root_forward = False
+
+            self._hooks.append(unit.module.register_forward_hook(leave, always_call=True))  # of a forward that raised
 
     def _before_forward(self, unit: Unit, position: int | None) -> None:
         if position is None:
@@ -100,8 +108,6 @@ class StageUnits:
     def _after_forward(self, unit: Unit, position: int | None, output: Any) -> None:
         # by a method of the program's, which calls layers but not the root: no hook of the root sees its backward
         without_root = not self._in_root_forward and _backward_now() == -1
-        if position is None:
-            self._in_root_forward = False
         with_graph = torch.is_grad_enabled()
         if with_graph and (self._frees or (self._divided and position is None)):
             for leaf in pytree.tree_leaves(output):
