@@ -190,7 +190,10 @@ def all_to_all(
     receive_rows: list[int] | None = None,
 ) -> Tensor:
     """[n, ...] -> [m, ...]: rows go to the ranks in order, `send_rows[j]` of them to rank j (default: equal)."""
-    return start_all_to_all(x, group, send_rows=send_rows, receive_rows=receive_rows).wait()
+    if group is None:
+        return x
+    received, pending = _send_rows(x, group, send_rows, receive_rows)
+    return received if pending is None else pending.wait()
 
 
 def start_all_to_all(
@@ -203,20 +206,29 @@ def start_all_to_all(
     """`all_to_all` beside other work; `wait()` returns what arrived."""
     if group is None:
         return Done(x)
+    received, pending = _send_rows(x, group, send_rows, receive_rows)
+    return pending or Done(received)
+
+
+def _send_rows(
+    x: Tensor, group: Group, send_rows: list[int] | None, receive_rows: list[int] | None
+) -> tuple[Tensor, PendingCollective | None]:
+    """(where rows arrive, what to wait for; None: they are there)."""
     rows = sum(receive_rows) if receive_rows is not None else x.shape[0]
     received = x.new_empty((rows, *x.shape[1:]))
     if x.device.type in group.staged:
-        how = {"send_rows": send_rows, "receive_rows": receive_rows}
-        return StagedCollective(start_all_to_all(to_host(x), group.on_host, **how), received)
+        host, _ = _send_rows(to_host(x), group.on_host, send_rows, receive_rows)
+        return received, StagedCollective(Done(host), received)
     start_time = perf_counter()
     x = x.contiguous()
     if group.checked:  # of uneven rows all but their number
         compare_across_ranks("all_to_all", x if send_rows is None else x[:0], group)
     work = group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or [])
-    if x.device.type in group.gloo:  # gloo's copying competes for CPU cores: no overlap
+    waits_here = x.device.type in group.gloo  # its copying competes for CPU cores: no overlap
+    if waits_here:
         work.wait()
     group.traffic.add(x.nbytes, perf_counter() - start_time)
-    return Done(received, None if x.device.type in group.gloo else work)
+    return received, None if waits_here else Done(received, work)
 
 
 def broadcast(x: Tensor, group: Group | None, source: int = 0) -> Tensor:

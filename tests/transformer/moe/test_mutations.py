@@ -93,16 +93,20 @@ def all_to_the_first_rank(self, scores):
 
 def skipped_without_rows(patch):
     """A rank whose experts get no rows leaves the exchanges of a layer out."""
-    there, back = Dispatch.start, Dispatch.from_experts
+    start, there, back = Dispatch.start, Dispatch.to_experts, Dispatch.from_experts
 
-    def start(self, x, per_row):
-        return there(self, x, per_row) if sum(self.receive) else lambda: x[:0]
+    def starts(self, x, per_row):
+        return start(self, x, per_row) if sum(self.receive) else lambda: x[:0]
+
+    def to_experts(self, x, per_row):
+        return there(self, x, per_row) if sum(self.receive) else x[:0]
 
     def from_experts(self, rows, per_row):
         tokens = len(self.order) if per_row == 1 else len(self.order) // per_row
         return back(self, rows, per_row) if sum(self.receive) else rows.new_zeros(tokens, rows.shape[1])
 
-    patch.setattr(Dispatch, "start", start)
+    patch.setattr(Dispatch, "start", starts)
+    patch.setattr(Dispatch, "to_experts", to_experts)
     patch.setattr(Dispatch, "from_experts", from_experts)
 
 
