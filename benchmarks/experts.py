@@ -2,12 +2,14 @@
 
     python -m benchmarks.experts [--quick] [--parts ...] [--json FILE]
 
-The peer is transformers' block, with its own expert parallelism (`AllToAllEP`) over two ranks, and the faster of its
-two kinds of experts. Same weights, so the same routing; outputs and gradients of the inputs are compared before
-anything is timed. CPU seconds of all ranks, with the time beside them.
+The peers are transformers' block, with its own expert parallelism (`AllToAllEP`) over two ranks, and the faster of its
+two kinds of experts; Megatron-Core's MoE layer and DeepSpeed's, each where it is installed (`benchmarks.experts_peers`).
+Same weights, so the same routing; outputs and gradients of the inputs are compared before anything is timed. CPU
+seconds of all ranks, with the time beside them.
 """
 
 import json
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from transformers import MixtralConfig
 from transformers.distributed.expert_parallel import AllToAllEP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
+from benchmarks import experts_peers
 from benchmarks.harness import (
     DTYPES,
     alternating,
@@ -39,6 +42,20 @@ from core.transformer import TransformerConfig
 PAIRS = 11
 VOCAB, HIDDEN, FFN, EXPERTS, TOP_K = 2048, 256, 448, 8, 2
 THEIR_EXPERTS = ("eager", "grouped_mm")
+BLOCKS = {"megatron": experts_peers.MegatronBlock, "deepspeed": experts_peers.DeepSpeedBlock}
+
+
+class Side:
+    """Forward and backward of a block, `forward` of [s, 1, h]; gives its output and the gradient of its input."""
+
+    def __init__(self, forward, x, gradient, inside=nullcontext):
+        self.forward, self.x, self.gradient, self.inside = forward, x, gradient, inside
+
+    def __call__(self):
+        leaf = self.x.clone().requires_grad_()
+        y = self.forward(leaf)
+        y.backward(self.gradient)
+        return y.detach(), leaf.grad
 
 
 def our_model(ps, dtype, s, layers):
@@ -95,7 +112,7 @@ def clearly_routed(candidates, router, count):
     return candidates[margins.topk(count).indices.sort().values]
 
 
-def block_sides(ps, dtype, tokens):
+def block_sides(ps, dtype, tokens, peers):
     """name -> forward and backward of the block on this rank's `tokens`; all with the same weights."""
     draw = torch.Generator().manual_seed(0)
     shapes = {"router": (EXPERTS, HIDDEN), "fc1": (EXPERTS, 2, FFN, HIDDEN), "fc2": (EXPERTS, HIDDEN, FFN)}
@@ -111,46 +128,45 @@ def block_sides(ps, dtype, tokens):
         ours.experts.linear_fc1.weight.copy_(state["fc1"][mine])
         ours.experts.linear_fc2.weight.copy_(state["fc2"][mine])
     own_gradients(ours.experts)
-
-    def our_side():
-        leaf = x.clone().requires_grad_()
-        y = ours(leaf)
-        y.backward(gradient)
-        return y.detach(), leaf.grad
-
-    sides = {"ours": our_side}
+    sides = {"ours": Side(ours, x, gradient)}
     for kind in THEIR_EXPERTS:
         theirs = their_block(kind, dtype, state, mine)
-
-        def their_side(block=theirs):
-            leaf = x.clone().requires_grad_()
-            y = block(leaf.transpose(0, 1)).transpose(0, 1)
-            y.backward(gradient)
-            return y.detach(), leaf.grad
-
-        sides[kind] = their_side
+        sides[kind] = Side(lambda x, block=theirs: block(x.transpose(0, 1)).transpose(0, 1), x, gradient)
+    shape = {"hidden": HIDDEN, "ffn": FFN, "experts": EXPERTS, "top_k": TOP_K}
+    for name in peers:
+        peer = BLOCKS[name](shape, dtype, state, mine)
+        sides[name] = Side(peer.forward, x, gradient, peer.inside)
     return sides
 
 
 def assert_agree(sides, dtype):
-    found = {name: side() for name, side in sides.items()}
-    for kind in THEIR_EXPERTS:
-        for ours, theirs in zip(found["ours"], found[kind], strict=True):
+    found = {}
+    for name, side in sides.items():
+        with side.inside():
+            found[name] = side()
+    for name in sides.keys() - {"ours"}:
+        for ours, theirs in zip(found["ours"], found[name], strict=True):
             off = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-            assert off < (1e-5 if dtype == torch.float32 else 3e-2), f"{kind}: the blocks differ by {off}"
+            assert off < (1e-5 if dtype == torch.float32 else 3e-2), f"{name}: the blocks differ by {off}"
 
 
-def compare_blocks(found, key, times, say=print):
-    say(f"{key}: {', '.join(f'{name} {median(times, name) * 1e3:.1f}' for name in times)} CPU ms")
-    compare_pairs(found, key, times, min(THEIR_EXPERTS, key=lambda kind: median(times, kind)), "ours", say)
+def compare_blocks(found, where, short, times, say=print):
+    """found[{where}_vs_{peer}_{short}] of every peer in `times`; transformers' is the faster of its two."""
+    say(f"{where} {short}: {', '.join(f'{name} {median(times, name) * 1e3:.1f}' for name in times)} CPU ms")
+    faster = min(THEIR_EXPERTS, key=lambda kind: median(times, kind))
+    rows = {"hf" if where == "block" else "hf_ep": faster} | {name: name for name in BLOCKS if name in times}
+    for peer, side in rows.items():
+        compare_pairs(found, f"{where}_vs_{peer}_{short}", times, side, "ours", say)
 
 
 def block(quick, found):
     """One process."""
-    for short, dtype in matmul_dtypes().items():
-        sides = block_sides(ParallelState.single("cpu"), dtype, 128 if quick else 1024)
-        assert_agree(sides, dtype)
-        compare_blocks(found, f"block_vs_hf_{short}", alternating(sides, PAIRS))
+    peers = experts_peers.installed()
+    with experts_peers.group_of_one() if peers else nullcontext():
+        for short, dtype in matmul_dtypes().items():
+            sides = block_sides(ParallelState.single("cpu"), dtype, 128 if quick else 1024, peers)
+            assert_agree(sides, dtype)
+            compare_blocks(found, "block", short, alternating(sides, PAIRS))
 
 
 def python_calls(ps):
@@ -198,12 +214,12 @@ def ep_rank(rank, world, store, tokens, dtypes, result):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     say = print if rank == 0 else lambda *_: None
     ep, dp = (ParallelState.build(ParallelConfig(expert=n), device="cpu") for n in (world, 1))
-    found = {}
+    found, peers = {}, experts_peers.installed(say)
     for short in dtypes:
         dtype = DTYPES[short]
-        sides = block_sides(ep, dtype, tokens)
+        sides = block_sides(ep, dtype, tokens, peers)
         assert_agree(sides, dtype)
-        compare_blocks(found, f"ep2_vs_hf_ep_{short}", alternating(sides, PAIRS, total, dist.barrier), say)
+        compare_blocks(found, "ep2", short, alternating(sides, PAIRS, total, dist.barrier), say)
         losses, steps, held = {}, {}, {}
         for name, ps in (("ep2", ep), ("ep1", dp)):
             steps[name], held[name] = our_step(ps, dtype, tokens, 4, losses, name)

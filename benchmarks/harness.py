@@ -9,6 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -108,14 +109,18 @@ def cpu():
 
 
 def alternating(sides, pairs, total=lambda seconds: seconds, before=lambda: None):
-    """name -> [(CPU seconds, seconds)] of calls that take turns, after one of each."""
+    """name -> [(CPU seconds, seconds)] of calls that take turns, after one of each.
+
+    A side with a method `inside` is called inside of that context, which is entered and left outside of its time.
+    """
     times = {name: [] for name in sides}
     for turn in range(pairs + 1):
         for name in sides if turn % 2 else reversed(sides):
-            before()
-            begin, start = time.perf_counter(), cpu()
-            sides[name]()
-            used = total(cpu() - start), time.perf_counter() - begin
+            with getattr(sides[name], "inside", nullcontext)():
+                before()
+                begin, start = time.perf_counter(), cpu()
+                sides[name]()
+                used = total(cpu() - start), time.perf_counter() - begin
             if turn:
                 times[name].append(used)
     return times
