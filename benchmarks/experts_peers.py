@@ -1,7 +1,8 @@
 """MoE layers of Megatron-Core and DeepSpeed for `benchmarks.experts`, stock from the package index, on CPUs and gloo.
 
 Neither needs anything compiled. Megatron-Core takes its SequentialMLP, what it has without Transformer Engine and
-grouped_gemm, and its all-to-all dispatcher; `megatron_peer` answers its calls of CUDA. DeepSpeed takes its top-2 gate.
+grouped_gemm, and its all-to-all dispatcher; `megatron_peer` answers its calls of CUDA. DeepSpeed takes its top-2
+gate.
 """
 
 import importlib
