@@ -3,9 +3,9 @@
     python -m benchmarks.experts [--quick] [--parts ...] [--json FILE]
 
 The peers are transformers' block, with its own expert parallelism (`AllToAllEP`) over two ranks, and the faster of
-its two kinds of experts; Megatron-Core's MoE layer and DeepSpeed's, each where it is installed
-(`benchmarks.experts_peers`). Same weights, so the same routing; outputs and
-gradients of the inputs are compared before anything is timed. CPU seconds of all ranks, with the time beside them.
+its two kinds of experts; and the MoE layers of Megatron-Core and DeepSpeed, each where it is installed
+(`benchmarks.experts_peers`). Same weights, so the same routing; outputs and gradients of the inputs are compared
+before anything is timed. CPU seconds of all ranks, with the time beside them.
 """
 
 import json

@@ -2,13 +2,12 @@
 
 Neither needs anything compiled. Megatron-Core takes its SequentialMLP, what it has without Transformer Engine and
 grouped_gemm, and its all-to-all dispatcher; `megatron_peer` answers its calls of CUDA. DeepSpeed takes its top-2
-gate.
+gate, and any module for its experts: here one of two plain matmuls.
 """
 
 import importlib
 import importlib.util
-import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from unittest.mock import patch
 
 import torch
@@ -131,6 +130,7 @@ def megatron_config(shape, dtype):
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        bias_activation_fusion=False,  # torch.compile of SwiGLU: no faster here, and it wants a C++ compiler
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
@@ -139,7 +139,7 @@ def megatron_config(shape, dtype):
 
 
 class SwiGLU(torch.nn.Module):
-    """DeepSpeed's layer takes any module for its experts."""
+    """An expert of DeepSpeed's layer."""
 
     def __init__(self, hidden, ffn):
         super().__init__()
@@ -157,7 +157,6 @@ class DeepSpeedBlock:
     inside = nullcontext
 
     def __init__(self, shape, dtype, state, experts):
-        logging.disable(logging.WARNING)
         import deepspeed
         from deepspeed.moe.layer import MoE
 
@@ -174,7 +173,8 @@ class DeepSpeedBlock:
             drop_tokens=False,
             top2_2nd_expert_sampling=False,  # the second expert is the second best one, not a drawn one
         )
-        self.layer.set_deepspeed_parallelism()
+        with redirect_stdout(None):  # every rank says that it makes its group
+            self.layer.set_deepspeed_parallelism()
         self.layer.to(dtype)
         with torch.no_grad():
             inner = self.layer.deepspeed_moe
