@@ -214,7 +214,7 @@ def ep_rank(rank, world, store, tokens, dtypes, result):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     say = print if rank == 0 else lambda *_: None
     ep, dp = (ParallelState.build(ParallelConfig(expert=n), device="cpu") for n in (world, 1))
-    found = {"python_calls_moe_ep2": python_calls(ep)}  # before the peers, which add some to what torch calls
+    found = {"python_calls_moe_ep2": python_calls(ep)}  # before the peers and steps whose hooks would count
     peers = experts_peers.installed(say)
     for short in dtypes:
         dtype = DTYPES[short]
