@@ -1,10 +1,12 @@
 """A folder of Hugging Face's as a checkpoint of ours: read tensor by tensor, the model is never in memory."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -68,14 +70,29 @@ def import_huggingface(
 
 
 def _dtype(source: Folder) -> torch.dtype:
-    """The one dtype of all weights, but for buffers that are in float32 always."""
-    names = {source.dtype(name) for name in source.names() if not name.endswith(_FLOAT32)}
-    if len(names) != 1 or not names <= _DTYPES.keys():
+    """The dtype of most weights. transformers stores some in float32 beside them: GLM-4's routers.
+
+    Raises ValueError: values that are stored otherwise, eight bits with scales for instance.
+    """
+    elements = Counter[str]()
+    names = [name for name in source.names() if not name.endswith(_FLOAT32)]
+    for name in names:
+        elements[source.dtype(name)] += prod(source.shape(name))
+    if others := sorted(elements.keys() - _DTYPES.keys()):
         raise ValueError(
-            f"{source.folder} holds weights of {', '.join(sorted(names))}, 1 of {', '.join(_DTYPES)} is needed; "
+            f"{source.folder} holds weights of {', '.join(others)}, {', '.join(_DTYPES)} are read; "
             "model.to(torch.bfloat16).save_pretrained(folder) writes them so"
         )
-    return _DTYPES[names.pop()]
+    most = max(elements, key=elements.__getitem__)
+    dtype = _DTYPES[most]
+    if rounded := [name for name in names if torch.promote_types(_DTYPES[source.dtype(name)], dtype) != dtype]:
+        warn(
+            f"{len(rounded)} of {len(names)} weights of {source.folder} are rounded to {most}, as most are "
+            f"({rounded[0]} is {source.dtype(rounded[0])}); a folder of which all are "
+            f"{source.dtype(rounded[0])} is imported without rounding",
+            stacklevel=3,
+        )
+    return dtype
 
 
 def _cells(
