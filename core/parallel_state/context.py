@@ -10,15 +10,12 @@ cut once more, into `ulysses` consecutive parts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from core.parallel_state.by_hand.divisors import listening_mask
-from core.parallel_state.environment import reading_waits
 
 if TYPE_CHECKING:
     from core.parallel_state.state import ParallelState
@@ -101,20 +98,6 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
 
     Entries: tokens (or input_ids), labels, position_ids, document_begin, loss_mask. position_ids, the rows' numbers
     in the sequence, are filled in where the batch has none. Others that have no rows pass through. No collective.
-    A loss divided by this rank's own `loss_mask.sum()` is told, where other context ranks have other sums.
-    Raises ValueError: as `rows_of_batch`.
-    """
-    found = rows_of_batch(batch, ps)
-    mask, rows = batch.get("loss_mask"), ContextRows.of_state(ps)
-    if isinstance(mask, Tensor) and rows.size > 1 and not reading_waits(mask.device):
-        counts = [replace(rows, rank=rank).of(mask, 1).sum() for rank in range(rows.size)]
-        found["loss_mask"] = listening_mask(found["loss_mask"], torch.stack(counts))
-    return found
-
-
-def rows_of_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, Any]:
-    """What `context_batch` gives, with a plain loss_mask.
-
     Raises ValueError: s is no multiple of 2 cp; a bool attention_mask, which would be of size s x s; an entry that
     has a value for each token and another name.
     """

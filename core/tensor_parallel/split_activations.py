@@ -6,20 +6,18 @@ are of this rank's part. So in a module's first forwards the outputs of its colu
 which functions are called on them, and follows which dims are split (`split_axes`).
 """
 
-import sys
 import warnings
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand.functions import function_name
+from core.parallel_state.by_hand import split_axes, split_functions
+from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_functions import Finding
+from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
 from core.parallel_state.collectives import Group
-from core.tensor_parallel import split_axes, split_functions
-from core.tensor_parallel.split_axes import Axes
-from core.tensor_parallel.split_functions import Finding
 
 _REMEDIES = {
     "reduction": (
@@ -44,63 +42,17 @@ _REMEDIES = {
 }
 
 
-class SplitActivation(Tensor):
-    """A tensor whose dims are split as `axes` says; or a sum of one, which is not yet summed over the ranks."""
-
-    axes: Axes
-    partial: str  # the function that made a rank's part of a sum; "" where it is no such sum
-    seen_by: "weakref.ref[SplitActivations]"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if _called_by_core():
-                return func(*args, **kwargs)
-            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitActivation)]
-            seen_by = inputs[0].seen_by() if inputs else None
-            if seen_by is None or torch._C._are_functorch_transforms_active():
-                return func(*args, **kwargs)
-            name = function_name(func)
-            if name == "register_hook" and inputs[0] is args[0] and len(args) == 2:
-                return func(args[0], seen_by.listening(args[1], inputs[0].axes))
-            if name in ("cross_entropy", "nll_loss"):  # a label of another rank's column is "out of bounds" in them
-                seen_by.check_loss(name, args, kwargs)
-            result = func(*args, **kwargs)
-            seen_by.follow(func, name, inputs, args, kwargs, result)
-        return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__deepcopy__(memo)
-
-
-def _called_by_core() -> bool:
-    """Whether our code calls, which knows what it is given: torch's frames between are passed over."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith("torch.") and module != "torch":
-            return bool(module.startswith("core."))
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-class SplitActivations:
+class SplitActivations(Follower):
     """Marks what column linears over `group` return, and tells, once for each kind, what is wrong on a part.
 
     message: instead of what is said of columns between linears.
     """
 
     def __init__(self, group: Group, *, message: str = "") -> None:
+        super().__init__()
         self._group, self._message = group, message
         self._told: set[str] = set()
         self._calls = 0
-        self._marked: list[weakref.ref[Tensor]] = []
         self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: dict) -> "SplitActivations":
@@ -141,25 +93,8 @@ class SplitActivations:
         self._hooks = []
         self.make_plain()
 
-    def make_plain(self) -> None:
-        """Nobody looks at what was marked any more."""
-        for reference in self._marked:
-            tensor = reference()
-            if type(tensor) is SplitActivation:
-                tensor.__class__ = Tensor  # type: ignore[assignment]
-        self._marked = []
-
-    def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
-        """Follow `tensor`; nothing where it is no plain one, or nothing of it is split."""
-        if type(tensor) is not Tensor or not (partial or (axes is not None and split_axes.is_split(axes))):
-            return
-        tensor.__class__ = SplitActivation
-        tensor.axes, tensor.partial = axes if axes is not None else (), partial  # type: ignore[attr-defined]
-        tensor.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
-        self._marked.append(weakref.ref(tensor))
-
     def _before_column(self, module: nn.Module, args: tuple) -> None:
-        if args and isinstance(args[0], SplitActivation) and split_axes.is_split(args[0].axes):
+        if args and isinstance(args[0], SplitTensor) and split_axes.is_split(args[0].axes):
             self._tell(Finding("again", "a linear", tuple(args[0].shape)))
 
     def _after_column(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -171,7 +106,7 @@ class SplitActivations:
 
     def _before_row(self, module: nn.Module, args: tuple) -> None:
         x = args[0] if args else None
-        if isinstance(x, SplitActivation) and not x.partial and not split_axes.are_blocks(x.axes):
+        if isinstance(x, SplitTensor) and not x.partial and not split_axes.are_blocks(x.axes):
             self._tell(Finding("order", "a linear", tuple(x.shape)))
 
     def listening(self, hook: Any, axes: Axes) -> Any:
@@ -197,10 +132,12 @@ class SplitActivations:
     def _after_backward_hooks(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         self.make_plain()
 
-    def check_loss(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError: a loss over classes of which this rank has a part."""
+    def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError: a loss over classes of which this rank has a part, whose labels are "out of bounds"."""
+        if name not in ("cross_entropy", "nll_loss"):
+            return
         x = args[0] if args else kwargs.get("input")
-        if not isinstance(x, SplitActivation) or x.partial:
+        if not isinstance(x, SplitTensor) or x.partial:
             return
         dim = 1 if x.dim() > 1 else 0
         if split_axes.is_split(x.axes, [dim]):
@@ -212,7 +149,7 @@ class SplitActivations:
             )
 
     def follow(
-        self, func: Any, name: str, inputs: list[SplitActivation], args: tuple, kwargs: dict[str, Any], result: Any
+        self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
     ) -> None:
         """After `func`: tell what it did wrong, mark what it returned."""
         if any(x.partial for x in inputs):
@@ -231,7 +168,7 @@ class SplitActivations:
                 self.mark(tensor, axes)
 
     def _follow_sum(
-        self, name: str, inputs: list[SplitActivation], args: tuple, kwargs: dict[str, Any], result: Any
+        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
     ) -> None:
         """A rank's part of a sum: right if it is summed over the ranks next, scaled or added to another before."""
         first = next(x for x in inputs if x.partial)

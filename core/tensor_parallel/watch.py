@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from core.parallel_state.by_hand import ByHand, Heard, is_foreign
 from core.parallel_state.collectives import Group, all_gather
-from core.parallel_state.collectives.checks import checksum
+from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
@@ -30,7 +30,11 @@ _MIXED = (
     "all_reduce by hand adds gradients of different parts of a weight, those of other tensor ranks: average over "
     "group=parallel_state.get_data_parallel_group(), or wrap the model in core.data_parallel.DistributedDataParallel"
 )
-_HOOK_OF_ROWS = "this rank's rows, [s/tp, b, h], under sequence parallelism"
+_HOOK_OF_ROWS = (
+    "this rank's rows, [s/tp, b, h], under sequence parallelism: sums, means and norms are of these rows, and what "
+    "is added to the loss of them counts once on each tensor rank. core.tensor_parallel."
+    "gather_from_sequence_region(x, group, to_tensor_region=False) gives all rows"
+)
 _HOOK_OF_PARTS = (
     "this tensor rank's part of weights, and of activations between parallel linears ([s, b, h/tp]): what is "
     "elementwise is right, norms, means and columns by number are of the part. core.tensor_parallel.full_tensor "
@@ -191,7 +195,7 @@ class SplitWatch:
         # activations of a stage before may differ by rounding
         floating = [x for x in inputs if x.is_floating_point()]
         if floating:
-            other = _unlike_rank(torch.cat([_fingerprint(x.detach()) for x in floating]), group, 0.01)
+            other = _unlike_rank(torch.cat([fingerprint(x.detach()) for x in floating]), group, 0.01)
             if other is not None:
                 raise ValueError(self._difference_message(group, _BATCH, other))
         inputs = [x for x in inputs if not x.is_floating_point()]
@@ -277,17 +281,6 @@ def split_watch(group: Group | None, expert_group: Group | None, *, sums_foreign
     return SplitWatch(group, expert_group=expert_group, sums_foreign=sums_foreign)
 
 
-def _fingerprint(x: Tensor) -> Tensor:
-    """float64 [2]: the norm, and a product with fixed numbers, which changes where rows are exchanged; no copy."""
-
-    def fixed(n: int, dtype: torch.dtype) -> Tensor:
-        return torch.arange(n, device=x.device, dtype=torch.float64).mul(12.9898).sin().to(dtype)
-
-    rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
-    product = (rows @ fixed(rows.shape[1], x.dtype)).double() @ fixed(rows.shape[0], torch.float64)
-    return torch.stack([torch.linalg.vector_norm(rows, dtype=torch.float64), product])
-
-
 def _unlike_rank(numbers: Tensor, group: Group, tolerance: float) -> int | None:
     """Index of the first rank whose fingerprints, one after the other, are off the first's by `tolerance` of the
     largest; None where all agree."""
@@ -309,7 +302,7 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
         detached = output.detach()
         if detached.numel() == 0 or (detached == detached.reshape(-1)[0]).all():
             return  # parts of a head that begins with zeros are the same, too
-        values = _fingerprint(detached)
+        values = fingerprint(detached)
 
     def hook(gradient: Tensor) -> None:
         nonlocal is_first
@@ -318,7 +311,7 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
         is_first = False
         if values is not None and _unlike_rank(values, group, 1e-4) is not None:
             return
-        numbers = _fingerprint(gradient.detach())
+        numbers = fingerprint(gradient.detach())
         if _unlike_rank(numbers, group, 0.01) is not None:
             norms = ", ".join(f"{x:.6g}" for x in all_gather(numbers[None, :1], group).flatten().tolist())
             raise ValueError(

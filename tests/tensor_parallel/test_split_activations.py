@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.tensor_parallel import split_axes
-from core.tensor_parallel.split_activations import SplitActivation, SplitActivations
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.split_tensor import SplitTensor
+from core.tensor_parallel.split_activations import SplitActivations
 
 CALLS = {
     "input by keyword": lambda x: torch.transpose(input=x, dim0=0, dim1=1),
@@ -47,7 +48,7 @@ def test_a_call_gives_what_it_gives_without(call, split_dim):
     whole = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
     seen, x = SplitActivations(SimpleNamespace(size=2)), whole.clone()
     seen.mark(x, split_axes.axes_of_columns(x.shape, (2, 4), split_dim))
-    assert type(x) is SplitActivation
+    assert type(x) is SplitTensor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which are told is another test's
         found = call(x)

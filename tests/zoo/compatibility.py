@@ -11,6 +11,7 @@ FAMILIES: list[str] = [
     "tools",
     "own_modules",
     "experts",
+    "context_losses",
     "habits",
     "schedule_files",
     "failures",

@@ -1,15 +1,30 @@
 """What loops do by hand with whole weights, on a model that ranks share."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedSGD
-from core.tensor_parallel import full_tensor
+from core.tensor_parallel import full_tensor, gather_from_sequence_region
 from tests.models.gpt import batch
 from tests.zoo.case import Case, compared
-from tests.zoo.split_model import CLIP, LR, ONE, STEPS, gradients, loss_of, models, only_split, sgd, train, weights
+from tests.zoo.split_model import (
+    CLIP,
+    LR,
+    ONE,
+    SEQUENCE,
+    STEPS,
+    gradients,
+    loss_of,
+    models,
+    only_split,
+    sgd,
+    train,
+    weights,
+)
 
 NORM, FC1 = "`core.optimizer.get_grad_norm`", "decoder.layers.0.mlp.linear_fc1"
 
@@ -202,6 +217,25 @@ def in_forward(module, look):
     return weights(program)
 
 
+def added_to_the_loss(whole):
+    """The mean of a layer's squares, heard in a forward hook, as a term of the loss."""
+
+    def program(model):
+        heard, optimizer = [], sgd(model)
+        rows = partial(gather_from_sequence_region, group=model.place.group, to_tensor_region=False)
+        of = rows if whole and model.place.splits_sequence else lambda x: x
+        hook = model.decoder.layers[0].register_forward_hook(
+            lambda part, given, x: heard.append(of(x).square().mean())
+        )
+        for step in range(STEPS):
+            (loss_of(model, step) + heard.pop()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hook.remove()
+
+    return weights(program)
+
+
 def per_rank(part):
     """The loss of each token, multiplied by `part(its rank, its shape)`, the mean by it."""
 
@@ -284,6 +318,12 @@ CASES = [
         in_forward(FC1, lambda part, output: None),
         "`gather_from_tensor_region`",
         "forward hook",
+    ),
+    Case(
+        "the mean square of a layer's output in a forward hook, added to the loss",
+        added_to_the_loss(whole=False),
+        elsewhere={SEQUENCE: ("told", "counts once on each tensor rank.*gather_from_sequence_region")},
+        remedy="`gather_from_sequence_region(x, group, to_tensor_region=False)`",
     ),
     Case("losses of the tokens that a mask leaves, one on all tensor ranks", per_rank(dropped(lambda rank: 3))),
     Case(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from core.autograd import StageContext
 from core.context_parallel import Documents, begin_of_rows, visible_mask
+from core.context_parallel.row_sums import RowSums
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, checked_chunk, mask_padding
 from core.models.gpt.inputs import (
@@ -129,7 +130,7 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._first_inputs, self._warned_of_shards = FirstInputs(), False
+        self._first_inputs, self._row_sums, self._warned_of_shards = FirstInputs(), RowSums(ps.group("cp")), False
         experts = ps.group("ep") if config.num_moe_experts is not None else None
         self._watch = split_watch(self.place.group, experts, sums_foreign=self.place.splits_sequence)
         keep_layouts(self)
@@ -219,6 +220,8 @@ class GPTModel(nn.Module):
         if self._watch is not None and in_plain_loop:
             replicated = self._output_is_replicated(labels is not None)
             self._watch.follow_after(self, [output], are_replicated=replicated)
+        if in_plain_loop and self.post_process:
+            self._row_sums.follow(output)
         return output
 
     def end_step(self) -> None:
@@ -290,7 +293,9 @@ class GPTModel(nn.Module):
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
-        return gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
+        gathered = gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
+        self._row_sums.mark_gathered(logits, gathered)
+        return gathered
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As torch's: this rank's shards. Warns, once, where tensor ranks hold others."""

@@ -52,3 +52,14 @@ def checksum(tensor: Tensor) -> Tensor:
     """The sum of the bits, read as integers of the elements' size: int64, shape []; nothing waits for a device."""
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return flat.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[flat.itemsize]).sum(dtype=torch.int64)
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """float64 [2]: the norm, and a product with fixed numbers, which changes where rows are exchanged; no copy."""
+
+    def fixed(n: int, dtype: torch.dtype) -> Tensor:
+        return torch.arange(n, device=x.device, dtype=torch.float64).mul(12.9898).sin().to(dtype)
+
+    rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    product = (rows @ fixed(rows.shape[1], x.dtype)).double() @ fixed(rows.shape[0], torch.float64)
+    return torch.stack([torch.linalg.vector_norm(rows, dtype=torch.float64), product])

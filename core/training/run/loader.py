@@ -8,7 +8,7 @@ from torch import Tensor
 
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
-from core.parallel_state.context import rows_of_batch
+from core.parallel_state.context import context_batch
 from core.pipeline.run.step import split_microbatches
 from core.training.run.data import BatchSource
 
@@ -120,4 +120,4 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
 def local_batches(ps: ParallelState) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """A function that cuts this context rank's rows out of a batch of whole sequences, and moves them."""
     move = moved_to(ps.device)
-    return lambda batch: move(rows_of_batch(batch, ps))
+    return lambda batch: move(context_batch(batch, ps))

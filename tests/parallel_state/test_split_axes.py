@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from core.tensor_parallel import split_axes
-from core.tensor_parallel.split_axes import are_blocks, axes_of_columns, broadcast, cut, is_split, plain, reshaped
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.split_axes import (
+    are_blocks,
+    axes_of_columns,
+    broadcast,
+    cut,
+    is_split,
+    plain,
+    reshaped,
+)
 
 TP = 2
 

@@ -1,4 +1,4 @@
-"""What torch's functions make of a tensor of which tensor ranks hold parts: right, wrong, or to be followed."""
+"""What torch's functions make of a tensor of which other ranks hold parts: right, wrong, or followed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from core.tensor_parallel import split_axes
-from core.tensor_parallel.split_axes import Axes
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.split_axes import Axes
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ _SUMS = "sum mean nansum nanmean max min amax amin"
 _REDUCTIONS = {
     (1, None): """
         var std var_mean std_mean argmax argmin median nanmedian prod aminmax all any softmax log_softmax softmin
-        logsumexp cumsum cumprod count_nonzero mode unique
+        logsumexp cumsum cumprod count_nonzero mode unique flip gather take_along_dim
     """,
-    (2, None): "norm vector_norm quantile nanquantile matrix_norm",
-    (2, -1): "topk kthvalue",
+    (2, None): "norm vector_norm quantile nanquantile matrix_norm roll",
+    (2, -1): "topk kthvalue diff",
     (1, -1): "sort argsort logcumsumexp",
     (2, 1): "normalize cosine_similarity",
     (99, None): """
@@ -44,6 +44,7 @@ _REDUCTIONS = {
         binary_cross_entropy_with_logits
     """,
     (99, 1): "cross_entropy nll_loss",
+    (99, 0): "batch_norm",
 }
 _DRAWS = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like
@@ -144,7 +145,8 @@ def _attended(args: tuple, kwargs: dict[str, Any], result: Tensor) -> Outcome:
     query = args[0] if args else kwargs["query"]
     key = args[1] if len(args) > 1 else kwargs["key"]
     value = args[2] if len(args) > 2 else kwargs["value"]
-    if split_axes.is_split(_axes(query), [-1]) and split_axes.is_split(_axes(key), [-1]):
+    over_width = split_axes.is_split(_axes(query), [-1]) and split_axes.is_split(_axes(key), [-1])
+    if over_width or split_axes.is_split(_axes(key), [-2]):
         return Finding("reduction", "scaled_dot_product_attention", tuple(query.shape))
     axes = (*_axes(query)[:-1], _axes(value)[-1])
     return [(result, split_axes.broadcast(axes, result.shape))]

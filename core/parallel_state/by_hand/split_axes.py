@@ -1,4 +1,4 @@
-"""Which dims of an activation are split over tensor ranks, through views, cuts and sums: functions of integers.
+"""Which dims of an activation are split over ranks, through views, cuts and sums: functions of integers.
 
 Axes are a tensor's dims, each a tuple of atoms (size, is split), outermost first: q, k, v of a rank in one flat dim
 are ((3, False), (heads/tp, True), (d, False)). A rank's part of a split atom is a contiguous block of the whole.

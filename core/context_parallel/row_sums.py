@@ -1,0 +1,210 @@
+"""Notices a loss that goes on differently with what each context rank summed over its own rows.
+
+Context ranks hold rows of the same sequences, so what a program sums over rows is a rank's part of a sum. One process
+goes on with the whole sum: the gradient of every rank's part must be the same. It is where a sum is scaled by numbers
+that all ranks share, or is summed over the ranks first. It is not where a rank divides by the tokens of its own rows,
+squares its part, or gives it to a head. So in some forwards the model's output is of a class that is followed to
+where its rows are summed; in backward these sums' gradients are compared.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
+from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.collectives.checks import fingerprint
+
+_BY_CLASS = ("cross_entropy", "nll_loss")  # of [n, classes, ...]
+_BY_ELEMENT = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy"]
+_BY_ELEMENT += ["binary_cross_entropy_with_logits"]
+_LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
+_REMEDY = (
+    "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."
+    "get_data_parallel_group(with_context_parallel=True)), and under DataParallel, which averages over that group, "
+    "times its size; executors take (sum, tokens). What a head, a norm or a square takes is summed first: "
+    "torch.distributed.nn.functional.all_reduce(x, group=parallel_state.get_context_parallel_group())"
+)
+
+
+class RowSums:
+    """Follows the outputs of a model's forwards 1, 2, 4, 8 ... with gradients; tells once."""
+
+    def __init__(self, group: Group | None) -> None:
+        self.group, self.told = group, False  # None: one rank has all rows
+        self._forwards = 0
+
+    def __deepcopy__(self, memo: dict) -> "RowSums":
+        return RowSums(self.group)
+
+    def follow(self, output: Tensor) -> None:
+        """Of a forward whose rows, dim 1, are this rank's. In its backward: one all-gather of two numbers over cp."""
+        if self.group is None:
+            return
+        self._forwards += 1
+        if not self._forwards & (self._forwards - 1) and not self.told:
+            sums = _Sums(self, output)
+            output.register_hook(sums.compare)
+            sums.mark(output, _axes_of_rows(output))
+
+    def mark_gathered(self, logits: Tensor, gathered: Tensor) -> None:
+        """Follow `gathered` [b, s/cp, v] as `logits`, tensor ranks' parts of it, were."""
+        sums = logits.seen_by() if isinstance(logits, SplitTensor) else None
+        if isinstance(sums, _Sums):
+            sums.mark(gathered, _axes_of_rows(gathered))
+
+    def tell(self, what: str) -> None:
+        """Warn, once."""
+        if not self.told:
+            self.told = True
+            warnings.warn(f"context parallelism: {what}. {_REMEDY}", stacklevel=6)
+
+
+def _axes_of_rows(x: Tensor) -> Axes:
+    axes = split_axes.plain(x.shape)
+    return (axes[0], ((x.shape[1], True),), *axes[2:])
+
+
+class _Sums(Follower):
+    """What is summed over the rows of one output."""
+
+    def __init__(self, owner: RowSums, output: Tensor) -> None:
+        super().__init__()
+        self._owner, self._count, self._compared = owner, 0, False
+        self._numbers = torch.zeros(2, dtype=torch.float64, device=output.device)
+
+    def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
+        if getattr(tensor, "requires_grad", False):  # others change no gradient
+            super().mark(tensor, axes)
+
+    def follow(
+        self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        try:
+            outcome: Finding | Followed | str | float | None = _selected(name, args, result)
+            outcome = outcome or _lost(name, args, kwargs, result) or outcome_of(func, name, args, kwargs, result)
+        except Exception:  # who looks on must not end a right program: a call of a form unknown here is not followed
+            return
+        if outcome in _LARGEST:
+            outcome = Finding("reduction", name, tuple(inputs[0].shape))
+        if isinstance(outcome, Finding):
+            self._tell_if_used(outcome, result)
+        elif isinstance(outcome, str):
+            is_mean = name in ("mean", "nanmean")
+            self._compare_later(result, inputs[0].numel() / max(result.numel(), 1) if is_mean else 1.0)
+        elif isinstance(outcome, (int, float)):
+            self._compare_later(result, outcome)
+        elif outcome is not None:
+            for tensor, axes in outcome:
+                self.mark(tensor, axes)
+
+    def _tell_if_used(self, finding: Finding, result: Any) -> None:
+        """Where a gradient comes back through it: nothing is said of what is only looked at."""
+        if finding.kind not in ("reduction", "cut"):
+            return
+        does = "takes rows by number" if finding.kind == "cut" else "works across rows"
+        what = f"{finding.name} of {list(finding.shape)} {does}, which are this context rank's, not all of a sequence"
+        if finding.name == "setitem":
+            self._owner.tell(what)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._owner.tell(what))
+
+    def _compare_later(self, result: Any, divisor: float) -> None:
+        """Note a rank's part of a sum, which was divided by `divisor`, and its gradient once there is one."""
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        self._count += 1
+        place = self._count
+
+        def note(gradient: Tensor) -> None:
+            if not self._compared and not torch._C._are_functorch_transforms_active():
+                self._numbers += fingerprint(gradient.detach()) * (place / divisor)
+
+        result.register_hook(note)
+
+    def compare(self, gradient: Tensor) -> None:
+        """The first backward has come back to the output: all its sums have their gradients. Warns on every rank."""
+        if self._compared or torch._C._are_functorch_transforms_active():
+            return
+        self._compared = True
+        group = self._owner.group
+        assert group is not None
+        gathered = all_gather(self._numbers[None], group).cpu()
+        used = [rank for rank in range(group.size) if gathered[rank].isfinite().all() and gathered[rank].any()]
+        if not used:  # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
+            return
+        sizes = gathered[used, 0]
+        tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
+        off = (gathered[used] - gathered[used[0]]).abs().amax(1)
+        if off.max() > tolerance * sizes.max():
+            first, other = group.ranks[used[0]], group.ranks[used[int(off.argmax())]]
+            one, two = (f"{float(sizes[place]):.6g}" for place in (0, int(off.argmax())))
+            self._owner.tell(
+                "what is summed over this context rank's own rows counts otherwise than the same sum of another: its "
+                f"gradient's norm is {one} on rank {first} and {two} on rank {other}. One process goes on with one "
+                "sum, so tokens weigh differently than there"
+            )
+
+
+def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
+    """Rows that are taken by a mask or by their numbers in this rank's rows: as many as each rank has."""
+    x = args[0] if args else None
+    if name not in ("getitem", "masked_select", "index_select") or not isinstance(x, SplitTensor):
+        return None
+    if name == "masked_select":
+        return [(result, _own_rows(result))] if split_axes.is_split(x.axes) else None
+    index = args[1]
+    if name == "index_select":
+        return (
+            [(result, (*_own_rows(result), *x.axes[1:]))] if index == 0 and split_axes.is_split(x.axes, [0]) else None
+        )
+    if isinstance(index, tuple) and index and all(isinstance(i, Tensor) and i.dim() == 1 for i in index):
+        if not split_axes.is_split(x.axes, range(len(index))):
+            return None
+        of_each = torch.arange(len(x), device=index[0].device)
+        if len(index) > 1 and torch.equal(index[0], of_each):  # `hidden[arange(b), last]`
+            return Finding("cut", name, tuple(x.shape))
+        return [(result, (*_own_rows(result), *x.axes[len(index) :]))]
+    if not isinstance(index, Tensor):
+        return None
+    dims = index.dim() if index.dtype is torch.bool else 1
+    if not split_axes.is_split(x.axes, range(dims)):
+        return None
+    if index.dtype is not torch.bool and index.dim() != 1:
+        return None
+    return [(result, (*_own_rows(result), *x.axes[dims:]))]
+
+
+def _own_rows(result: Tensor) -> Axes:
+    """Of dim 0: rows that a rank selected among its own."""
+    return (((result.shape[0], True),),)
+
+
+def _lost(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Followed | float | None:
+    """A loss of torch's: by what it divided, or its elements' axes."""
+    if name not in _BY_CLASS and name not in _BY_ELEMENT:
+        return None
+    x, target = (args[place] if len(args) > place else kwargs[key] for place, key in enumerate(("input", "target")))
+    if not isinstance(x, SplitTensor):
+        return None
+    reduction = kwargs.get("reduction", "mean")
+    class_dim = min(1, x.dim() - 1)
+    if reduction == "none":
+        return [(result, split_axes.without(x.axes, [class_dim]) if name in _BY_CLASS else x.axes)]
+    if reduction == "sum":
+        return 1.0
+    if reduction == "batchmean":
+        return float(x.shape[0])
+    if name in _BY_ELEMENT:
+        return float(x.numel())
+    if target.is_floating_point():
+        return x.numel() / x.shape[class_dim]
+    kept = target[target != kwargs.get("ignore_index", -100)]
+    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+    return float(weight[kept].sum()) if weight is not None else float(kept.numel())

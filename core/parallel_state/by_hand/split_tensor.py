@@ -1,0 +1,98 @@
+"""A tensor of which other ranks hold parts, and who hears what a program does with it.
+
+The class is given and taken back by assignment: no tensor is made, no value and no graph changes.
+"""
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.functions import function_name
+from core.parallel_state.by_hand.split_axes import Axes
+
+
+class SplitTensor(Tensor):
+    """A tensor whose dims are split as `axes` says; or a sum of one, which is not yet summed over the ranks."""
+
+    axes: Axes
+    partial: str  # the function that made a rank's part of a sum; "" where it is no such sum
+    seen_by: "weakref.ref[Follower]"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_compiling() or _called_by_core():
+                return func(*args, **kwargs)
+            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
+            seen_by = inputs[0].seen_by() if inputs else None
+            if seen_by is None or torch._C._are_functorch_transforms_active():
+                return func(*args, **kwargs)
+            name = function_name(func)
+            if name == "register_hook" and inputs[0] is args[0] and len(args) == 2:
+                return func(args[0], seen_by.listening(args[1], inputs[0].axes))
+            seen_by.check(name, args, kwargs)
+            result = func(*args, **kwargs)
+            seen_by.follow(func, name, inputs, args, kwargs, result)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+def _called_by_core() -> bool:
+    """Whether our code calls, which knows what it is given: torch's frames between are passed over."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("torch.") and module != "torch":
+            return bool(module.startswith("core."))
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class Follower:
+    """Marks tensors, and is called with what a program does to them."""
+
+    def __init__(self) -> None:
+        self._marked: list[weakref.ref[Tensor]] = []
+
+    def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
+        """Follow `tensor`; nothing where it is no plain one, or nothing of it is split."""
+        if type(tensor) is not Tensor or not (partial or (axes is not None and split_axes.is_split(axes))):
+            return
+        tensor.__class__ = SplitTensor
+        tensor.axes, tensor.partial = axes if axes is not None else (), partial  # type: ignore[attr-defined]
+        tensor.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
+        self._marked.append(weakref.ref(tensor))
+
+    def make_plain(self) -> None:
+        """Nobody looks at what was marked any more."""
+        for reference in self._marked:
+            tensor = reference()
+            if type(tensor) is SplitTensor:
+                tensor.__class__ = Tensor  # type: ignore[assignment]
+        self._marked = []
+
+    def listening(self, hook: Any, axes: Axes) -> Any:
+        """What is registered in the place of `hook` on the gradient of what is split as `axes` says."""
+        return hook
+
+    def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a function is called on what is followed. Raises ValueError: it would fail in other words."""
+
+    def follow(
+        self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """After it: tell what it did wrong, mark what it returned."""
+        raise NotImplementedError

@@ -1,0 +1,181 @@
+"""What a program sums over a context rank's rows: told where one process would go on otherwise, else not a word."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.nn.functional import all_reduce
+
+from core.context_parallel.row_sums import RowSums
+from core.parallel_state import context_batch
+from tests.states import state
+
+S, V = 8, 5
+CLASSES = torch.tensor([1, 2])
+# rank 0 of 2 holds rows 0 1 6 7, rank 1 rows 2 3 4 5
+UNEQUAL = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1]] * 2, dtype=torch.float64)
+EQUAL = torch.tensor([[1, 1, 0, 1, 1, 0, 0, 0]] * 2, dtype=torch.float64)
+LABELS = torch.arange(2 * S).view(2, S) % V
+
+
+class Rows:
+    """What a model gives: losses [b, s/cp], logits [b, s/cp, v], and the rows' numbers."""
+
+    def __init__(self, mask):
+        ps = state(cp=2)
+        mine = context_batch({"tokens": LABELS, "labels": LABELS, "loss_mask": mask}, ps)
+        draws = torch.Generator().manual_seed(ps.coordinate["cp"])
+        self.leaves = [torch.rand(2, S // 2, *more, generator=draws).requires_grad_() for more in ((), (V,))]
+        self.mask, self.position_ids = mine["loss_mask"], mine["position_ids"]
+        self.labels = mine["labels"].masked_fill(self.mask == 0, -100)
+        self.sums = RowSums(ps.group("cp"))
+        self.group = ps.group("cp").process_group
+
+    def outputs(self, *, followed):
+        found = [leaf * 1.0 for leaf in self.leaves]
+        for output in found if followed else ():
+            self.sums._forwards = 0
+            self.sums.follow(output)
+        self.losses, self.logits = found
+
+
+def mean(r):
+    return (r.losses * r.mask).sum() / r.mask.sum()
+
+
+def total(r, value):
+    n = value.clone()
+    dist.all_reduce(n, group=r.group)
+    return n
+
+
+def selected(r, index):
+    return r.losses.view(-1)[index].mean()
+
+
+OWN = {
+    "sum / sum": mean,
+    "torch.sum": lambda r: torch.sum(r.losses.view(-1) * r.mask.view(-1)) / torch.sum(r.mask),
+    "float, clamp": lambda r: (r.losses * r.mask).sum() / r.mask.sum().clamp(min=1),
+    "eps": lambda r: (r.losses * r.mask).sum().div(r.mask.sum() + 1e-8),
+    "in place": lambda r: (r.losses * r.mask).sum().div_(r.mask.sum()),
+    "a number": lambda r: (r.losses * r.mask).sum() / r.mask.sum().item(),
+    "selected": lambda r: r.losses[r.mask.bool()].mean(),
+    "masked_select": lambda r: torch.masked_select(r.losses, r.mask > 0).mean(),
+    "nonzero": lambda r: selected(r, r.mask.view(-1).nonzero().squeeze(1)),
+    "index_select": lambda r: r.losses.view(-1).index_select(0, r.mask.view(-1).nonzero().squeeze(1)).mean(),
+    "nonzero of both": lambda r: r.losses[r.mask.nonzero(as_tuple=True)].mean(),
+    "of each sequence": lambda r: ((r.losses * r.mask).sum(1) / r.mask.sum(1)).mean(),
+    "einsum": lambda r: torch.einsum("bs,bs->", r.losses, r.mask) / r.mask.sum(),
+    "scaled": lambda r: mean(r) * 1024,
+    "ignored labels": lambda r: F.cross_entropy(r.logits.view(-1, V), r.labels.view(-1)),
+    "ignored labels, transposed": lambda r: F.cross_entropy(r.logits.transpose(1, 2), r.labels),
+    "not reduced": lambda r: (
+        F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="none").sum() / (r.labels != -100).sum()
+    ),
+    "nll": lambda r: F.nll_loss(r.logits.log_softmax(-1).flatten(0, 1), r.labels.flatten()),
+    "selected logits": lambda r: F.cross_entropy(r.logits[r.mask.bool()], r.labels[r.mask.bool()]),
+}
+WEIGHTS = {
+    "float weights": lambda r: (r.losses / (1 + r.position_ids)).sum() / (1 / (1 + r.position_ids)).sum(),
+    "pooled": lambda r: F.cross_entropy(r.logits.mean(1), CLASSES),
+    "pooled with a mask": lambda r: F.cross_entropy((r.logits * r.mask[..., None]).sum(1) / 8, CLASSES),
+    "squared": lambda r: r.losses.mean() ** 2,
+    "exp": lambda r: r.losses.mean().exp(),
+    "norm": lambda r: r.losses.norm(),
+    "largest": lambda r: r.losses.max(),
+    "softmax over rows": lambda r: (r.losses.softmax(1) * r.losses).sum(),
+    "shifted": lambda r: r.losses[:, 1:].sum(),
+    "last": lambda r: F.cross_entropy(r.logits[:, -1], CLASSES),
+    "last by number": lambda r: F.cross_entropy(r.logits[torch.arange(2), torch.tensor([3, 2])], CLASSES),
+    "gathered": lambda r: r.losses.gather(1, torch.tensor([[1], [2]])).sum(),
+    "smoothness": lambda r: (r.losses.diff(dim=1) ** 2).sum(),
+    "attended": lambda r: F.scaled_dot_product_attention(r.logits, r.logits, r.logits).sum(),
+}
+RIGHT = {
+    "mean": lambda r: r.losses.mean(),
+    "sum": lambda r: r.losses.sum() / 3,
+    "all_reduce": lambda r: (r.losses * r.mask).sum() * 2 / total(r, r.mask.sum()),
+    "own mean, weighted": lambda r: mean(r) * r.mask.sum() / total(r, r.mask.sum()),
+    "by the width": lambda r: (r.losses * r.mask).sum() / r.mask.shape[1],
+    "sum of selected": lambda r: r.losses[r.mask.bool()].sum(),
+    "logged": lambda r: r.losses.sum() + 0 * mean(r).detach(),
+    "looked at": lambda r: (
+        r.losses.sum() if r.losses[0, -1] < 9 and r.losses.max() < 9 and len(r.losses.tolist()) else 0
+    ),
+    "all labels": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.clamp(min=0).flatten()),
+    "smoothed": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="sum") / 7,
+    "z loss": lambda r: (r.logits.logsumexp(-1) ** 2).mean() + r.losses.mean(),
+    "entropy": lambda r: (r.logits.softmax(-1) * r.logits.log_softmax(-1)).sum(-1).mean(),
+    "a head": lambda r: (r.logits @ torch.ones(V, 2)).tanh().mean(),
+    "own log-probabilities": lambda r: -r.logits.log_softmax(-1).gather(-1, r.labels.clamp(min=0)[..., None]).mean(),
+    "pooled over all ranks": lambda r: F.cross_entropy(all_reduce(r.logits.sum(1), group=r.group) / S, CLASSES),
+    "nothing on one rank": lambda r: r.losses.sum() * (r.position_ids[0, 0] == 0),
+}
+
+
+def heard(loss_of, mask, repeats=1):
+    """(messages, whether the gradients are those of outputs that nobody follows)"""
+    rows, found = Rows(mask), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for followed in (False, *[True] * repeats):
+            rows.outputs(followed=followed)
+            gradients = torch.autograd.grad(loss_of(rows), rows.leaves, allow_unused=True)
+            found.append([torch.zeros(()) if g is None else g for g in gradients])
+    for gradients in found[1:]:
+        assert all(
+            type(g) is torch.Tensor and torch.equal(g, same) for g, same in zip(gradients, found[0], strict=True)
+        )
+    return [str(w.message) for w in caught if w.category is not FutureWarning]
+
+
+def all_heard(table, mask):
+    return {name: heard(loss_of, mask) for name, loss_of in table.items()}
+
+
+def own(mask):
+    return all_heard(OWN, mask)
+
+
+def weights(mask):
+    return all_heard(WEIGHTS, mask)
+
+
+def right(mask):
+    return all_heard(RIGHT, mask)
+
+
+@pytest.mark.parametrize("job", [own, weights])
+def test_what_counts_otherwise_than_on_one_process_is_told(ranks, job):
+    for found in ranks(job, UNEQUAL, world=2):
+        for name, messages in found.items():
+            assert len(messages) == 1, (name, messages)
+            assert "which are this context rank's" in messages[0] or "counts otherwise" in messages[0], name
+            assert "all_reduce(n, group=" in messages[0] and "functional.all_reduce(x" in messages[0]
+
+
+@pytest.mark.parametrize("job, mask", [(right, UNEQUAL), (own, EQUAL), (right, EQUAL)])
+def test_right_programs_hear_nothing(ranks, job, mask):
+    for found in ranks(job, mask, world=2):
+        assert not {name: messages for name, messages in found.items() if messages}
+
+
+def told_once():
+    return heard(OWN["sum / sum"], UNEQUAL, repeats=3)
+
+
+def test_it_is_told_once(ranks):
+    assert all(len(messages) == 1 for messages in ranks(told_once, world=2))
+
+
+def compiled():
+    return heard(
+        torch.compile(lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten()), backend="eager"), EQUAL
+    )
+
+
+def test_compiled_losses_are_left_alone(ranks):
+    assert ranks(compiled, world=2) == [[], []]

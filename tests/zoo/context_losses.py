@@ -1,0 +1,139 @@
+"""Losses that programs compute themselves from a model whose sequences lie over context ranks."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.nn.functional import all_reduce
+
+from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedSGD
+from core.parallel_state import ParallelState, context_batch
+from tests.models.gpt import VOCAB, gpt
+from tests.parity.whole import whole_parameters
+from tests.states import state
+from tests.zoo.case import Case, Family, compared
+
+LR, STEPS, S = 0.05, 3, 16
+STAGES = {"2 context ranks, ZeRO-1": 1, "2 context ranks, ZeRO-3": 3}
+CLASSES = torch.tensor([1, 2])
+
+
+def batch(step, ps):
+    """Rows of two sequences; the mask keeps other numbers of tokens on each rank."""
+    tokens, labels = torch.randint(VOCAB, (2, 2, S), generator=torch.Generator().manual_seed(step))
+    mask = torch.rand(2, S, generator=torch.Generator().manual_seed(step + 9)).gt(0.6).double()
+    mask[:, 0] = 1.0
+    given = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": torch.arange(S).expand(2, -1)}
+    return context_batch(given, ps)
+
+
+class Program:
+    """What a loop has at hand in one step."""
+
+    def __init__(self, model, ps, step):
+        self.group, self.ranks = ps.group("cp"), ps.size("cp")
+        self.rows, self.model = batch(step, ps), model
+        self.mask, self.labels = self.rows["loss_mask"], self.rows["labels"]
+
+    def losses(self):
+        return self.model(self.rows["tokens"], self.rows["position_ids"], labels=self.labels)
+
+    def logits(self):
+        return self.model(self.rows["tokens"], self.rows["position_ids"])
+
+    def total(self, n):
+        """`n` of all ranks, as it divides a loss that DataParallel averages."""
+        n = n.clone()
+        if self.group is not None:
+            dist.all_reduce(n, group=self.group.process_group)
+        return n / self.ranks
+
+    def whole(self, x):
+        """A sum over all rows, with gradients."""
+        return x if self.group is None else all_reduce(x, group=self.group.process_group)
+
+
+def by(loss_of):
+    """Weights after some steps: of context ranks, and of one process."""
+
+    def run(variation):
+        found = []
+        for ps in (state(cp=2), ParallelState.single("cpu")):
+            model = gpt("llama", parallel=ps)
+            shard = DataParallel(model, ps, zero_stage=STAGES[variation])
+            optimizer = ShardedSGD(shard, OptimizerConfig(lr=LR, clip_grad=0.0, weight_decay=0.0))
+            for step in range(STEPS):
+                loss_of(Program(model, ps, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            shard.remove()
+            found.append(whole_parameters(model, ps))
+        return compared(*found)
+
+    return run
+
+
+def weighted(program, divisor):
+    weights = 1.0 / (1 + program.rows["position_ids"])
+    return (program.losses() * weights).sum() / divisor(weights.sum())
+
+
+def selected(program):
+    kept = program.mask.bool()
+    return F.cross_entropy(program.logits()[kept], program.labels[kept], reduction="sum") / program.total(
+        program.mask.sum()
+    )
+
+
+def told(what, loss_of, remedy="`all_reduce(n, group=get_data_parallel_group(with_context_parallel=True))`"):
+    return Case(what, by(loss_of), "told", "counts otherwise than the same sum of another", remedy)
+
+
+def by_number(what, loss_of):
+    return Case(what, by(loss_of), "told", "which are this context rank's", "`all_reduce(x)` of what one rank has")
+
+
+CASES = [
+    Case("`losses.mean()`", by(lambda p: p.losses().mean())),
+    Case("`losses.sum() / losses.numel()`", by(lambda p: (losses := p.losses()).sum() / losses.numel())),
+    Case("a masked sum over all ranks' tokens", by(lambda p: (p.losses() * p.mask).sum() / p.total(p.mask.sum()))),
+    Case("weights by position, over all ranks' sum", by(lambda p: weighted(p, p.total))),
+    Case("selected logits, over all ranks' tokens", by(selected)),
+    Case(
+        "cross entropy and z-loss of logits",
+        by(
+            lambda p: (
+                F.cross_entropy((x := p.logits()).flatten(0, 1), p.labels.flatten())
+                + 1e-3 * (x.logsumexp(-1) ** 2).mean()
+            )
+        ),
+    ),
+    Case(
+        "logits pooled over the sequence, summed over the ranks",
+        by(lambda p: F.cross_entropy(p.whole(p.logits().sum(1)) / S, CLASSES)),
+    ),
+    told("`(losses * mask).sum() / mask.sum()`", lambda p: (p.losses() * p.mask).sum() / p.mask.sum()),
+    told("`... / mask.sum().item()`", lambda p: (p.losses() * p.mask).sum() / p.mask.sum().item()),
+    told("`losses[mask.bool()].mean()`", lambda p: p.losses()[p.mask.bool()].mean()),
+    told("a mean weighted by position", lambda p: weighted(p, lambda total: total)),
+    told(
+        "cross entropy of one's own, labels of -100",
+        lambda p: F.cross_entropy(p.logits().flatten(0, 1), p.labels.masked_fill(p.mask == 0, -100).flatten()),
+    ),
+    told(
+        "logits pooled over the rows at hand",
+        lambda p: F.cross_entropy(p.logits().mean(1), CLASSES),
+        "`all_reduce(x)`",
+    ),
+    told("a loss squared", lambda p: p.losses().mean() ** 2, "`all_reduce(x)`"),
+    by_number("the last token's logits", lambda p: F.cross_entropy(p.logits()[:, -1], CLASSES)),
+    by_number("losses without the last, `losses[:, :-1]`", lambda p: p.losses()[:, :-1].mean()),
+    by_number("the largest loss", lambda p: p.losses().max()),
+]
+
+FAMILY = Family(
+    "Losses over context ranks",
+    "Sequences over two context ranks, three steps of SGD, compared with one process that computes the same loss.",
+    CASES,
+    tuple(STAGES),
+)
