@@ -101,7 +101,9 @@ def wheel_bin(tmp_path_factory):
     venv.create(made / "venv", with_pip=False)
     packages = next((made / "venv" / "lib").glob("python*/site-packages"))
     install = [sys.executable, "-m", "pip", "--python", str(made / "venv" / "bin" / "python"), "install"]
-    subprocess.run([*install, "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    # pip takes what PYTHONPATH holds for installed
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*install, "-q", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True, env=env)
     # a line of a .pth is a directory to import from; after the environment's own, so that the wheel wins
     (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     return made / "venv" / "bin"
