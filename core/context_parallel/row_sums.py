@@ -8,6 +8,7 @@ where its rows are summed; in backward these sums' gradients are compared.
 """
 
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class RowSums:
     def __init__(self, group: Group | None) -> None:
         self.group, self.told = group, False  # None: one rank has all rows
         self._forwards = 0
+        self._latest: weakref.ref[_Sums] | None = None
 
     def __deepcopy__(self, memo: dict) -> "RowSums":
         return RowSums(self.group)
@@ -51,11 +53,12 @@ class RowSums:
             sums = _Sums(self, output)
             output.register_hook(sums.compare)
             sums.mark(output, _axes_of_rows(output))
+            self._latest = weakref.ref(sums)
 
-    def mark_gathered(self, logits: Tensor, gathered: Tensor) -> None:
-        """Follow `gathered` [b, s/cp, v] as `logits`, tensor ranks' parts of it, were."""
-        sums = logits.seen_by() if isinstance(logits, SplitTensor) else None
-        if isinstance(sums, _Sums):
+    def mark_gathered(self, gathered: Tensor) -> None:
+        """Follow [b, s/cp, v] that was gathered from tensor ranks' parts, as the output of that forward."""
+        sums = self._latest() if self._latest is not None else None
+        if sums is not None:
             sums.mark(gathered, _axes_of_rows(gathered))
 
     def tell(self, what: str) -> None:

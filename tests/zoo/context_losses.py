@@ -14,7 +14,11 @@ from tests.states import state
 from tests.zoo.case import Case, Family, compared
 
 LR, STEPS, S = 0.05, 3, 16
-STAGES = {"2 context ranks, ZeRO-1": 1, "2 context ranks, ZeRO-3": 3}
+LAYOUTS = {  # facts of the ranks, ZeRO stage
+    "2 context ranks, ZeRO-1": ({"cp": 2}, 1),
+    "2 context ranks, ZeRO-3": ({"cp": 2}, 3),
+    "2 tensor x 2 context ranks": ({"cp": 2, "tp": 2}, 1),
+}
 CLASSES = torch.tensor([1, 2])
 
 
@@ -39,7 +43,7 @@ class Program:
         return self.model(self.rows["tokens"], self.rows["position_ids"], labels=self.labels)
 
     def logits(self):
-        return self.model(self.rows["tokens"], self.rows["position_ids"])
+        return self.model.gather_logits(self.model(self.rows["tokens"], self.rows["position_ids"]))
 
     def total(self, n):
         """`n` of all ranks, as it divides a loss that DataParallel averages."""
@@ -58,9 +62,10 @@ def by(loss_of):
 
     def run(variation):
         found = []
-        for ps in (state(cp=2), ParallelState.single("cpu")):
+        facts, stage = LAYOUTS[variation]
+        for ps in (state(**facts), ParallelState.single("cpu")):
             model = gpt("llama", parallel=ps)
-            shard = DataParallel(model, ps, zero_stage=STAGES[variation])
+            shard = DataParallel(model, ps, zero_stage=stage)
             optimizer = ShardedSGD(shard, OptimizerConfig(lr=LR, clip_grad=0.0, weight_decay=0.0))
             for step in range(STEPS):
                 loss_of(Program(model, ps, step)).backward()
@@ -135,5 +140,5 @@ FAMILY = Family(
     "Losses over context ranks",
     "Sequences over two context ranks, three steps of SGD, compared with one process that computes the same loss.",
     CASES,
-    tuple(STAGES),
+    tuple(LAYOUTS),
 )

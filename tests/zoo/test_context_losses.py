@@ -3,7 +3,7 @@
 import pytest
 
 from tests.zoo.case import judge, observe
-from tests.zoo.context_losses import CASES, FAMILY
+from tests.zoo.context_losses import CASES, FAMILY, LAYOUTS
 
 
 def outcomes(names, variation):
@@ -15,6 +15,7 @@ def outcomes(names, variation):
     "variation", [FAMILY.variations[0], *(pytest.param(v, marks=pytest.mark.full) for v in FAMILY.variations[1:])]
 )
 def test_every_loss(ranks, variation):
-    seen = ranks(outcomes, [case.what for case in CASES], variation, world=2, timeout=240)
+    world = 4 if "tp" in LAYOUTS[variation][0] else 2
+    seen = ranks(outcomes, [case.what for case in CASES], variation, world=world, timeout=240)
     for place, case in enumerate(CASES):
         judge(case, [rank[place] for rank in seen], variation)

@@ -294,7 +294,7 @@ class GPTModel(nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
         gathered = gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
-        self._row_sums.mark_gathered(logits, gathered)
+        self._row_sums.mark_gathered(gathered)
         return gathered
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
