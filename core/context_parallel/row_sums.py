@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand import split_axes, split_functions
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
@@ -82,12 +83,15 @@ class _Sums(Follower):
         self._numbers = torch.zeros(2, dtype=torch.float64, device=output.device)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
-        if getattr(tensor, "requires_grad", False):  # others change no gradient
-            super().mark(tensor, axes)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            super().mark(tensor, axes, partial)
 
     def follow(
         self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
     ) -> None:
+        if any(x.partial for x in inputs):
+            self._follow_statistic(name, inputs, args, kwargs, result)
+            return
         try:
             outcome: Finding | Followed | str | float | None = _selected(name, args, result)
             outcome = outcome or _lost(name, args, kwargs, result) or outcome_of(func, name, args, kwargs, result)
@@ -95,7 +99,13 @@ class _Sums(Follower):
             return
         if outcome in _LARGEST:
             outcome = Finding("reduction", name, tuple(inputs[0].shape))
-        if isinstance(outcome, Finding):
+        if not any(x.requires_grad for x in inputs):
+            if isinstance(outcome, (str, float)) or (isinstance(outcome, Finding) and outcome.kind == "reduction"):
+                self._mark_statistic(result, name, inputs[0].dim())
+            elif isinstance(outcome, list):
+                for tensor, axes in outcome:
+                    self.mark(tensor, axes)
+        elif isinstance(outcome, Finding):
             self._tell_if_used(outcome, result)
         elif isinstance(outcome, str):
             is_mean = name in ("mean", "nanmean")
@@ -105,6 +115,26 @@ class _Sums(Follower):
         elif outcome is not None:
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
+
+    def _mark_statistic(self, result: Any, name: str, dims: int) -> None:
+        """A number of this rank's rows that has no gradient: a baseline, a quantile."""
+        if isinstance(result, Tensor) and result.dim() < dims:
+            self.mark(result, None, name)
+            if isinstance(result, SplitTensor):
+                result.counted = result.as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+
+    def _follow_statistic(
+        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Told where it meets what has a gradient, unless somebody has summed it over the ranks meanwhile."""
+        numbers = [x for x in inputs if x.partial and torch.equal(x, x.counted)]  # type: ignore[attr-defined]
+        if not numbers or name in ("all_reduce", "backward"):
+            return
+        if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
+            first = numbers[0]
+            self._owner.tell(f"{first.partial} of rows which are this context rank's comes to the loss by {name}")
+        elif isinstance(result, Tensor) and name in split_functions.LINEAR:
+            self._mark_statistic(result, numbers[0].partial, result.dim() + 1)
 
     def _tell_if_used(self, finding: Finding, result: Any) -> None:
         """Where a gradient comes back through it: nothing is said of what is only looked at."""
@@ -174,6 +204,10 @@ def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
         if len(index) > 1 and torch.equal(index[0], of_each):  # `hidden[arange(b), last]`
             return Finding("cut", name, tuple(x.shape))
         return [(result, (*_own_rows(result), *x.axes[len(index) :]))]
+    if isinstance(index, tuple):  # `hidden[:, last]`
+        numbered = [dim for dim, i in enumerate(index) if isinstance(i, Tensor)]
+        by_number = split_axes.is_split(x.axes, numbered) and not any(i is None or i is Ellipsis for i in index)
+        return Finding("cut", name, tuple(x.shape)) if by_number else None
     if not isinstance(index, Tensor):
         return None
     dims = index.dim() if index.dtype is torch.bool else 1

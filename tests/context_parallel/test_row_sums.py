@@ -51,6 +51,23 @@ def total(r, value):
     return n
 
 
+def by_ours(r, n):
+    from core.parallel_state.collectives import all_reduce
+
+    all_reduce(n, r.sums.group)
+    return n
+
+
+def seeded_gru():
+    torch.manual_seed(3)
+    return torch.nn.GRU(V, 3, batch_first=True)
+
+
+def logged(losses):
+    assert f"{losses}" == f"{losses.clone().as_subclass(torch.Tensor)}" == repr(losses)
+    return f"{losses.mean()} {losses.max():.1f} {losses.median().item()} {losses.sum() < 3}"
+
+
 def selected(r, index):
     return r.losses.view(-1)[index].mean()
 
@@ -92,6 +109,18 @@ WEIGHTS = {
     "last by number": lambda r: F.cross_entropy(r.logits[torch.arange(2), torch.tensor([3, 2])], CLASSES),
     "gathered": lambda r: r.losses.gather(1, torch.tensor([[1], [2]])).sum(),
     "smoothness": lambda r: (r.losses.diff(dim=1) ** 2).sum(),
+    "a window of rows": lambda r: F.avg_pool1d(r.logits.transpose(1, 2), 3, 1).sum(),
+    "pooled to one": lambda r: F.adaptive_avg_pool1d(r.logits.transpose(1, 2), 1).square().sum(),
+    "convolution": lambda r: F.conv1d(r.logits.transpose(1, 2), torch.ones(2, V, 3)).sum(),
+    "recurrent": lambda r: seeded_gru()(r.logits)[0].sum(),
+    "unfolded": lambda r: r.losses.unfold(1, 2, 1).prod(-1).sum(),
+    "summed by label": lambda r: (
+        torch.zeros(V).index_add(0, r.labels.flatten().clamp(min=0), r.losses.flatten()).exp().sum()
+    ),
+    "at a tensor's rows": lambda r: r.logits[:, torch.tensor([3, 2])].sum(),
+    "a baseline": lambda r: ((r.losses - r.losses.detach().mean()) ** 2).sum(),
+    "a quantile": lambda r: (r.losses * (r.losses < r.losses.detach().quantile(0.5))).sum(),
+    "a scaled baseline": lambda r: F.relu(r.losses - 0.9 * r.losses.data.view(-1).mean(0)).sum(),
     "attended": lambda r: F.scaled_dot_product_attention(r.logits, r.logits, r.logits).sum(),
 }
 RIGHT = {
@@ -112,6 +141,13 @@ RIGHT = {
     "a head": lambda r: (r.logits @ torch.ones(V, 2)).tanh().mean(),
     "own log-probabilities": lambda r: -r.logits.log_softmax(-1).gather(-1, r.labels.clamp(min=0)[..., None]).mean(),
     "pooled over all ranks": lambda r: F.cross_entropy(all_reduce(r.logits.sum(1), group=r.group) / S, CLASSES),
+    "a baseline of all ranks": lambda r: ((r.losses - total(r, r.losses.detach().sum()) / (2 * S)) ** 2).sum(),
+    "a baseline that is summed by ours": lambda r: ((r.losses - by_ours(r, r.losses.detach().sum()) / S) ** 2).sum(),
+    "statistics in a log": lambda r: (
+        r.losses.sum() + 0 * len(f"{r.losses.detach().mean()} {r.losses.detach().max():.1f}")
+    ),
+    "stacked": lambda r: torch.stack([r.losses, 2 * r.losses]).mean(),
+    "a detached weight for each": lambda r: ((1 - r.losses.detach().exp()) * r.losses).mean(),
     "nothing on one rank": lambda r: r.losses.sum() * (r.position_ids[0, 0] == 0),
 }
 

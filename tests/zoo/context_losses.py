@@ -90,6 +90,14 @@ def selected(program):
     )
 
 
+def preferred(program, whole):
+    """The first sequence over the second, by their tokens' log-probabilities."""
+    labels = program.labels[..., None]
+    chosen = program.logits().log_softmax(-1).gather(-1, labels).squeeze(-1)
+    scores = whole((chosen * program.mask).sum(1))
+    return -F.logsigmoid(0.1 * (scores[0] - scores[1]))
+
+
 def told(what, loss_of, remedy="`all_reduce(n, group=get_data_parallel_group(with_context_parallel=True))`"):
     return Case(what, by(loss_of), "told", "counts otherwise than the same sum of another", remedy)
 
@@ -131,6 +139,12 @@ CASES = [
         "`all_reduce(x)`",
     ),
     told("a loss squared", lambda p: p.losses().mean() ** 2, "`all_reduce(x)`"),
+    by_number(
+        "a baseline, `losses - losses.detach().mean()`",
+        lambda p: F.relu((losses := p.losses()) - losses.detach().mean()).mean(),
+    ),
+    told("preferences (DPO) of the rows at hand", lambda p: preferred(p, lambda x: x), "`all_reduce(x)`"),
+    Case("preferences (DPO), summed over the ranks first", by(lambda p: preferred(p, p.whole))),
     by_number("the last token's logits", lambda p: F.cross_entropy(p.logits()[:, -1], CLASSES)),
     by_number("losses without the last, `losses[:, :-1]`", lambda p: p.losses()[:, :-1].mean()),
     by_number("the largest loss", lambda p: p.losses().max()),

@@ -59,6 +59,11 @@ _KINDS = {
     "view": "view reshape flatten unflatten squeeze view_as reshape_as",
     "join": "cat concat concatenate hstack",
     "exit": "tolist numpy array item",
+    "window": """
+        avg_pool1d max_pool1d lp_pool1d adaptive_avg_pool1d adaptive_max_pool1d avg_pool2d max_pool2d unfold
+        gru lstm rnn_tanh rnn_relu
+    """,
+    "scatter": "scatter_add index_add scatter_reduce index_reduce index_put put",
 }
 LINEAR = frozenset(_LINEAR.split())
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
@@ -113,6 +118,10 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         return _reduced(name, args, kwargs, axes, result, shape)
     if kind == "product":
         return _multiplied(name, args, kwargs, axes, result)
+    if kind == "window":
+        return Finding("reduction", name, shape)
+    if kind == "scatter":
+        return name
     if kind == "cut":
         return _cut(name, args, kwargs, axes, result, shape)
     if not isinstance(result, Tensor):
@@ -171,6 +180,8 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         return _einsum(args, result)
     if name.startswith("conv"):
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+        if split_axes.is_split(axes, range(2, len(axes))):
+            return Finding("reduction", name, tuple(args[0].shape))
         return name if split_axes.is_split(axes, [1]) and groups == 1 else None
     if len(args) < 2:
         return None

@@ -45,6 +45,14 @@ class SplitTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
+    def __format__(self, spec: str) -> str:  # torch's refuses a spec of numbers to subclasses
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__format__(spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self.as_subclass(Tensor))
+
     def __deepcopy__(self, memo: dict) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__deepcopy__(memo)
