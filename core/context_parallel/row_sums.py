@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand import split_axes, split_functions
+from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
@@ -83,12 +83,14 @@ class _Sums(Follower):
         self._numbers = torch.zeros(2, dtype=torch.float64, device=output.device)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+        if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
             super().mark(tensor, axes, partial)
 
     def follow(
         self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
     ) -> None:
+        if name.endswith("_like") or name.startswith("new_"):  # other values
+            return
         if any(x.partial for x in inputs):
             self._follow_statistic(name, inputs, args, kwargs, result)
             return
@@ -101,27 +103,29 @@ class _Sums(Follower):
             outcome = Finding("reduction", name, tuple(inputs[0].shape))
         if not any(x.requires_grad for x in inputs):
             if isinstance(outcome, (str, float)) or (isinstance(outcome, Finding) and outcome.kind == "reduction"):
-                self._mark_statistic(result, name, inputs[0].dim())
+                self._mark_statistic(result, name)
             elif isinstance(outcome, list):
                 for tensor, axes in outcome:
                     self.mark(tensor, axes)
         elif isinstance(outcome, Finding):
             self._tell_if_used(outcome, result)
         elif isinstance(outcome, str):
-            is_mean = name in ("mean", "nanmean")
-            self._compare_later(result, inputs[0].numel() / max(result.numel(), 1) if is_mean else 1.0)
+            numbers = inputs[0].isnan().logical_not().sum().item() if name == "nanmean" else inputs[0].numel()
+            is_mean = name in ("mean", "nanmean") and isinstance(result, Tensor)
+            self._compare_later(result, numbers / max(result.numel(), 1) if is_mean else 1.0)
         elif isinstance(outcome, (int, float)):
             self._compare_later(result, outcome)
         elif outcome is not None:
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
 
-    def _mark_statistic(self, result: Any, name: str, dims: int) -> None:
-        """A number of this rank's rows that has no gradient: a baseline, a quantile."""
-        if isinstance(result, Tensor) and result.dim() < dims:
-            self.mark(result, None, name)
-            if isinstance(result, SplitTensor):
-                result.counted = result.as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+    def _mark_statistic(self, result: Any, name: str) -> None:
+        """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.dtype is torch.bool):
+                self.mark(tensor, None, name)
+            if isinstance(tensor, SplitTensor):
+                tensor.counted = tensor.as_subclass(Tensor).clone()  # type: ignore[attr-defined]
 
     def _follow_statistic(
         self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
@@ -133,8 +137,8 @@ class _Sums(Follower):
         if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
             first = numbers[0]
             self._owner.tell(f"{first.partial} of rows which are this context rank's comes to the loss by {name}")
-        elif isinstance(result, Tensor) and name in split_functions.LINEAR:
-            self._mark_statistic(result, numbers[0].partial, result.dim() + 1)
+        else:
+            self._mark_statistic(result, numbers[0].partial)
 
     def _tell_if_used(self, finding: Finding, result: Any) -> None:
         """Where a gradient comes back through it: nothing is said of what is only looked at."""

@@ -58,6 +58,16 @@ def by_ours(r, n):
     return n
 
 
+def normalised(x):
+    return (x - x.mean()) / (x.std() + 1e-8)
+
+
+def of_all(r):
+    parts = [torch.empty_like(r.losses.detach()) for _ in range(2)]
+    dist.all_gather(parts, r.losses.detach(), group=r.group)
+    return torch.cat(parts).flatten()
+
+
 def seeded_gru():
     torch.manual_seed(3)
     return torch.nn.GRU(V, 3, batch_first=True)
@@ -93,6 +103,7 @@ OWN = {
         F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="none").sum() / (r.labels != -100).sum()
     ),
     "nll": lambda r: F.nll_loss(r.logits.log_softmax(-1).flatten(0, 1), r.labels.flatten()),
+    "nanmean": lambda r: r.losses.masked_fill(r.mask == 0, torch.nan).nanmean(),
     "selected logits": lambda r: F.cross_entropy(r.logits[r.mask.bool()], r.labels[r.mask.bool()]),
 }
 WEIGHTS = {
@@ -121,6 +132,10 @@ WEIGHTS = {
     "a baseline": lambda r: ((r.losses - r.losses.detach().mean()) ** 2).sum(),
     "a quantile": lambda r: (r.losses * (r.losses < r.losses.detach().quantile(0.5))).sum(),
     "a scaled baseline": lambda r: F.relu(r.losses - 0.9 * r.losses.data.view(-1).mean(0)).sum(),
+    "above the mean": lambda r: (r.losses * (r.losses.detach() > r.losses.detach().mean(1, keepdim=True))).sum(),
+    "normalised advantages": lambda r: (r.losses * normalised(r.losses.detach())).sum(),
+    "detached softmax": lambda r: (r.losses * r.losses.detach().softmax(1)).sum(),
+    "median": lambda r: (r.losses * (r.losses.detach() > r.losses.detach().median(1, keepdim=True).values)).sum(),
     "attended": lambda r: F.scaled_dot_product_attention(r.logits, r.logits, r.logits).sum(),
 }
 RIGHT = {
@@ -143,6 +158,11 @@ RIGHT = {
     "pooled over all ranks": lambda r: F.cross_entropy(all_reduce(r.logits.sum(1), group=r.group) / S, CLASSES),
     "a baseline of all ranks": lambda r: ((r.losses - total(r, r.losses.detach().sum()) / (2 * S)) ** 2).sum(),
     "a baseline that is summed by ours": lambda r: ((r.losses - by_ours(r, r.losses.detach().sum()) / S) ** 2).sum(),
+    "accuracy of all ranks": lambda r: r.losses.sum() * total(r, (r.logits.detach().argmax(-1) == r.labels).sum()),
+    "above a mean of all ranks": lambda r: (
+        r.losses * (r.losses.detach() > total(r, r.losses.detach().mean()) / 2)
+    ).sum(),
+    "the largest of all ranks": lambda r: (r.losses * (r.losses.detach() >= of_all(r).topk(5).values.min())).sum(),
     "statistics in a log": lambda r: (
         r.losses.sum() + 0 * len(f"{r.losses.detach().mean()} {r.losses.detach().max():.1f}")
     ),
