@@ -22,10 +22,22 @@ from tests.dist_checkpointing.meshes import GPT_7B, GPT_124M, Mesh
 
 def launch(ranks, role, *words):
     """The JSON that rank 0 of a role printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     command += ["-m", "benchmarks.checkpoint_rank", role, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    found = [
+        line.removeprefix("RESULT ")
+        for line in done.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
     if done.returncode or not found:
         raise RuntimeError(f"{role} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
     return json.loads(found[0])
@@ -56,12 +68,16 @@ def saves_and_loads(table, path, size, pairs):
             save, load = found["save"], found["load"]
             print(f"--- {ranks} rank(s), {short}: {found['bytes'] / 2**30:.2f} GiB in memory")
             table.ratio(f"save_vs_dcp_{short}{suffix}", save["ours"], save["dcp"])
-            table.ratio(f"save_vs_dcp_4_threads_{short}{suffix}", save["ours"], save["dcp_4_threads"])
+            table.ratio(
+                f"save_vs_dcp_4_threads_{short}{suffix}", save["ours"], save["dcp_4_threads"]
+            )
             if dtype == "float32":
                 table.ratio(f"save_vs_raw{suffix}", save["ours"], save["raw"])
                 table.ratio(f"dcp_save_vs_raw{suffix}", save["dcp"], save["raw"])
                 table.ratio(f"same_layout_load_vs_dcp{suffix}", load["ours"], load["dcp"])
-                table.ratio(f"same_layout_load_vs_dcp{suffix}_unverified", load["unverified"], load["dcp"])
+                table.ratio(
+                    f"same_layout_load_vs_dcp{suffix}_unverified", load["unverified"], load["dcp"]
+                )
             if not (ranks == 2 and dtype == "float32"):  # what four ranks read below
                 continue
             moved = launch(4, "reshard_load", path, size, dtype, pairs)
@@ -90,7 +106,10 @@ def the_rest(table, path, size, pairs):
     found = launch(1, "many_steps", path, size, "float32", 2 * pairs + 1)
     table.ratio("save_with_1000_steps", found["one"], found["many"])
     toy = launch(1, "save_and_load", path, "toy", "float32", 2 * pairs + 1)["save"]
-    table.number("toy_save_vs_dcp", statistics.median(o / d for o, d in zip(toy["ours"], toy["dcp"], strict=True)))
+    table.number(
+        "toy_save_vs_dcp",
+        statistics.median(o / d for o, d in zip(toy["ours"], toy["dcp"], strict=True)),
+    )
 
 
 def offline_reshard(table, path, size):

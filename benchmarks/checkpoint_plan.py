@@ -33,7 +33,9 @@ def one(layout, pipe):
     messages = [json.dumps(local) for local in told]
     del told
     begin, before = time.process_time(), peak_mib()
-    found = merge_catalogs(with_repeated_arrays([json.loads(message) for message in messages], kinds))
+    found = merge_catalogs(
+        with_repeated_arrays([json.loads(message) for message in messages], kinds)
+    )
     read = time.process_time()
     plan = plan_writes(found.arrays, found.holdings)
     seconds, peak = time.process_time() - begin, peak_mib()
@@ -50,7 +52,9 @@ def one_load(layout, pipe):
     del wanted
     begin, before = time.process_time(), peak_mib()
     plan = plan_reads(chunks, [from_json(json.loads(message)) for message in messages], 0)
-    pipe.send((time.process_time() - begin, max(map(len, messages)), peak_mib(), before, plan.count))
+    pipe.send(
+        (time.process_time() - begin, max(map(len, messages)), peak_mib(), before, plan.count)
+    )
 
 
 def in_a_process(call, layout):

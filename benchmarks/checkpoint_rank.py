@@ -14,7 +14,16 @@ import tensorstore as ts
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_sides import Dcp, Ours, Raw, State, counter, drop_cache, fresh, reset_peak
+from benchmarks.checkpoint_sides import (
+    Dcp,
+    Ours,
+    Raw,
+    State,
+    counter,
+    drop_cache,
+    fresh,
+    reset_peak,
+)
 from core.dist_checkpointing import CheckpointManager
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.zarr_metadata import array_metadata
@@ -62,7 +71,12 @@ def save_and_load(path, size, dtype, pairs):
     tiny = State("toy", dtype)
     warm([Ours(tiny), Dcp(tiny), Raw(tiny)], path)
     state = State(size, dtype)
-    sides = {"ours": Ours(state), "dcp": Dcp(state), "dcp_4_threads": Dcp(state, threads=4), "raw": Raw(state)}
+    sides = {
+        "ours": Ours(state),
+        "dcp": Dcp(state),
+        "dcp_4_threads": Dcp(state, threads=4),
+        "raw": Raw(state),
+    }
 
     saves = {name: [] for name in sides}
     last = {}
@@ -121,7 +135,11 @@ def reshard_load(path, size, dtype, pairs):
 
 def needed(state):
     """Bytes of this rank's state that a checkpoint holds: derived weights are read from their main parameters."""
-    return sum(t.nbytes for (kind, _), t in state.tensors.items() if kind != "model" or t.dtype == torch.float32)
+    return sum(
+        t.nbytes
+        for (kind, _), t in state.tensors.items()
+        if kind != "model" or t.dtype == torch.float32
+    )
 
 
 def replicas(path, size, dtype, pairs):
@@ -140,7 +158,10 @@ def replicas(path, size, dtype, pairs):
     total = torch.tensor([sum(read)], dtype=torch.float64)
     dist.all_reduce(total)
     shares = {"shared": True, "each": False}
-    calls = {name: lambda on=on: ours.load(f"{path}/replicas", share_reads=on) for name, on in shares.items()}
+    calls = {
+        name: lambda on=on: ours.load(f"{path}/replicas", share_reads=on)
+        for name, on in shares.items()
+    }
     times = turns(calls, pairs)
     fresh(f"{path}/replicas")
     return {"over_state": total.item() / needed(state), **times}
@@ -171,7 +192,11 @@ def stall(path, size, dtype, pairs):
     """What an asynchronous save costs the loop, first one included, over copying the same bytes to warm memory."""
     state = State(size, dtype)
     sharded = state.sharded()
-    with_copy = {n: np.zeros(t.shape, np.float32) for n, t in state.tensors.items() if t.dtype == torch.float32}
+    with_copy = {
+        n: np.zeros(t.shape, np.float32)
+        for n, t in state.tensors.items()
+        if t.dtype == torch.float32
+    }
 
     def copy():
         begin = time.perf_counter()
@@ -200,7 +225,9 @@ def many_steps(path, size, dtype, pairs):
     sharded, calls, steps = State("toy", dtype).sharded(), {}, itertools.count(1000)
     for name, count in (("one", 1), ("many", 1000)):
         root = f"{path}/{name}"
-        manager = CheckpointManager(root, keep_last=3, keep_every=1, keep_hours=1.0, keep_best="loss")
+        manager = CheckpointManager(
+            root, keep_last=3, keep_every=1, keep_hours=1.0, keep_best="loss"
+        )
         manager.save(0, sharded, {"loss": 0.0})
         for step in range(1, count):
             shutil.copytree(f"{root}/{step_name(0)}", f"{root}/{step_name(step)}")
@@ -222,7 +249,11 @@ def checksums(path, size, dtype, pairs):
     """Durable saves of one array in shards with checksums behind each MiB, and of the same without."""
     whole = torch.randn(64, 4 << 20).numpy()
     times = turns(
-        {kind: lambda kind=kind: write_shards(f"{path}/{kind}", whole, kind) for kind in ("with", "without")}, pairs
+        {
+            kind: lambda kind=kind: write_shards(f"{path}/{kind}", whole, kind)
+            for kind in ("with", "without")
+        },
+        pairs,
     )
     for kind in times:
         fresh(f"{path}/{kind}")
@@ -234,11 +265,16 @@ def write_shards(path, whole, kind):
     metadata = array_metadata(ArrayInfo(whole.shape, "float32"), (1, 4 << 20), (1, 1 << 18))
     inner = metadata["codecs"][0]["configuration"]
     inner["codecs"] = inner["codecs"][: None if kind == "with" else 1]
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path + "/"}, "metadata": metadata}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": path + "/"},
+        "metadata": metadata,
+    }
     context = ts.Context({"file_io_concurrency": {"limit": 32}, "file_io_sync": True})
     store = ts.open(spec, context=context, open=True, assume_metadata=True).result()
     running = [
-        store[i : i + 1].write(whole[i : i + 1], can_reference_source_data_indefinitely=True) for i in range(64)
+        store[i : i + 1].write(whole[i : i + 1], can_reference_source_data_indefinitely=True)
+        for i in range(64)
     ]
     for write in running:
         write.result()

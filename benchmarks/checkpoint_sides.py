@@ -59,9 +59,13 @@ class State:
         self.tensors = {}
         for number, (name, (shape, dim)) in enumerate(self.shapes.items()):
             local = [n // self.tp if d == dim else n for d, n in enumerate(shape)]
-            generator = torch.Generator().manual_seed(number * 64 + (0 if dim is None else self.rank))
+            generator = torch.Generator().manual_seed(
+                number * 64 + (0 if dim is None else self.rank)
+            )
             for kind in ("main", "exp_avg", "exp_avg_sq"):
-                value = torch.zeros(local) if zeros else torch.empty(local).normal_(generator=generator)
+                value = (
+                    torch.zeros(local) if zeros else torch.empty(local).normal_(generator=generator)
+                )
                 self.tensors[kind, name] = value
             main = self.tensors["main", name]
             if dtype == torch.float32:
@@ -98,9 +102,13 @@ class State:
 
         def wrap(name, tensor):
             dim = self.shapes[name][1]
-            return DTensor.from_local(tensor, mesh, [Replicate() if dim is None else Shard(dim)], run_check=False)
+            return DTensor.from_local(
+                tensor, mesh, [Replicate() if dim is None else Shard(dim)], run_check=False
+            )
 
-        return {f"{kind}.{name}": wrap(name, tensor) for (kind, name), tensor in self.tensors.items()}
+        return {
+            f"{kind}.{name}": wrap(name, tensor) for (kind, name), tensor in self.tensors.items()
+        }
 
 
 class Ours:
@@ -147,9 +155,13 @@ class Raw:
 
     def __init__(self, state):
         pieces = [tensor.view(-1).view(torch.uint8).numpy() for tensor in state.tensors.values()]
-        chunks = [piece[i : i + (16 << 20)] for piece in pieces for i in range(0, piece.size, 16 << 20)]
+        chunks = [
+            piece[i : i + (16 << 20)] for piece in pieces for i in range(0, piece.size, 16 << 20)
+        ]
         small = [chunk for chunk in chunks if chunk.size < 1 << 20]
-        self._chunks = [chunk for chunk in chunks if chunk.size >= 1 << 20] + [np.concatenate(small)]
+        self._chunks = [chunk for chunk in chunks if chunk.size >= 1 << 20] + [
+            np.concatenate(small)
+        ]
         self._rank = state.rank
 
     def save(self, path):

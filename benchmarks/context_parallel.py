@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.harness import DTYPES, alternating, compare_pairs, matmul_dtypes, median, on_ranks, run_parts, total
+from benchmarks.harness import (
+    DTYPES,
+    alternating,
+    compare_pairs,
+    matmul_dtypes,
+    median,
+    on_ranks,
+    run_parts,
+    total,
+)
 from core.autograd import Comm, StageContext, apply_recompute
 from core.context_parallel import Exchange, begin_of_rows, context_attention, visible_mask
 from core.data_parallel import DataParallel
@@ -51,7 +60,9 @@ def torch_ring(ring, kernel, kernel_backward):
     class Ring(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            out, logsumexp = ring._templated_ring_attention(dist.group.WORLD, 2, forward, q, k, v, is_causal=True)[:2]
+            out, logsumexp = ring._templated_ring_attention(
+                dist.group.WORLD, 2, forward, q, k, v, is_causal=True
+            )[:2]
             ctx.save_for_backward(q, k, v, out, logsumexp)
             return out
 
@@ -59,7 +70,17 @@ def torch_ring(ring, kernel, kernel_backward):
         def backward(ctx, grad):
             q, k, v, out, logsumexp = ctx.saved_tensors
             return ring._templated_ring_attention_backward(
-                dist.group.WORLD, 2, back, grad.contiguous(), "grad_out", q, k, v, out, logsumexp, True
+                dist.group.WORLD,
+                2,
+                back,
+                grad.contiguous(),
+                "grad_out",
+                q,
+                k,
+                v,
+                out,
+                logsumexp,
+                True,
             )[:3]
 
     return Ring.apply
@@ -89,7 +110,8 @@ def attention_rank(rank, world, store, s, pairs, result):
             rows, exchange = ContextRows.of_state(ps), Exchange(ps)
             mine = [rows.of(x, 2).contiguous() for x in heads(s, dtype)]
             sides[kind] = lambda mine=mine, exchange=exchange: backward(
-                lambda q, k, v: context_attention(q, k, v, exchange, scale=q.shape[3] ** -0.5), *mine
+                lambda q, k, v: context_attention(q, k, v, exchange, scale=q.shape[3] ** -0.5),
+                *mine,
             )
         zigzag = [ContextRows(world, rank).of(x, 2).contiguous() for x in heads(s, dtype)]
         for name, rotation in ring._RotateMethod.__members__.items():
@@ -109,9 +131,14 @@ def attention_rank(rank, world, store, s, pairs, result):
 def attention(quick, found):
     for dtype, times in on_ranks(attention_rank, 2, 1024 if quick else 4096, PAIRS).items():
         for name in times:
-            print(f"attention over 2 ranks, {dtype:9s} {name:18s} {median(times, name) * 1e3:8.1f} CPU ms")
+            print(
+                f"attention over 2 ranks, {dtype:9s} {name:18s} {median(times, name) * 1e3:8.1f} CPU ms"
+            )
         fastest = [
-            min((n for n in times if n.startswith("torch") == theirs), key=lambda n: median(times, n))
+            min(
+                (n for n in times if n.startswith("torch") == theirs),
+                key=lambda n: median(times, n),
+            )
             for theirs in (True, False)
         ]
         short = next(name for name, known in DTYPES.items() if str(known).endswith(dtype))
@@ -123,12 +150,19 @@ def step_rank(rank, world, store, s, dtype, pairs, result):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     config = llama_config(
-        num_layers=2, hidden_size=256, num_attention_heads=4, ffn_hidden_size=704, params_dtype=dtype
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        ffn_hidden_size=704,
+        params_dtype=dtype,
     )
     tokens = torch.randint(2048, (world, s), generator=torch.Generator().manual_seed(0))
     whole = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
     layouts = {"dp": ParallelConfig()}
-    layouts |= {kind: ParallelConfig(context=world, cp_comm_type=kind) for kind in ("all_gather", "p2p", "a2a")}
+    layouts |= {
+        kind: ParallelConfig(context=world, cp_comm_type=kind)
+        for kind in ("all_gather", "p2p", "a2a")
+    }
     sides, losses = {}, {}
     for name, layout in layouts.items():
         ps = ParallelState.build(layout, device="cpu")
@@ -136,7 +170,9 @@ def step_rank(rank, world, store, s, dtype, pairs, result):
         shard = DataParallel(model, ps)
         optimizer = ShardedAdamW(shard, OptimizerConfig(lr=1e-4))
         executor = SingleStage(model, ps=ps, grad_sync=shard)
-        mine = {key: value[rank : rank + 1] for key, value in whole.items()} if name == "dp" else whole
+        mine = (
+            {key: value[rank : rank + 1] for key, value in whole.items()} if name == "dp" else whole
+        )
         batch = context_batch(mine, ps)
 
         def step(name=name, executor=executor, optimizer=optimizer, batch=batch):
@@ -184,7 +220,9 @@ def documents(quick, found):
             ),
             *tensors,
         ),
-        "mask": lambda: backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *tensors),
+        "mask": lambda: backward(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *tensors
+        ),
     }
     times = alternating(sides, PAIRS)
     print(
@@ -198,7 +236,11 @@ def recompute(quick, found):
     tokens = torch.randint(512, (1, s))
     for short, dtype in matmul_dtypes().items():
         config = llama_config(
-            num_layers=4, hidden_size=256, num_attention_heads=4, ffn_hidden_size=704, params_dtype=dtype
+            num_layers=4,
+            hidden_size=256,
+            num_attention_heads=4,
+            ffn_hidden_size=704,
+            params_dtype=dtype,
         )
         sides = {}
         for name, policy, keeps in (
@@ -206,14 +248,20 @@ def recompute(quick, found):
             ("keeps", "layer", "attention"),
             ("all", "layer", "nothing"),
         ):
-            model = GPTModel(config, llama_spec(), 512, s, parallel=ParallelState.single("cpu"), seed=1)
+            model = GPTModel(
+                config, llama_spec(), 512, s, parallel=ParallelState.single("cpu"), seed=1
+            )
             apply_recompute(model, policy, stage=model.stage, keeps=keeps)
-            sides[name] = lambda model=model: model(tokens, labels=tokens.roll(-1, 1)).sum().backward()
+            sides[name] = lambda model=model: (
+                model(tokens, labels=tokens.roll(-1, 1)).sum().backward()
+            )
         times = alternating(sides, PAIRS)
         each = ", ".join(f"{name} {median(times, name) * 1e3:.0f}" for name in times)
         print(f"forward and backward, s {s}, {short}: {each} CPU ms")
         compare_pairs(found, f"recompute_layer_overhead_{short}", times, "keeps", "none")
-        compare_pairs(found, f"recompute_layer_overhead_keeps_nothing_{short}", times, "all", "none")
+        compare_pairs(
+            found, f"recompute_layer_overhead_keeps_nothing_{short}", times, "all", "none"
+        )
 
 
 def head(quick, found):
@@ -230,7 +278,9 @@ def head(quick, found):
 
     def theirs():
         options = torch.nn.LinearCrossEntropyOptions()
-        F.linear_cross_entropy(x[:, 0], weight, labels[:, 0], reduction="none", options=options).sum().backward()
+        F.linear_cross_entropy(
+            x[:, 0], weight, labels[:, 0], reduction="none", options=options
+        ).sum().backward()
 
     sides = {"whole": whole, "ours": chunked}
     if hasattr(F, "linear_cross_entropy"):
@@ -242,7 +292,9 @@ def head(quick, found):
             sides[name]()
         peaks[name] = live.peak
     times = alternating(sides, PAIRS)
-    print(f"head and loss, {n} tokens of {v}: {', '.join(f'{k} {median(times, k) * 1e3:.0f}' for k in times)} CPU ms")
+    print(
+        f"head and loss, {n} tokens of {v}: {', '.join(f'{k} {median(times, k) * 1e3:.0f}' for k in times)} CPU ms"
+    )
     found["head_loss_peak"] = peaks["ours"] / peaks["whole"]
     compare_pairs(found, "head_loss_time", times, "ours", "whole")
     if "torch" in times:

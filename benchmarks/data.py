@@ -19,7 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import arguments, report, take_turns
-from core.datasets import GPTBatches, TokenFile, TokenFileWriter, read_texts, standard_library, train_tokenizer
+from core.datasets import (
+    GPTBatches,
+    TokenFile,
+    TokenFileWriter,
+    read_texts,
+    standard_library,
+    train_tokenizer,
+)
 from core.datasets.prepare import main as prepare
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -66,7 +73,9 @@ def measure_prepare(table, directory, pairs, copies):
         tokenizer._inner.encode_batch_fast(everything, add_special_tokens=False)
 
     ratio = take_turns(ours, peer, pairs=pairs, warmup=1)
-    tokens = sum(len(ids) + 1 for ids in tokenizer.encode_batch(texts) if ids)  # empty documents are skipped
+    tokens = sum(
+        len(ids) + 1 for ids in tokenizer.encode_batch(texts) if ids
+    )  # empty documents are skipped
     assert TokenFile(directory / "made").num_tokens == copies * tokens
     rates = [megabytes / statistics.median(side) for side in (ratio.ours, ratio.peer)]
     print(ratio.row(f"prepare, {megabytes:.0f} MB"))
@@ -78,7 +87,10 @@ def measure_loader(table, directory, pairs, tokens):
     with TokenFileWriter(directory / "random", vocab_size=50_000) as writer:
         writer.add_document(np.random.default_rng(0).integers(0, 50_000, tokens, dtype=np.uint16))
     batches = GPTBatches(
-        token_file=TokenFile(directory / "random"), sequence_length=2048, global_batch_size=8, seed=1
+        token_file=TokenFile(directory / "random"),
+        sequence_length=2048,
+        global_batch_size=8,
+        seed=1,
     )
     rounds = min(500, batches.num_samples // 8)
     source = np.random.default_rng(0).integers(0, 50_000, (2, 8, 2048))
@@ -95,7 +107,9 @@ def measure_loader(table, directory, pairs, tokens):
     ratio = take_turns(ours, copies, pairs=pairs)
     per_second = rounds * 8 * 2048 / statistics.median(ratio.ours)
     table.row("loader_tokens_per_s", per_second / 1e6, "million tokens/s on one core (goal 50)")
-    table.row("loader_fraction_of_memcpy", ratio.median, "of a memcpy of the same int64 tokens and labels")
+    table.row(
+        "loader_fraction_of_memcpy", ratio.median, "of a memcpy of the same int64 tokens and labels"
+    )
 
 
 def sparse(prefix, tokens, documents):
@@ -138,27 +152,41 @@ IMPORTS = {  # names are loaded at first use, so what is used is named
 
 def alone(code, *words):
     """The number that a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
     return float(done.stdout)
 
 
 def median_of(times):
-    return statistics.median(times), f"({min(times):.3f} .. {max(times):.3f}, {len(times)} processes)"
+    return statistics.median(
+        times
+    ), f"({min(times):.3f} .. {max(times):.3f}, {len(times)} processes)"
 
 
 def measure_first_batch(table, directory, rounds, scale):
     sparse(directory / "large", int(10e9 * scale), int(10e6 * scale))
     code = FIRST.replace("{scale}", str(scale))
-    times = [alone(code, str(directory / "large")) for _ in range(rounds + 1)][1:]  # the first one warms the disk
+    times = [alone(code, str(directory / "large")) for _ in range(rounds + 1)][
+        1:
+    ]  # the first one warms the disk
     middle, spread = median_of(times)
-    table.row("first_batch_ms", middle, f"ms {spread}; {scale * 10:g} G tokens, {scale * 10:g} M documents (goal 50)")
+    table.row(
+        "first_batch_ms",
+        middle,
+        f"ms {spread}; {scale * 10:g} G tokens, {scale * 10:g} M documents (goal 50)",
+    )
 
 
 def measure_imports(table, rounds):
     for name, statement in IMPORTS.items():
         times = [alone(IMPORT.replace("{statement}", statement)) for _ in range(rounds + 1)][1:]
         middle, spread = median_of(times)
-        table.row(f"import_{name}_s", middle, f"s beyond torch {spread} {'(goal 0.2)' if name == 'core' else ''}")
+        table.row(
+            f"import_{name}_s",
+            middle,
+            f"s beyond torch {spread} {'(goal 0.2)' if name == 'core' else ''}",
+        )
 
 
 def main():

@@ -22,10 +22,31 @@ from benchmarks.harness import arguments, report
 
 # neighbours are compared, so they take turns directly
 ORDER = [
-    *("deepspeed0", "zero_redundancy", "zero2", "zero0", "ddp", "zero1", "deepspeed1", "deepspeed2"),
-    *("zero3_executor", "fsdp2", "zero3", "deepspeed3", "zero0_executor", "zero1_executor", "zero2_executor"),
+    *(
+        "deepspeed0",
+        "zero_redundancy",
+        "zero2",
+        "zero0",
+        "ddp",
+        "zero1",
+        "deepspeed1",
+        "deepspeed2",
+    ),
+    *(
+        "zero3_executor",
+        "fsdp2",
+        "zero3",
+        "deepspeed3",
+        "zero0_executor",
+        "zero1_executor",
+        "zero2_executor",
+    ),
 ]
-DEFAULT = [name for name in ORDER if not name.endswith("_executor") and name not in ("deepspeed0", "deepspeed2")]
+DEFAULT = [
+    name
+    for name in ORDER
+    if not name.endswith("_executor") and name not in ("deepspeed0", "deepspeed2")
+]
 KEYS = {
     "compute": {
         "zero0_vs_ddp": ("zero0", "ddp", 1.02),
@@ -45,12 +66,26 @@ CALLS_GOAL, OPTIMIZER_GOAL = 2000, 1.1
 
 def launch(ranks, *words):
     """The JSON that rank 0 of a role printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     command += ["-m", "benchmarks.data_parallel_rank", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    found = [
+        line.removeprefix("RESULT ")
+        for line in done.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
     if done.returncode or not found:
-        raise RuntimeError(f"{' '.join(map(str, words))} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(map(str, words))} on {ranks} ranks failed:\n{done.stderr[-3000:]}"
+        )
     return json.loads(found[0])
 
 
@@ -58,9 +93,13 @@ def usable_deepspeed():
     """Whether DeepSpeed is here and not waiting for a build that nobody finishes."""
     if not deepspeed_installed():
         return False
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(
+        "~/.cache/torch_extensions"
+    )
     if locks := glob.glob(f"{folder}/**/lock", recursive=True):
-        print(f"without DeepSpeed: it would wait for {locks[0]}; if no build is running, remove that file")
+        print(
+            f"without DeepSpeed: it would wait for {locks[0]}; if no build is running, remove that file"
+        )
         return False
     return True
 
@@ -80,7 +119,9 @@ def check_losses(losses):
     worst = 0.0
     for name, found in others:
         differences = [abs(a - b) / abs(b) for a, b in zip(found, first, strict=True)]
-        assert max(differences) < 1e-5, f"the losses of {name} and {base} differ by {max(differences):.1e}: {found}"
+        assert max(differences) < 1e-5, (
+            f"the losses of {name} and {base} differ by {max(differences):.1e}: {found}"
+        )
         worst = max(worst, *differences)
     return worst
 
@@ -88,11 +129,15 @@ def check_losses(losses):
 def compare_steps(setting, engines, keys, args):
     """Prints every engine over DDP (or the first engine), then the keys; returns the keys' medians."""
     size = "quick" if args.quick else setting
-    found = launch(2, "steps", size, ",".join(engines), 3 if args.quick else 9, 2 if args.quick else 4)
+    found = launch(
+        2, "steps", size, ",".join(engines), 3 if args.quick else 9, 2 if args.quick else 4
+    )
     seconds, worst = found["seconds"], check_losses(found["losses"])
     base = "ddp" if "ddp" in seconds else engines[0]
     first = found["losses"][base]
-    print(f"--- {setting}: losses of {len(first)} steps {first[0]:.4f} .. {first[-1]:.4f}, equal to {worst:.0e}")
+    print(
+        f"--- {setting}: losses of {len(first)} steps {first[0]:.4f} .. {first[-1]:.4f}, equal to {worst:.0e}"
+    )
     for name in engines:
         median, low, high = ratios(seconds[name], seconds[base])
         took = 1e3 * statistics.median(seconds[name])
@@ -106,7 +151,10 @@ def compare_steps(setting, engines, keys, args):
         if ours in seconds and peer in seconds:
             result[key], low, high = ratios(seconds[ours], seconds[peer])
             pairs = len(seconds[ours])
-            print(f"{key:28s} {result[key]:8.3f} ({low:.2f} .. {high:.2f}, {pairs} pairs){against(goal)}", flush=True)
+            print(
+                f"{key:28s} {result[key]:8.3f} ({low:.2f} .. {high:.2f}, {pairs} pairs){against(goal)}",
+                flush=True,
+            )
     return result
 
 
@@ -114,7 +162,9 @@ def count_calls(engines):
     found = launch(2, "calls", ",".join(engines))
     mine = [f"zero{stage}" for stage in range(4)]
     for name, number in found.items():
-        print(f"{'python_calls_' + name:28s} {number:8d}{against(CALLS_GOAL if name in mine else None)}")
+        print(
+            f"{'python_calls_' + name:28s} {number:8d}{against(CALLS_GOAL if name in mine else None)}"
+        )
     result = {f"python_calls_{name}": found[name] for name in mine if name in found}
     return result | ({"python_calls": max(result.values())} if result else {})
 

@@ -19,8 +19,12 @@ from benchmarks.llama import Llama, Shape
 from core.parallel_state import ParallelConfig, ParallelState
 
 LR, CLIP = 3e-4, 1.0
-COMPUTE = Shape(hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, seq=128, vocab=4096)  # 5.3 M, batch 4
-COMMUNICATION = Shape(hidden=384, layers=4, heads=4, kv_heads=4, ffn=1024, seq=64, vocab=4096)  # 10.2 M, batch 1
+COMPUTE = Shape(
+    hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, seq=128, vocab=4096
+)  # 5.3 M, batch 4
+COMMUNICATION = Shape(
+    hidden=384, layers=4, heads=4, kv_heads=4, ffn=1024, seq=64, vocab=4096
+)  # 10.2 M, batch 1
 
 
 def next_token_loss(logits, labels):
@@ -48,7 +52,11 @@ def torch_step(net, optimizer):
 def ddp_module(model, bucket_mb=4, **options):
     """No broadcast of the rotary tables at each forward; buckets in which gloo overlaps best here."""
     return nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb, broadcast_buffers=False, **options
+        model,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_mb,
+        broadcast_buffers=False,
+        **options,
     )
 
 
@@ -98,7 +106,9 @@ def deepspeed(stage, **options):
             "steps_per_print": 10**9,
             "zero_optimization": {"stage": stage, **options},
         }
-        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=adamw(model.parameters()), config=config
+        )
 
         def step(tokens, labels):
             loss = next_token_loss(engine(tokens), labels)
@@ -138,7 +148,9 @@ def ours(stage, *, executor=False, **options):
         stages = SingleStage(model, ps=ps, grad_sync=shard)
 
         def loss_sum(output, batch):
-            return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum"), output.shape[1]
+            return F.cross_entropy(
+                output.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+            ), output.shape[1]
 
         def executed(tokens, labels):
             result = stages.step({"tokens": tokens, "labels": labels}, loss_sum)
@@ -156,7 +168,9 @@ SIDES = {
     "zero_redundancy": zero_redundancy,
     "fsdp2": fsdp2,
     "deepspeed0": deepspeed(0),
-    **{f"deepspeed{stage}": deepspeed(stage, reduce_bucket_size=4_000_000) for stage in (1, 2)},  # 5e8 is slower here
+    **{
+        f"deepspeed{stage}": deepspeed(stage, reduce_bucket_size=4_000_000) for stage in (1, 2)
+    },  # 5e8 is slower here
     "deepspeed3": deepspeed(3),
     **{f"zero{stage}": ours(stage) for stage in range(4)},
     **{f"zero{stage}_executor": ours(stage, executor=True) for stage in range(4)},

@@ -47,7 +47,8 @@ def huggingface(shape, dtype):
 
 def our_model(theirs, dtype):
     model = GPTModel(
-        **from_huggingface(theirs.config, params_dtype=dtype).arguments(), parallel=ParallelState.single("cpu")
+        **from_huggingface(theirs.config, params_dtype=dtype).arguments(),
+        parallel=ParallelState.single("cpu"),
     )
     load_huggingface(model, theirs.state_dict())
     return model
@@ -84,7 +85,9 @@ def with_main_parameters(model, tokens, labels):
 def compare(shape, batch, dtype, pairs):
     theirs = huggingface(shape, dtype)
     ours = our_model(theirs, dtype)
-    data = torch.randint(shape.vocab, (batch, shape.seq + 1), generator=torch.Generator().manual_seed(1))
+    data = torch.randint(
+        shape.vocab, (batch, shape.seq + 1), generator=torch.Generator().manual_seed(1)
+    )
     tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
     def their_loss():
@@ -94,12 +97,18 @@ def compare(shape, batch, dtype, pairs):
         return ours(tokens, labels=labels).mean()
 
     difference = abs(their_loss().item() - our_loss().item())
-    assert difference < (1e-5 if dtype == torch.float32 else 2e-2), f"the losses differ by {difference}"
+    assert difference < (1e-5 if dtype == torch.float32 else 2e-2), (
+        f"the losses differ by {difference}"
+    )
     a, b = stepper(our_loss, fused_adamw(ours)), stepper(their_loss, fused_adamw(theirs))
     ratio = take_turns(a, b, pairs=pairs)
     main = None
     if dtype == torch.bfloat16:
-        main = take_turns(with_main_parameters(our_model(theirs, dtype), tokens, labels), b, pairs=max(5, pairs // 2))
+        main = take_turns(
+            with_main_parameters(our_model(theirs, dtype), tokens, labels),
+            b,
+            pairs=max(5, pairs // 2),
+        )
     compiled = our_model(theirs, dtype)
     compile_layers(compiled)
     compiled_step = stepper(lambda: compiled(tokens, labels=labels).mean(), fused_adamw(compiled))
@@ -111,10 +120,17 @@ def compare(shape, batch, dtype, pairs):
         return F.cross_entropy(their_forward(tokens).logits.float().flatten(0, 1), labels.flatten())
 
     against_compiled = take_turns(
-        compiled_step, stepper(their_compiled_loss, fused_adamw(their_compiled)), pairs=max(5, pairs // 2)
+        compiled_step,
+        stepper(their_compiled_loss, fused_adamw(their_compiled)),
+        pairs=max(5, pairs // 2),
     )
     share = kernel_seconds(b) / statistics.median(ratio.peer)
-    fraction = flops_per_token(shape) * tokens.numel() / statistics.median(ratio.ours) / matmul_flops(dtype)
+    fraction = (
+        flops_per_token(shape)
+        * tokens.numel()
+        / statistics.median(ratio.ours)
+        / matmul_flops(dtype)
+    )
     return ratio, main, faster, against_compiled, fraction, share
 
 
@@ -130,7 +146,9 @@ def main():
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         if name not in args.dtypes:
             continue
-        ratio, main_parameters, faster, against_compiled, fraction, share = compare(shape, batch, dtype, pairs)
+        ratio, main_parameters, faster, against_compiled, fraction, share = compare(
+            shape, batch, dtype, pairs
+        )
         print(ratio.row(f"{name}: ours against Hugging Face"))
         if main_parameters:
             print(main_parameters.row(f"{name}: ours with fp32 main parameters"))

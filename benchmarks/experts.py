@@ -81,7 +81,10 @@ def our_model(ps, dtype, s, layers):
 def their_block(kind, dtype, state, experts):
     """Their block with the experts number `experts` (a slice) of `state`; over ranks it exchanges tokens."""
     config = MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=FFN, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
     )
     config._experts_implementation = kind
     block = MixtralSparseMoeBlock(config)
@@ -115,10 +118,19 @@ def clearly_routed(candidates, router, count):
 def block_sides(ps, dtype, tokens, peers):
     """name -> forward and backward of the block on this rank's `tokens`; all with the same weights."""
     draw = torch.Generator().manual_seed(0)
-    shapes = {"router": (EXPERTS, HIDDEN), "fc1": (EXPERTS, 2, FFN, HIDDEN), "fc2": (EXPERTS, HIDDEN, FFN)}
-    state = {name: (torch.randn(shape, generator=draw) * 0.05).to(dtype) for name, shape in shapes.items()}
+    shapes = {
+        "router": (EXPERTS, HIDDEN),
+        "fc1": (EXPERTS, 2, FFN, HIDDEN),
+        "fc2": (EXPERTS, HIDDEN, FFN),
+    }
+    state = {
+        name: (torch.randn(shape, generator=draw) * 0.05).to(dtype)
+        for name, shape in shapes.items()
+    }
     draw.manual_seed(1 + ps.rank)
-    x = clearly_routed(torch.randn(4 * tokens, 1, HIDDEN, generator=draw).to(dtype), state["router"], tokens)
+    x = clearly_routed(
+        torch.randn(4 * tokens, 1, HIDDEN, generator=draw).to(dtype), state["router"], tokens
+    )
     gradient = torch.randn(tokens, 1, HIDDEN, generator=draw).to(dtype)
     held = EXPERTS // ps.size("ep")
     mine = slice(held * ps.index("ep"), held * ps.index("ep") + held)
@@ -131,7 +143,9 @@ def block_sides(ps, dtype, tokens, peers):
     sides = {"ours": Side(ours, x, gradient)}
     for kind in THEIR_EXPERTS:
         theirs = their_block(kind, dtype, state, mine)
-        sides[kind] = Side(lambda x, block=theirs: block(x.transpose(0, 1)).transpose(0, 1), x, gradient)
+        sides[kind] = Side(
+            lambda x, block=theirs: block(x.transpose(0, 1)).transpose(0, 1), x, gradient
+        )
     shape = {"hidden": HIDDEN, "ffn": FFN, "experts": EXPERTS, "top_k": TOP_K}
     for name in peers:
         peer = BLOCKS[name](shape, dtype, state, mine)
@@ -147,14 +161,20 @@ def assert_agree(sides, dtype):
     for name in sides.keys() - {"ours"}:
         for ours, theirs in zip(found["ours"], found[name], strict=True):
             off = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-            assert off < (1e-5 if dtype == torch.float32 else 3e-2), f"{name}: the blocks differ by {off}"
+            assert off < (1e-5 if dtype == torch.float32 else 3e-2), (
+                f"{name}: the blocks differ by {off}"
+            )
 
 
 def compare_blocks(found, where, short, times, say=print):
     """found[{where}_vs_{peer}_{short}] of every peer in `times`; transformers' is the faster of its two."""
-    say(f"{where} {short}: {', '.join(f'{name} {median(times, name) * 1e3:.1f}' for name in times)} CPU ms")
+    say(
+        f"{where} {short}: {', '.join(f'{name} {median(times, name) * 1e3:.1f}' for name in times)} CPU ms"
+    )
     faster = min(THEIR_EXPERTS, key=lambda kind: median(times, kind))
-    rows = {"hf" if where == "block" else "hf_ep": faster} | {name: name for name in BLOCKS if name in times}
+    rows = {"hf" if where == "block" else "hf_ep": faster} | {
+        name: name for name in BLOCKS if name in times
+    }
     for peer, side in rows.items():
         compare_pairs(found, f"{where}_vs_{peer}_{short}", times, side, "ours", say)
 
@@ -179,7 +199,10 @@ def python_calls(ps):
     def step():
         model(tokens, labels=tokens.roll(-1, 1)).mean().backward()
         for layer in model.decoder.layers.values():
-            for weight in (layer.mlp.experts.linear_fc1.weight, layer.mlp.experts.linear_fc2.weight):
+            for weight in (
+                layer.mlp.experts.linear_fc1.weight,
+                layer.mlp.experts.linear_fc2.weight,
+            ):
                 weight.grad = weight.main_grad
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -193,9 +216,9 @@ def our_step(ps, dtype, s, layers, losses, name):
     shard = DataParallel(model, ps)
     optimizer = ShardedAdamW(shard, OptimizerConfig(lr=1e-4))
     executor = SingleStage(model, ps=ps, grad_sync=shard)
-    tokens = torch.randint(VOCAB, (ps.size("dp"), s), generator=torch.Generator().manual_seed(2))[ps.index("dp")][
-        None
-    ]
+    tokens = torch.randint(VOCAB, (ps.size("dp"), s), generator=torch.Generator().manual_seed(2))[
+        ps.index("dp")
+    ][None]
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
     def step():
@@ -204,7 +227,9 @@ def our_step(ps, dtype, s, layers, losses, name):
         optimizer.zero_grad()
         losses.setdefault(name, stats.loss.item())
 
-    held = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if ".experts." in n)
+    held = sum(
+        p.numel() * p.element_size() for n, p in model.named_parameters() if ".experts." in n
+    )
     return step, held
 
 
@@ -214,7 +239,9 @@ def ep_rank(rank, world, store, tokens, dtypes, result):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     say = print if rank == 0 else lambda *_: None
     ep, dp = (ParallelState.build(ParallelConfig(expert=n), device="cpu") for n in (world, 1))
-    found = {"python_calls_moe_ep2": python_calls(ep)}  # before the peers and steps whose hooks would count
+    found = {
+        "python_calls_moe_ep2": python_calls(ep)
+    }  # before the peers and steps whose hooks would count
     peers = experts_peers.installed(say)
     for short in dtypes:
         dtype = DTYPES[short]
@@ -225,7 +252,9 @@ def ep_rank(rank, world, store, tokens, dtypes, result):
         for name, ps in (("ep2", ep), ("ep1", dp)):
             steps[name], held[name] = our_step(ps, dtype, tokens, 4, losses, name)
         times = alternating(steps, PAIRS, total, dist.barrier)
-        assert abs(losses["ep2"] - losses["ep1"]) < 1e-2, f"the losses of the first step differ: {losses}"
+        assert abs(losses["ep2"] - losses["ep1"]) < 1e-2, (
+            f"the losses of the first step differ: {losses}"
+        )
         compare_pairs(found, f"ep2_vs_ep1_{short}", times, "ep2", "ep1", say, clock=1)
         found[f"expert_bytes_ep2_{short}"] = held["ep2"] / held["ep1"]
     if rank == 0:

@@ -25,7 +25,10 @@ MODULES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
 
 def is_installed(name):
     top = MODULES[name].split(".")[0]
-    return importlib.util.find_spec(top) is not None and importlib.util.find_spec(MODULES[name]) is not None
+    return (
+        importlib.util.find_spec(top) is not None
+        and importlib.util.find_spec(MODULES[name]) is not None
+    )
 
 
 def installed(say=print):
@@ -33,7 +36,9 @@ def installed(say=print):
     for name in MODULES:
         if not is_installed(name):
             how = INSTALL[name].format(torch=torch.__version__.split("+")[0])
-            say(f"{name} is not installed here and left out. In an environment of its own, above this one: {how}")
+            say(
+                f"{name} is not installed here and left out. In an environment of its own, above this one: {how}"
+            )
     return [name for name in MODULES if is_installed(name)]
 
 
@@ -71,12 +76,21 @@ class MegatronBlock:
         MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = NoStream()
         with self.inside():
             if not parallel_state.model_parallel_is_initialized():
-                parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+                parallel_state.initialize_model_parallel(
+                    expert_model_parallel_size=dist.get_world_size()
+                )
             config = megatron_config(shape, dtype)
-            self.layer = build_module(get_moe_module_spec(use_te=False, num_experts=shape["experts"]), config)
+            self.layer = build_module(
+                get_moe_module_spec(use_te=False, num_experts=shape["experts"]), config
+            )
         with torch.no_grad():
             self.layer.router.weight.copy_(state["router"])
-            held = zip(self.layer.experts.local_experts, state["fc1"][experts], state["fc2"][experts], strict=True)
+            held = zip(
+                self.layer.experts.local_experts,
+                state["fc1"][experts],
+                state["fc2"][experts],
+                strict=True,
+            )
             for expert, fc1, fc2 in held:
                 expert.linear_fc1.weight.copy_(fc1.flatten(0, 1))
                 expert.linear_fc2.weight.copy_(fc2)
@@ -162,7 +176,9 @@ class DeepSpeedBlock:
 
         backend = importlib.import_module("deepspeed.comm.torch")
         with patch.object(backend, "build_shm_op", lambda: None):  # it would compile an all-reduce
-            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+            deepspeed.init_distributed(
+                "gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False
+            )
         expert = SwiGLU(shape["hidden"], shape["ffn"])
         self.layer = MoE(
             shape["hidden"],
@@ -179,7 +195,12 @@ class DeepSpeedBlock:
         with torch.no_grad():
             inner = self.layer.deepspeed_moe
             inner.gate.wg.weight.copy_(state["router"])
-            held = zip(inner.experts.deepspeed_experts, state["fc1"][experts], state["fc2"][experts], strict=True)
+            held = zip(
+                inner.experts.deepspeed_experts,
+                state["fc1"][experts],
+                state["fc2"][experts],
+                strict=True,
+            )
             for expert, fc1, fc2 in held:
                 expert.fc1.weight.copy_(fc1.flatten(0, 1))
                 expert.fc2.weight.copy_(fc2)

@@ -136,7 +136,9 @@ def compare_pairs(found, key, times, over, under, say=print, clock=0):
     texts = []
     for number, what in enumerate(("CPU seconds", "time")):
         each = [a[number] / b[number] for a, b in zip(times[over], times[under], strict=True)]
-        texts.append(f"{what} {statistics.median(each):.3f} ({min(each):.3f} .. {max(each):.3f}, {len(each)} pairs)")
+        texts.append(
+            f"{what} {statistics.median(each):.3f} ({min(each):.3f} .. {max(each):.3f}, {len(each)} pairs)"
+        )
         if number == clock:
             found[key] = statistics.median(each)
     say(f"{key:36s} {'; '.join(texts)}")
@@ -205,14 +207,22 @@ def kernel_seconds(step, rounds=3):
         for _ in range(rounds):
             step()
     names = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash")
-    return sum(e.self_cpu_time_total for e in profile.key_averages() if e.key.startswith(names)) / rounds / 1e6
+    return (
+        sum(e.self_cpu_time_total for e in profile.key_averages() if e.key.startswith(names))
+        / rounds
+        / 1e6
+    )
 
 
 def flops_per_token(shape):
     """Forward and backward matmul FLOPs per token, causal attention counted as half."""
     d = shape.hidden // shape.heads
-    projections = 2 * shape.hidden**2 + 2 * shape.hidden * d * shape.kv_heads + 3 * shape.hidden * shape.ffn
-    return 6 * (shape.layers * (projections + shape.seq * shape.hidden) + shape.hidden * shape.vocab)
+    projections = (
+        2 * shape.hidden**2 + 2 * shape.hidden * d * shape.kv_heads + 3 * shape.hidden * shape.ffn
+    )
+    return 6 * (
+        shape.layers * (projections + shape.seq * shape.hidden) + shape.hidden * shape.vocab
+    )
 
 
 def fused_adamw(model, lr=3e-4):
@@ -224,8 +234,14 @@ def fused_adamw(model, lr=3e-4):
 
 
 def arguments(doc):
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model and few pairs: seconds, for a smoke test")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small model and few pairs: seconds, for a smoke test",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the ratios there")
     return parser
 

@@ -31,15 +31,29 @@ from core.training.generate import generate_batch
 
 
 def config(quick):
-    shape = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "vocab_size": 1000}
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 344,
+        "num_hidden_layers": 2,
+        "vocab_size": 1000,
+    }
     if not quick:
-        shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 16000}
+        shape = {
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 8,
+            "vocab_size": 16000,
+        }
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     return transformers.LlamaConfig(**shape, **heads, eos_token_id=None, bos_token_id=None)
 
 
 def large_folder(path, quick):
-    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2 if quick else 32}
+    shape = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 2 if quick else 32,
+    }
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
@@ -81,7 +95,9 @@ def folders(result, folder, suffix, pairs):
     checkpoint = path / "ckpt"
     import_huggingface(folder, str(checkpoint))
     sides = {
-        f"import_vs_copy{suffix}": Writes(path / "in", lambda target: import_huggingface(folder, str(target))),
+        f"import_vs_copy{suffix}": Writes(
+            path / "in", lambda target: import_huggingface(folder, str(target))
+        ),
         f"export_vs_copy{suffix}": Writes(
             path / "out", lambda target: export_huggingface(checkpoint, target, folder)
         ),
@@ -108,7 +124,10 @@ def _loaded(folder, pipe):
     before = counter("status", "VmRSS")
     model.to_empty(device="cpu")
     load_huggingface(model, folder)
-    pipe.send((counter("status", "VmHWM") - before) / 2**10 - sum(p.nbytes for p in model.parameters()) / 2**20)
+    pipe.send(
+        (counter("status", "VmHWM") - before) / 2**10
+        - sum(p.nbytes for p in model.parameters()) / 2**20
+    )
 
 
 def memory(result, folder):

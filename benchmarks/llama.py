@@ -83,7 +83,9 @@ class Llama(nn.Module):
         self.norm = RMSNorm(c.hidden)
         self.head = nn.Linear(c.hidden, c.vocab, bias=False)
         d = c.hidden // c.heads
-        angle = torch.outer(torch.arange(c.seq).double(), 10000.0 ** (-torch.arange(0, d, 2).double() / d))
+        angle = torch.outer(
+            torch.arange(c.seq).double(), 10000.0 ** (-torch.arange(0, d, 2).double() / d)
+        )
         self.register_buffer("cos", torch.cat((angle, angle), -1).cos().float(), persistent=False)
         self.register_buffer("sin", torch.cat((angle, angle), -1).sin().float(), persistent=False)
         for p in self.parameters():
@@ -137,12 +139,19 @@ def tensor_parallel(model, mesh, *, sequence=False):
     act = Shard(1) if sequence else Replicate()
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=act),
-        "head": ColwiseParallel(input_layouts=act, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=act, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     layer = {
-        **{name: ColwiseParallel() for name in ("attn.wq", "attn.wk", "attn.wv", "ffn.w1", "ffn.w3")},
+        **{
+            name: ColwiseParallel()
+            for name in ("attn.wq", "attn.wk", "attn.wv", "ffn.w1", "ffn.w3")
+        },
         **{name: RowwiseParallel(output_layouts=act) for name in ("attn.wo", "ffn.w2")},
-        "attn": PrepareModuleInput(input_layouts=(act, None, None), desired_input_layouts=(Replicate(), None, None)),
+        "attn": PrepareModuleInput(
+            input_layouts=(act, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
         "ffn": PrepareModuleInput(input_layouts=(act,), desired_input_layouts=(Replicate(),)),
     }
     if sequence:

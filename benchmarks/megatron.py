@@ -36,7 +36,9 @@ class OurSide:
     """One training step of ours on this layout; `step()` gives the mean loss."""
 
     def __init__(self, shape, style, layout, batch):
-        config_of, spec = (llama_config, llama_spec()) if style == "llama" else (gpt2_config, gpt2_spec())
+        config_of, spec = (
+            (llama_config, llama_spec()) if style == "llama" else (gpt2_config, gpt2_spec())
+        )
         activation = {} if style == "llama" else {"activation_func": "gelu"}  # Megatron's default
         config = config_of(
             num_layers=shape.layers,
@@ -54,7 +56,9 @@ class OurSide:
             # half of the layers each, as Megatron cuts them
             half = shape.layers // 2
             layers = [range(half), range(half, shape.layers)]
-            stages = gpt_stages(config, spec, shape.vocab, shape.seq, placement=(0, 1), layers=layers, **how)
+            stages = gpt_stages(
+                config, spec, shape.vocab, shape.seq, placement=(0, 1), layers=layers, **how
+            )
             self.executor = Pipeline(stages, ps=ps, schedule="1f1b", num_microbatches=MICROBATCHES)
             self.model = torch.nn.ModuleList(stages.values())
         else:
@@ -74,7 +78,9 @@ class OurSide:
 def check_alike(ours, peer):
     """Raise AssertionError unless both have as many parameters and their losses begin and fall alike."""
     counts = [sum(p.numel() for p in side.model.parameters()) for side in (ours, peer)]
-    assert counts[0] == counts[1], f"ours has {counts[0]:,} parameters on this rank, Megatron's model {counts[1]:,}"
+    assert counts[0] == counts[1], (
+        f"ours has {counts[0]:,} parameters on this rank, Megatron's model {counts[1]:,}"
+    )
     for moment in ("first", "third"):
         mine, theirs = ours.step(), peer.step()
         if theirs is not None:  # the last pipeline rank
@@ -85,11 +91,16 @@ def check_alike(ours, peer):
 def compare(shape, style, layout, pairs):
     """The two sides' seconds in turns."""
     data = torch.randint(
-        shape.vocab, (MICROBATCHES * ROWS, shape.seq + 1), generator=torch.Generator().manual_seed(1)
+        shape.vocab,
+        (MICROBATCHES * ROWS, shape.seq + 1),
+        generator=torch.Generator().manual_seed(1),
     )
     batch = {"tokens": data[:, :-1].contiguous(), "labels": data[:, 1:].contiguous()}
     parts = list(zip(batch["tokens"].split(ROWS), batch["labels"].split(ROWS), strict=True))
-    ours, peer = OurSide(shape, style, layout, batch), megatron_peer.MegatronSide(shape, style, layout, parts)
+    ours, peer = (
+        OurSide(shape, style, layout, batch),
+        megatron_peer.MegatronSide(shape, style, layout, parts),
+    )
     check_alike(ours, peer)
     ratio = take_turns(ours.step, peer.step, pairs=pairs, before=dist.barrier)
     peer.close()
@@ -102,11 +113,15 @@ def work(args):
     dist.init_process_group("gloo")
     say = print if dist.get_rank() == 0 else lambda *_: None
     tokens = MICROBATCHES * ROWS * BASE.seq
-    say(f"{BASE.layers} layers, {tokens} tokens in {MICROBATCHES} microbatches, 2 gloo ranks, fused AdamW, float32")
+    say(
+        f"{BASE.layers} layers, {tokens} tokens in {MICROBATCHES} microbatches, 2 gloo ranks, fused AdamW, float32"
+    )
     found = {}
     for hidden in (64,) if args.quick else (256, 512):
         for style in ("gpt", "llama"):
-            shape = replace(BASE, hidden=hidden, ffn=4 * hidden if style == "gpt" else hidden * 11 // 4)
+            shape = replace(
+                BASE, hidden=hidden, ffn=4 * hidden if style == "gpt" else hidden * 11 // 4
+            )
             for name, layout in LAYOUTS.items():
                 key = f"speedup_vs_megatron_{name}_{style}_{hidden}"
                 ratio = compare(shape, style, layout, pairs=3 if args.quick else 15)
@@ -123,9 +138,19 @@ def main():
     if "RANK" in os.environ:
         work(args)
         return
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    if (
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None
+    ):
         raise SystemExit(MISSING)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     raise SystemExit(subprocess.call([*launcher, "-m", "benchmarks.megatron", *sys.argv[1:]]))
 
 

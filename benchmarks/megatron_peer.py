@@ -34,11 +34,15 @@ ANSWERS = {
     "current_device": lambda: CPU,  # where communication buffers are
     "synchronize": lambda *_: None,  # after batched messages
     "set_device": lambda *_: None,
-    "manual_seed": lambda seed: torch.manual_seed(seed),  # the tracker of tensor-parallel random states
+    "manual_seed": lambda seed: torch.manual_seed(
+        seed
+    ),  # the tracker of tensor-parallel random states
     "get_rng_state": lambda *_: torch.get_rng_state(),
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
 }
-MADE = {name: on_the_cpu(getattr(torch, name)) for name in FACTORIES}  # the schedules' counts, masks
+MADE = {
+    name: on_the_cpu(getattr(torch, name)) for name in FACTORIES
+}  # the schedules' counts, masks
 
 
 @contextmanager
@@ -110,7 +114,9 @@ class MegatronSide:
         rows = microbatches[0][0].shape[0]
         self._positions = torch.arange(shape.seq).repeat(rows, 1)
         with cpu_in_place_of_cuda():
-            parallel_state.initialize_model_parallel(layout.get("tensor", 1), layout.get("pipeline", 1))
+            parallel_state.initialize_model_parallel(
+                layout.get("tensor", 1), layout.get("pipeline", 1)
+            )
             torch.manual_seed(1)
             model_parallel_cuda_manual_seed(1)
             config = config_of(shape, style, layout)

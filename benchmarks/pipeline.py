@@ -42,16 +42,23 @@ def our_sleep(ps, schedule, seconds, recompute="none"):
     base = named.make(schedule, ps.size("pp"), MICROBATCHES) if is_name else schedule
     mine = base.stages_of(ps.index("pp"))
     stages = {s: OurStage({k: v / len(mine) for k, v in seconds.items()}, HIDDEN) for s in mine}
-    pipeline = Pipeline(stages, ps=ps, schedule=base, num_microbatches=MICROBATCHES, recompute=recompute)
+    pipeline = Pipeline(
+        stages, ps=ps, schedule=base, num_microbatches=MICROBATCHES, recompute=recompute
+    )
     batch = {"x": torch.randn(MICROBATCHES, HIDDEN), "target": torch.zeros(MICROBATCHES, HIDDEN)}
-    return lambda: pipeline.step(batch, lambda y, part: ((y - part["target"]).square().sum(), y.numel()))
+    return lambda: pipeline.step(
+        batch, lambda y, part: ((y - part["target"]).square().sum(), y.numel())
+    )
 
 
 def torch_step(schedule, ps, modules, x, target, loss_fn):
     """One step of torch's schedule of the same name over these modules."""
     placement = named.placement(schedule, ps.size("pp"))
     mine = [s for s, rank in enumerate(placement) if rank == ps.index("pp")]
-    made = [PipelineStage(m, s, len(placement), torch.device("cpu")) for m, s in zip(modules, mine, strict=True)]
+    made = [
+        PipelineStage(m, s, len(placement), torch.device("cpu"))
+        for m, s in zip(modules, mine, strict=True)
+    ]
     kind = get_schedule_class(TORCH[schedule])
     single = issubclass(kind, PipelineScheduleSingle)
     run = kind(made[0] if single else made, MICROBATCHES, loss_fn=loss_fn, scale_grads=False)
@@ -61,7 +68,9 @@ def torch_step(schedule, ps, modules, x, target, loss_fn):
         for module in modules:
             module.zero_grad(set_to_none=False)
         losses = []
-        run.step(*((x,) if 0 in mine else ()), **({"target": target, "losses": losses} if last else {}))
+        run.step(
+            *((x,) if 0 in mine else ()), **({"target": target, "losses": losses} if last else {})
+        )
         return sum(losses)
 
     return step
@@ -70,7 +79,9 @@ def torch_step(schedule, ps, modules, x, target, loss_fn):
 def torch_sleep(ps, schedule, seconds):
     placement = named.placement(schedule, ps.size("pp"))
     mine = [s for s, rank in enumerate(placement) if rank == ps.index("pp")]
-    modules = [TorchStage({k: v / len(mine) for k, v in seconds.items()}, HIDDEN, s == 0) for s in mine]
+    modules = [
+        TorchStage({k: v / len(mine) for k, v in seconds.items()}, HIDDEN, s == 0) for s in mine
+    ]
     x, target = torch.randn(MICROBATCHES, HIDDEN), torch.zeros(MICROBATCHES, HIDDEN)
     return torch_step(schedule, ps, modules, x, target, F.mse_loss)
 
@@ -82,7 +93,10 @@ def sleeping(ps, schedule, milliseconds, pairs, say):
     ours = our_sleep(ps, schedule, seconds)
     ratio = in_turns(ours, torch_sleep(ps, schedule, seconds), pairs)
     chunks = len(named.placement(schedule, 4)) // 4
-    predicted = play(named.make(schedule, 4, MICROBATCHES), Costs(**seconds).divided(chunks)).makespan / ideal
+    predicted = (
+        play(named.make(schedule, 4, MICROBATCHES), Costs(**seconds).divided(chunks)).makespan
+        / ideal
+    )
     single = our_sleep(ParallelState.single("cpu"), schedule, seconds)
     single()
     alone = [timed(single, together=False) / ideal for _ in range(3)]
@@ -101,7 +115,9 @@ def ahead(ps, schedule, pairs, say):
     """Step with R ahead of its gradient over the step with R as a part of I, every stage recomputed."""
     seconds = {k: 0.04 for k in "FIW"}
     within = seconds | {"I": 0.08}
-    ratio = in_turns(our_sleep(ps, schedule, seconds, "stage"), our_sleep(ps, schedule, within), pairs)
+    ratio = in_turns(
+        our_sleep(ps, schedule, seconds, "stage"), our_sleep(ps, schedule, within), pairs
+    )
     gain = [o / p for o, p in zip(ratio.ours, ratio.peer, strict=True)]
     say(f"{schedule:5s}  40 ms  full recompute: R ahead / R folded into I {spread(gain)}")
     return statistics.median(gain)
@@ -167,19 +183,25 @@ def computing(ps, recompute, pairs, say):
     x = torch.randint(512, (MICROBATCHES, 128))
     batch = {"x": x, "labels": x.roll(-1, 1)}
     ours, theirs = stages(False), stages(recompute == "stage")
-    pipeline = Pipeline(ours, ps=ps, schedule="zb-v", num_microbatches=MICROBATCHES, recompute=recompute)
+    pipeline = Pipeline(
+        ours, ps=ps, schedule="zb-v", num_microbatches=MICROBATCHES, recompute=recompute
+    )
 
     def our_step():
         for module in ours.values():
             module.zero_grad(set_to_none=False)
-        pipeline.step(batch, lambda y, part: (cross_entropy(y, part["labels"]), part["labels"].numel()))
+        pipeline.step(
+            batch, lambda y, part: (cross_entropy(y, part["labels"]), part["labels"].numel())
+        )
 
     peer = torch_step("zb-v", ps, list(theirs.values()), x, batch["labels"], cross_entropy)
     our_step()
     peer()
     for s in mine:
         for (name, a), b in zip(ours[s].named_parameters(), theirs[s].parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                a.grad, b.grad, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
     ratio = in_turns(our_step, peer, pairs)
     against = [o / p for o, p in zip(ratio.ours, ratio.peer, strict=True)]
     say(
@@ -191,18 +213,25 @@ def computing(ps, recompute, pairs, say):
 
 def four_ranks(ps, quick, say):
     result, pairs = {}, 2 if quick else 5
-    for schedule, ms, key in (("zb-v", 40, "step_over_ideal_zbv"), ("1f1b", 40, "step_over_ideal_1f1b")):
+    for schedule, ms, key in (
+        ("zb-v", 40, "step_over_ideal_zbv"),
+        ("1f1b", 40, "step_over_ideal_1f1b"),
+    ):
         result[key], executor, against = sleeping(ps, schedule, ms, pairs, say)
         if schedule == "zb-v":
             result["zbv_vs_torch_40ms"], result["zbv_over_simulated_and_alone"] = against, executor
     more = pairs if quick else 11  # short steps are noisier
-    result["step_over_ideal_zbv_4ms"], _, result["zbv_vs_torch_4ms"] = sleeping(ps, "zb-v", 4, more, say)
+    result["step_over_ideal_zbv_4ms"], _, result["zbv_vs_torch_4ms"] = sleeping(
+        ps, "zb-v", 4, more, say
+    )
     result["step_over_ideal_1f1b_4ms"], *_ = sleeping(ps, "1f1b", 4, more, say)
     result["recompute_ahead_gain_1f1b"] = ahead(ps, "1f1b", pairs, say)
     result["recompute_ahead_gain_zbv"] = ahead(ps, "zb-v", pairs, say)
     for limit in (2, 4):
         key = f"auto_step_over_ideal_memory_{limit}"
-        result[key], result[f"auto_measured_over_simulated_memory_{limit}"] = automatic(ps, limit, pairs, say)
+        result[key], result[f"auto_measured_over_simulated_memory_{limit}"] = automatic(
+            ps, limit, pairs, say
+        )
     return result
 
 
@@ -217,7 +246,9 @@ def two_ranks(ps, quick, say):
 def near_the_bound(ps, quick, say, dtypes):
     pairs = 3 if quick else 11
     keys = {"fp32": "over_bound_pp2", "bf16": "over_bound_pp2_bf16"}
-    return {keys[short]: over_bound(ps, quick, dtype, pairs, say) for short, dtype in dtypes.items()}
+    return {
+        keys[short]: over_bound(ps, quick, dtype, pairs, say) for short, dtype in dtypes.items()
+    }
 
 
 def work(rank, world, port, run, options, queue):
@@ -251,7 +282,9 @@ def backward_part(quick):
 
 
 def sleeping_part(quick):
-    print("4 gloo ranks on 2 cores, 8 microbatches, one thread each; sleeping stages cost F = I = W")
+    print(
+        "4 gloo ranks on 2 cores, 8 microbatches, one thread each; sleeping stages cost F = I = W"
+    )
     return launch(4, four_ranks, quick)
 
 

@@ -58,7 +58,10 @@ class LlamaLayer(nn.Module):
         self.runs["forward"] += 1
         b, s, h = x.shape
         z = self.norm1(x)
-        q, k, v = (linear(z).view(b, s, self.heads, -1).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(z).view(b, s, self.heads, -1).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(o.transpose(1, 2).reshape(b, s, h))
         z = self.norm2(x)
@@ -81,11 +84,19 @@ class Stage(nn.Module):
 
     def body(self, x):
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed == "layer" else layer(x)
+            x = (
+                checkpoint(layer, x, use_reentrant=False)
+                if self.checkpointed == "layer"
+                else layer(x)
+            )
         return x
 
     def forward(self, x):
-        return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed == "stage" else self.body(x)
+        return (
+            checkpoint(self.body, x, use_reentrant=False)
+            if self.checkpointed == "stage"
+            else self.body(x)
+        )
 
 
 class Side:
@@ -150,9 +161,9 @@ def extra_forwards(side):
     before = [layer.runs.total() for layer in side.stage.layers]
     side.prepare()
     side()
-    return sum(layer.runs.total() - old - 1 for layer, old in zip(side.stage.layers, before, strict=True)) / len(
-        before
-    )
+    return sum(
+        layer.runs.total() - old - 1 for layer, old in zip(side.stage.layers, before, strict=True)
+    ) / len(before)
 
 
 def held(side):
@@ -186,8 +197,13 @@ def check(*sides):
 def times_of_plain(ours, plain, pairs, name, warmup=5):
     ratio = take_turns(ours, plain, pairs=pairs, warmup=warmup)
     each = [o / p for o, p in zip(ratio.ours, ratio.peer, strict=True)]
-    spread = f"{statistics.median(each):5.2f} ({min(each):.2f} .. {max(each):.2f}, {len(each)} pairs)"
-    print(f"{name:40s} {spread} x the plain backward of {statistics.median(ratio.peer) * 1e3:.2f} ms", flush=True)
+    spread = (
+        f"{statistics.median(each):5.2f} ({min(each):.2f} .. {max(each):.2f}, {len(each)} pairs)"
+    )
+    print(
+        f"{name:40s} {spread} x the plain backward of {statistics.median(ratio.peer) * 1e3:.2f} ms",
+        flush=True,
+    )
     return statistics.median(each)
 
 
@@ -200,7 +216,9 @@ def measure(quick):
         ours = Ours(Stage(GeluLayer, 4, hidden), shape, policy)
         theirs = Torch(Stage(GeluLayer, 4, hidden, policy), shape)
         check(Side(Stage(GeluLayer, 4, hidden), shape), ours, theirs)
-        result[f"recompute_{policy}"], result[f"torch_recompute_{policy}"] = map(extra_forwards, (ours, theirs))
+        result[f"recompute_{policy}"], result[f"torch_recompute_{policy}"] = map(
+            extra_forwards, (ours, theirs)
+        )
     make = lambda kind, *policy: Stage(kind, 4, hidden, *policy)  # noqa: E731
     result["held_between_i_and_w"] = held(Ours(make(GeluLayer), shape))
     result["torch_held_between_i_and_w"] = held(Torch(make(GeluLayer), shape))
@@ -210,11 +228,18 @@ def measure(quick):
         result[key] = times_of_plain(Ours(make(kind), shape, "layer"), plain, pairs, key)
         if not name:
             theirs = Torch(make(kind, "layer"), shape)
-            result[f"torch_{key}"] = times_of_plain(theirs, plain, max(5, pairs // 4), f"torch_{key}")
-    plain, layers = Side(Stage(LlamaLayer, 8, 64), tiny), [Stage(LlamaLayer, 8, 64) for _ in range(2)]
+            result[f"torch_{key}"] = times_of_plain(
+                theirs, plain, max(5, pairs // 4), f"torch_{key}"
+            )
+    plain, layers = (
+        Side(Stage(LlamaLayer, 8, 64), tiny),
+        [Stage(LlamaLayer, 8, 64) for _ in range(2)],
+    )
     key, pairs = "host_overhead_split_vs_full", 10 * pairs
     result[key] = times_of_plain(Ours(layers[0], tiny), plain, pairs, key, warmup=20)
-    result[f"torch_{key}"] = times_of_plain(Torch(layers[1], tiny), plain, pairs // 4, f"torch_{key}", warmup=5)
+    result[f"torch_{key}"] = times_of_plain(
+        Torch(layers[1], tiny), plain, pairs // 4, f"torch_{key}", warmup=5
+    )
     return result
 
 

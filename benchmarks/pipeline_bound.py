@@ -75,7 +75,11 @@ class BareStep:
             elif action in receives:
                 receives[action].wait()
             elif action.kind.startswith("SEND"):
-                sends.append(dist.isend(self._buffer, self.peer, tag=tags[action.kind[-1]] + action.microbatch))
+                sends.append(
+                    dist.isend(
+                        self._buffer, self.peer, tag=tags[action.kind[-1]] + action.microbatch
+                    )
+                )
         for work in sends:
             work.wait()
 
@@ -96,7 +100,9 @@ def critical_path(schedule, seconds, message):
     """Seconds of the whole step, bubble included; seconds: (kind, stage) -> those of each microbatch."""
     costs = {"comm": message}
     for kind in "FIWR":
-        costs[kind] = tuple(statistics.median(seconds.get((kind, stage), [0.0])) for stage in range(schedule.stages))
+        costs[kind] = tuple(
+            statistics.median(seconds.get((kind, stage), [0.0])) for stage in range(schedule.stages)
+        )
     return play(schedule, Costs(**costs)).makespan
 
 
@@ -111,7 +117,9 @@ def gpt_step(ps, shape, rows, dtype):
         params_dtype=dtype,
     )
     placement = tuple(range(ps.size("pp")))
-    stages = gpt_stages(config, llama_spec(), shape.vocab, shape.seq, placement=placement, parallel=ps, seed=1)
+    stages = gpt_stages(
+        config, llama_spec(), shape.vocab, shape.seq, placement=placement, parallel=ps, seed=1
+    )
     pipeline = Pipeline(stages, ps=ps, schedule="1f1b", num_microbatches=MICROBATCHES)
     optimizer = fused_adamw(torch.nn.ModuleList(stages.values()))
     generator = torch.Generator().manual_seed(1)
@@ -160,7 +168,10 @@ def over_bound(ps, quick, dtype, pairs, say):
         for theirs in all_gather_objects(bare.seconds, ps.group("pp")):
             seconds |= theirs
         times["bound"].append(critical_path(pipeline.schedule, seconds, message))
-    ratios = {name: [s / b for s, b in zip(times["step"], times[name], strict=True)] for name in ("bound", "bare")}
+    ratios = {
+        name: [s / b for s, b in zip(times["step"], times[name], strict=True)]
+        for name in ("bound", "bare")
+    }
     say(
         f"1F1B, 2 ranks, {shape}, {MICROBATCHES} microbatches of {rows}, {str(dtype).removeprefix('torch.')}: step "
         f"{spread(times['step'])} s, bound {spread(times['bound'])} s (messages of {size / 2**20:.2f} MiB in "

@@ -48,7 +48,9 @@ def our_model(shape, dtype, *, sequence=False, weights=None):
         attention_dropout=0.0,
         params_dtype=dtype,
     )
-    ps = ParallelState.build(ParallelConfig(tensor=dist.get_world_size(), sequence_parallel=sequence), device="cpu")
+    ps = ParallelState.build(
+        ParallelConfig(tensor=dist.get_world_size(), sequence_parallel=sequence), device="cpu"
+    )
     model = GPTModel(config, llama_spec(), shape.vocab, shape.seq, parallel=ps)
     if weights is not None:
         load_huggingface(model, weights)
@@ -76,8 +78,12 @@ def compare(shape, batch, microbatches, dtype, pairs):
     torch.manual_seed(0)
     plain = Llama(shape).to(dtype)
     ours = our_model(shape, dtype, weights=huggingface_names(plain.state_dict()))
-    theirs = tensor_parallel(plain, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
-    data = torch.randint(shape.vocab, (batch, shape.seq + 1), generator=torch.Generator().manual_seed(1))
+    theirs = tensor_parallel(
+        plain, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    )
+    data = torch.randint(
+        shape.vocab, (batch, shape.seq + 1), generator=torch.Generator().manual_seed(1)
+    )
     parts = [(d[:, :-1].contiguous(), d[:, 1:].contiguous()) for d in data.chunk(microbatches)]
 
     def their_loss(tokens, labels):
@@ -86,14 +92,19 @@ def compare(shape, batch, microbatches, dtype, pairs):
     def our_loss(tokens, labels):
         return ours(tokens, labels=labels).mean()
 
-    peer_step, our_step = stepper(parts, their_loss, fused_adamw(theirs)), stepper(parts, our_loss, fused_adamw(ours))
+    peer_step, our_step = (
+        stepper(parts, their_loss, fused_adamw(theirs)),
+        stepper(parts, our_loss, fused_adamw(ours)),
+    )
 
     def peer():
         with loss_parallel():
             return peer_step()
 
     difference = abs(peer() - our_step())
-    assert difference < (1e-4 if dtype == torch.float32 else 3e-2), f"the losses differ by {difference}"
+    assert difference < (1e-4 if dtype == torch.float32 else 3e-2), (
+        f"the losses differ by {difference}"
+    )
     ratio = take_turns(our_step, peer, pairs=pairs, before=dist.barrier)
     sides = {"step": our_step, "bound": bound_of(our_step, ours.parallel.group("tp"))}
     return ratio, alternating(sides, pairs, total, dist.barrier)
@@ -128,7 +139,9 @@ def peer_python_calls(shape, *, sequence):
     tokens = torch.randint(shape.vocab, (4, shape.seq), generator=torch.Generator().manual_seed(1))
     with loss_parallel():
         return count_calls(
-            counted_step(model, lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+            counted_step(
+                model, lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            )
         )
 
 
@@ -138,7 +151,9 @@ def work(args):
     small = Shape(hidden=128, layers=2, heads=4, kv_heads=4, ffn=352, seq=64, vocab=1024)
     shape, batch, microbatches = (small, 4, 2) if args.quick else (Shape(), 8, 4)
     say = print if dist.get_rank() == 0 else lambda *_: None
-    say(f"{shape}, {batch * shape.seq} tokens in {microbatches} microbatches, 2 gloo ranks, fused AdamW, eager")
+    say(
+        f"{shape}, {batch * shape.seq} tokens in {microbatches} microbatches, 2 gloo ranks, fused AdamW, eager"
+    )
     result = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         if name not in args.dtypes:
@@ -164,8 +179,17 @@ def main():
     if "RANK" in os.environ:
         work(args)
         return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    raise SystemExit(subprocess.call([*launcher, "-m", "benchmarks.tensor_parallel", *sys.argv[1:]]))
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    raise SystemExit(
+        subprocess.call([*launcher, "-m", "benchmarks.tensor_parallel", *sys.argv[1:]])
+    )
 
 
 if __name__ == "__main__":

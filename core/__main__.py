@@ -12,13 +12,28 @@ COMMANDS = {
     "pretrain": ("core.pretrain", "train a GPT on text, alone or under torchrun"),
     "prepare": ("core.datasets.prepare", "text files to a token file, on all cores"),
     "inspect": ("core.datasets.inspect", "what a token file holds, and whether it is whole"),
-    "config": ("core.training.config", "explain a run's settings, or write a commented file of them"),
-    "generate": ("core.training.generate", "text from a Hugging Face folder, or from a checkpoint of it"),
-    "evaluate": ("core.training.evaluate", "loss, perplexity and bits per byte of a run or checkpoint"),
-    "checkpoint": ("core.dist_checkpointing", "inspect, verify, diff, reshard, prune, export checkpoints"),
+    "config": (
+        "core.training.config",
+        "explain a run's settings, or write a commented file of them",
+    ),
+    "generate": (
+        "core.training.generate",
+        "text from a Hugging Face folder, or from a checkpoint of it",
+    ),
+    "evaluate": (
+        "core.training.evaluate",
+        "loss, perplexity and bits per byte of a run or checkpoint",
+    ),
+    "checkpoint": (
+        "core.dist_checkpointing",
+        "inspect, verify, diff, reshard, prune, export checkpoints",
+    ),
     "simulate": ("core.pipeline.simulate", "draw a pipeline schedule with its bubble and memory"),
     "doctor": ("core.training.doctor", "what this machine has, lacks, and how fast it is"),
-    "deepspeed": ("core.interop.deepspeed", "what becomes of a ds_config.json, and the flags for it"),
+    "deepspeed": (
+        "core.interop.deepspeed",
+        "what becomes of a ds_config.json, and the flags for it",
+    ),
     "huggingface": ("core.models.huggingface", "Hugging Face folders to checkpoints and back"),
 }
 _EPILOG = """\

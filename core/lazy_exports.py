@@ -16,7 +16,9 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def load(name: str) -> Any:
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home))}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home))}"
+            )
         # Not remembered as an attribute of the package: tests replace names in the modules that own them.
         module = import_module(home[name])
         try:

@@ -41,7 +41,9 @@ TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMP
 def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
-    console = Console(ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s)
+    console = Console(
+        ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s
+    )
     here = local_batches(ps)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
@@ -54,7 +56,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     start = console.start = checkpoints.resume()
     batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     if start >= run.training.train_steps:
-        console.say(f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps")
+        console.say(
+            f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps"
+        )
         checkpoints.export()
         return
 
@@ -74,7 +78,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=partial(validate, executor, corpus, ps, optimizer) if corpus.validation_texts else None,
+            validate=partial(validate, executor, corpus, ps, optimizer)
+            if corpus.validation_texts
+            else None,
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
@@ -82,7 +88,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             experts=loads_of(stages.values(), ps),
         )
     if skipped := optimizer.skipped_steps:
-        console.say(f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite")
+        console.say(
+            f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite"
+        )
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
     steps, prompt = last_step(executor), corpus.prompt(s // 2 or 1)
@@ -102,8 +110,13 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     loaded = load_run(args, description=description)
     with errors_as_one_line():
         run = checked(loaded, started_processes())
-        loaded = replace(loaded, run=replace(loaded.run, data=run.data))  # run.toml names what text became
-        with parallel_state.launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
+        loaded = replace(
+            loaded, run=replace(loaded.run, data=run.data)
+        )  # run.toml names what text became
+        with (
+            parallel_state.launch(run.device, backend=run.parallel.backend) as device,
+            errors_as_one_line(),
+        ):
             same_on_all_ranks(run)
             ps = ParallelState.build(run.parallel, device=device)
             with kernels_of_run(device, deterministic=run.training.deterministic):

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OUTER_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+OUTER_PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])+)\]\(([^)\s]+)\)")
 # names of cases such as param_groups[0]['lr'], which are no references
 TABLE_SUBSCRIPT = re.compile(r"(?<=[\]\w ])\[(?='\w+'\][^`|]*\|)")
@@ -36,7 +40,10 @@ def on_files(files, config):
     for outer, uri in OUTER_PAGES.items():
         add(uri, rewritten(ROOT / outer, uri))
     for package, names in exported_packages():
-        add(f"api/{package}.md", f"# {package}\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n")
+        add(
+            f"api/{package}.md",
+            f"# {package}\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n",
+        )
     for target in sorted(linked_outside()):
         if target not in OUTER_PAGES:
             add(f"source/{target}.md", source_page(ROOT / target))
@@ -45,7 +52,10 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, **_):
     """Links out of docs/ lead to the generated pages."""
-    if page.file.src_uri.startswith(("source/", "api/")) or page.file.src_uri in OUTER_PAGES.values():
+    if (
+        page.file.src_uri.startswith(("source/", "api/"))
+        or page.file.src_uri in OUTER_PAGES.values()
+    ):
         return markdown
     if page.file.src_uri == "compatibility.md":
         markdown = TABLE_SUBSCRIPT.sub(r"\\[", markdown)
@@ -57,7 +67,9 @@ def exported_packages() -> Iterator[tuple[str, list[str]]]:
     for init in sorted((ROOT / "core").rglob("__init__.py")):
         package = ".".join(init.parent.relative_to(ROOT).parts)
         names = sorted(exports(init))
-        if names and not package.startswith("core.interop.megatron"):  # Megatron's own names, documented there
+        if names and not package.startswith(
+            "core.interop.megatron"
+        ):  # Megatron's own names, documented there
             yield package, names
 
 
@@ -68,7 +80,11 @@ def exports(init: Path) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
             for alias in node.names:
                 is_private = alias.name.startswith("_")
-                is_module = (ROOT / f"{node.module}.{alias.name}".replace(".", "/")).with_suffix(".py").exists()
+                is_module = (
+                    (ROOT / f"{node.module}.{alias.name}".replace(".", "/"))
+                    .with_suffix(".py")
+                    .exists()
+                )
                 if not is_private and not is_module:
                     yield f"{node.module}.{alias.name}"
 
@@ -107,7 +123,11 @@ def source_page(path: Path) -> str:
     """A page that shows a file, or lists a folder."""
     title = path.relative_to(ROOT)
     if path.is_dir():
-        entries = sorted(entry.name for entry in path.iterdir() if entry.suffix in {".py", ".md", ".toml"})
+        entries = sorted(
+            entry.name for entry in path.iterdir() if entry.suffix in {".py", ".md", ".toml"}
+        )
         return f"# {title}\n\n" + "\n".join(f"- `{entry}`" for entry in entries) + "\n"
-    language = {".py": "python", ".toml": "toml", ".sh": "bash", ".yaml": "yaml"}.get(path.suffix, "text")
+    language = {".py": "python", ".toml": "toml", ".sh": "bash", ".yaml": "yaml"}.get(
+        path.suffix, "text"
+    )
     return f"# {title}\n\n````{language}\n{path.read_text()}\n````\n"

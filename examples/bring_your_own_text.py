@@ -20,7 +20,9 @@ from core.training.log.console import errors_as_one_line
 
 def arguments() -> argparse.Namespace:
     """What this script is told."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("inputs", nargs="*", help="folders and files: .txt, .md, .py, .jsonl, also .gz and .zst")
     add("--output", default="runs/own_text", help="directory of what it makes")
@@ -30,7 +32,12 @@ def arguments() -> argparse.Namespace:
         default="file",
         help="where a document ends; a single file needs paragraphs or lines, or nothing is left to validate on",
     )
-    add("--vocab-size", type=int, default=1024, help="tokens of the tokenizer that is trained on this text")
+    add(
+        "--vocab-size",
+        type=int,
+        default=1024,
+        help="tokens of the tokenizer that is trained on this text",
+    )
     add("--steps", type=int, default=200, help="updates of the model")
     add("--sequence-length", type=int, default=128, help="tokens per sample")
     return parser.parse_args()
@@ -48,7 +55,12 @@ def main(told: argparse.Namespace) -> list[float]:
     model, _, scheduler, loader = initialize(
         config={
             "data": {"train": prefix, "sequence_length": told.sequence_length},
-            "model": {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 384},
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 128,
+                "num_attention_heads": 4,
+                "ffn_hidden_size": 384,
+            },
             "training": {"train_steps": told.steps, "global_batch_size": 8, "micro_batch_size": 4},
             "optimizer": {"lr": 3e-3, "lr_schedule": "cosine", "lr_warmup_fraction": 0.05},
         }
@@ -65,7 +77,9 @@ def main(told: argparse.Namespace) -> list[float]:
     written = model.generate(start, 60, temperature=0.7)
     if model.parallel.rank == 0:
         begins, goes_on = tokenizer.decode(start), tokenizer.decode(written[len(start) :])
-        print(f"--- a sample: the text begins ---\n{begins}\n--- and the model goes on ---\n{goes_on}\n---")
+        print(
+            f"--- a sample: the text begins ---\n{begins}\n--- and the model goes on ---\n{goes_on}\n---"
+        )
     return losses
 
 
@@ -73,6 +87,8 @@ if __name__ == "__main__":
     told = arguments()
     with errors_as_one_line():
         if not told.inputs:
-            raise ValueError("0 folders or files given, at least 1 is needed: bring_your_own_text.py FOLDER")
+            raise ValueError(
+                "0 folders or files given, at least 1 is needed: bring_your_own_text.py FOLDER"
+            )
         with parallel_state.launch(), errors_as_one_line():
             main(told)

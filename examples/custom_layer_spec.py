@@ -40,7 +40,9 @@ class SquaredReluMLP(nn.Module):
 def losses_of(run: RunConfig, ps: parallel_state.ParallelState, *, swapped: bool) -> list[float]:
     """Train a few steps, with the swapped part or Llama's own."""
     spec = replace(llama_spec(), mlp=SquaredReluMLP) if swapped else llama_spec()
-    model = GPTModel(run.model.transformer(), spec, run.data.vocab_size, run.data.sequence_length, parallel=ps)
+    model = GPTModel(
+        run.model.transformer(), spec, run.data.vocab_size, run.data.sequence_length, parallel=ps
+    )
     trained, *_, loader = initialize(model, run)
     assert loader is not None
     return [float(trained.train_step(batch).loss) for batch in loader]
@@ -62,7 +64,12 @@ if __name__ == "__main__":
         RunConfig.from_dict(
             {
                 "parallel": {"tensor": started_processes()},
-                "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256},
+                "model": {
+                    "num_layers": 2,
+                    "hidden_size": 64,
+                    "num_attention_heads": 4,
+                    "ffn_hidden_size": 256,
+                },
                 "training": {"train_steps": STEPS},
                 "optimizer": {"lr": 3e-3},
             }

@@ -19,7 +19,11 @@ def main(tensor_ranks: int = 1) -> list[float]:
     """Overfit one batch; the losses, the same on every rank."""
     ps = parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_ranks)
     config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=100, max_sequence_length=64)
 

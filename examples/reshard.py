@@ -21,7 +21,10 @@ NAME = "model/decoder.layers.mlp.linear_fc2.weight"  # one array for all layers
 
 def part(weight: torch.Tensor, layer: int, rank: int, ranks: int) -> ShardedTensor:
     """What `rank` of `ranks` holds of one layer's weight [h, f/ranks]."""
-    offsets = (0, layer, LAYERS), (2, rank, ranks)  # (axis, position, parts), the stack of layers first
+    offsets = (
+        (0, layer, LAYERS),
+        (2, rank, ranks),
+    )  # (axis, position, parts), the stack of layers first
     return ShardedTensor.from_rank_offsets(NAME, weight, *offsets, prepend_axis_num=1)
 
 
@@ -30,14 +33,20 @@ def run(folder: str) -> None:
     path, copy = f"{folder}/step-00000001", f"{folder}/for-tp3"
     torch.manual_seed(0)
     weights = torch.randn(LAYERS, HIDDEN, FFN)
-    saved = [part(half, i, rank, 2) for i in range(LAYERS) for rank, half in enumerate(weights[i].chunk(2, dim=1))]
+    saved = [
+        part(half, i, rank, 2)
+        for i in range(LAYERS)
+        for rank, half in enumerate(weights[i].chunk(2, dim=1))
+    ]
     dist_checkpointing.save({"fc2": saved, "step": 1}, path)
 
     third = FFN // 3
     for source in (path, copy):
         for rank in range(3):
             mine = [torch.empty(HIDDEN, third) for _ in range(LAYERS)]
-            dist_checkpointing.load({"fc2": [part(w, i, rank, 3) for i, w in enumerate(mine)]}, source)
+            dist_checkpointing.load(
+                {"fc2": [part(w, i, rank, 3) for i, w in enumerate(mine)]}, source
+            )
             wanted = weights[:, :, rank * third : (rank + 1) * third]
             worst = (torch.stack(mine) - wanted).abs().max()
             print(f"saved by 2 ranks, read by rank {rank} of 3: max |difference| {worst:.1f}")

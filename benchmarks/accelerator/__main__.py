@@ -21,11 +21,19 @@ PARTS = ("checks", "staged", "ceilings", "step", "memory", "pipeline", "save")
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
-    parser.add_argument("--dry", action="store_true", help="tiny sizes and few rounds: does everything run?")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny sizes and few rounds: does everything run?"
+    )
     parser.add_argument("--device", help="default: the accelerator, else cpu")
-    parser.add_argument("--model", default="1.4b", choices=("small", "1.4b", "3.6b"), help="of the part step")
+    parser.add_argument(
+        "--model", default="1.4b", choices=("small", "1.4b", "3.6b"), help="of the part step"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     args = parser.parse_args(arguments)
     if unknown := set(args.parts) - set(PARTS):

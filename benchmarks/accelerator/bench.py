@@ -49,7 +49,10 @@ class Size:
 
     def parameters(self):
         head = self.hidden // self.heads
-        layer = self.hidden * (2 * self.hidden + 2 * head * self.groups + 3 * self.ffn) + 2 * self.hidden
+        layer = (
+            self.hidden * (2 * self.hidden + 2 * head * self.groups + 3 * self.ffn)
+            + 2 * self.hidden
+        )
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
     def flops(self, *, causal):
@@ -90,7 +93,10 @@ class Bench:
             status, said = "not here", str(error)
             self.not_here.append(name)
         except Exception as error:
-            status, said = "FAILED", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            status, said = (
+                "FAILED",
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            )
             self.failed.append(name)
             traceback.print_exc(limit=-4)
         print(f"{name:44s} {status:8s} {time.perf_counter() - begin:6.1f} s  {said}", flush=True)
@@ -154,26 +160,37 @@ def gpt(size, dtype, ps, *, style="llama", seed=7, std=0.02, **facts):
         config |= LLAMA | {"num_query_groups": size.groups}
     spec = llama_spec() if style == "llama" else gpt2_spec()
     torch.manual_seed(seed)
-    return GPTModel(TransformerConfig(**config | facts), spec, size.vocab, size.sequence, parallel=ps)
+    return GPTModel(
+        TransformerConfig(**config | facts), spec, size.vocab, size.sequence, parallel=ps
+    )
 
 
 def batch(size, device, rows=None, seed=1):
     data = torch.randint(
-        size.vocab, (rows or size.rows, size.sequence + 1), generator=torch.Generator().manual_seed(seed)
+        size.vocab,
+        (rows or size.rows, size.sequence + 1),
+        generator=torch.Generator().manual_seed(seed),
     )
-    return {"tokens": data[:, :-1].contiguous().to(device), "labels": data[:, 1:].contiguous().to(device)}
+    return {
+        "tokens": data[:, :-1].contiguous().to(device),
+        "labels": data[:, 1:].contiguous().to(device),
+    }
 
 
 class Trained:
     """A model with its owner, optimizer and executor; `step()` makes one update."""
 
-    def __init__(self, model, ps, *, zero=0, microbatches=1, offload=None, executor=None, **options):
+    def __init__(
+        self, model, ps, *, zero=0, microbatches=1, offload=None, executor=None, **options
+    ):
         self.model, self.ps = model, ps
         self.shard = DataParallel(model, ps, zero_stage=zero)
         config = OptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 1.0} | options)
         self.optimizer = ShardedAdamW(self.shard, config, offload=offload)
         made = executor or SingleStage
-        self.executor = made(model, ps=ps, num_microbatches=microbatches, grad_sync=self.shard, seed=3)
+        self.executor = made(
+            model, ps=ps, num_microbatches=microbatches, grad_sync=self.shard, seed=3
+        )
 
     def gradients(self, rows):
         """Loss and gradients of one batch, without an update."""
@@ -194,7 +211,9 @@ def same_bits(found, expected, what):
     for name, tensor in expected.items():
         mine, theirs = found[name].detach().cpu(), tensor.detach().cpu()
         assert torch.isfinite(theirs).all(), f"{what}: {name} is not finite"
-        assert torch.equal(mine, theirs), f"{what}: {name} differs by {(mine - theirs).abs().max():.3e}"
+        assert torch.equal(mine, theirs), (
+            f"{what}: {name} differs by {(mine - theirs).abs().max():.3e}"
+        )
 
 
 def close(found, expected, tolerance, what):

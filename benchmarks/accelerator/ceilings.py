@@ -31,14 +31,19 @@ def products(b):
     }
     b.figures |= {f"tflops_{name}": rate / 1e12 for name, rate in rates.items()}
     b.figures["tflops_products"] = 3 / sum(1 / rate for rate in rates.values()) / 1e12
-    return f"{b.figures['tflops_products']:.4g} TFLOP/s [{tokens}, {fan_in}] x [{fan_in}, {fan_out}]"
+    return (
+        f"{b.figures['tflops_products']:.4g} TFLOP/s [{tokens}, {fan_in}] x [{fan_in}, {fan_out}]"
+    )
 
 
 def attention(b):
     """FLOP/s of causal attention, forward and backward, of each kernel that this device has."""
     size, told = size_of(b), []
     shape = (size.rows, size.heads, size.sequence, size.hidden // size.heads)
-    q, k, v = (torch.randn(shape, device=b.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(shape, device=b.device, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
     gy = torch.randn_like(q)
     flops = 12 * size.rows * size.sequence**2 * size.hidden / 2
 
@@ -81,7 +86,9 @@ def to_host(b):
 def loss_chunks(b):
     """Seconds of the cross entropy both ways, for each number of logits that it takes at a time."""
     size, told = size_of(b), {}
-    logits = torch.randn(size.tokens, size.vocab, device=b.device, dtype=torch.bfloat16, requires_grad=True)
+    logits = torch.randn(
+        size.tokens, size.vocab, device=b.device, dtype=torch.bfloat16, requires_grad=True
+    )
     labels = torch.randint(size.vocab, (size.tokens,), device=b.device)
 
     def both_ways():

@@ -7,7 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.accelerator.bench import FLOAT32, TINY, Bench, NotHereError, Trained, batch, close, gpt, same_bits
+from benchmarks.accelerator.bench import (
+    FLOAT32,
+    TINY,
+    Bench,
+    NotHereError,
+    Trained,
+    batch,
+    close,
+    gpt,
+    same_bits,
+)
 from core import dist_checkpointing
 from core.autograd import apply_recompute
 from core.autograd.compiled import check_compiler, compile_layers
@@ -46,7 +56,9 @@ def gradients(style):
     def check(b):
         loss, found = trained(b, style).gradients(batch(TINY, b.device))
         expected_loss, expected = reference(style)
-        assert abs(loss.item() - expected_loss.item()) < 1e-4, f"loss {loss.item()} and {expected_loss.item()}"
+        assert abs(loss.item() - expected_loss.item()) < 1e-4, (
+            f"loss {loss.item()} and {expected_loss.item()}"
+        )
         return close(found, expected, FLOAT32, style)
 
     return check
@@ -56,12 +68,16 @@ def sixteen_bits(b):
     """bf16 may be off by what bf16 is off on the CPU, twice."""
     _, expected = reference()
     _, found = trained(b, dtype=torch.bfloat16).gradients(batch(TINY, b.device))
-    cpu = Trained(gpt(TINY, torch.bfloat16, ParallelState.single("cpu"), std=0.2), ParallelState.single("cpu"))
+    cpu = Trained(
+        gpt(TINY, torch.bfloat16, ParallelState.single("cpu"), std=0.2), ParallelState.single("cpu")
+    )
     _, there = cpu.gradients(batch(TINY, "cpu"))
     for name, exact in expected.items():
         here_off = (found[name].cpu().double() - exact).norm()
         there_off = (there[name].double() - exact).norm()
-        assert here_off <= 2 * there_off + 1e-3 * exact.norm(), f"{name}: off by {here_off:.2e}, CPU {there_off:.2e}"
+        assert here_off <= 2 * there_off + 1e-3 * exact.norm(), (
+            f"{name}: off by {here_off:.2e}, CPU {there_off:.2e}"
+        )
 
 
 def dropout_again(b):
@@ -104,12 +120,18 @@ def split_backward(style):
 
             def loss(output, microbatch):
                 if output.dim() == 3 and style == "foreign":
-                    output = F.cross_entropy(output.flatten(0, 1), microbatch["labels"].flatten(), reduction="none")
+                    output = F.cross_entropy(
+                        output.flatten(0, 1), microbatch["labels"].flatten(), reduction="none"
+                    )
                 return output.sum(), microbatch["labels"].numel()
 
             shard = DataParallel(model, ps, zero_stage=0)
             made = {"ps": ps, "num_microbatches": 2, "grad_sync": shard}
-            executor = Pipeline([model], schedule="1f1b", **made) if pipeline else SingleStage(model, **made)
+            executor = (
+                Pipeline([model], schedule="1f1b", **made)
+                if pipeline
+                else SingleStage(model, **made)
+            )
             executor.step(rows, loss)
             results.append({n: p.main_grad.clone() for n, p in shard.named_parameters().items()})
         return close(results[1], results[0], FLOAT32, style)
@@ -155,7 +177,11 @@ def attention_kernel(b):
     names = {e.key for e in profile.key_averages() if e.key.startswith("aten::_scaled_dot_product")}
     assert names, "no fused attention ran: the mathematical one did"
     return ", ".join(
-        sorted(name.removeprefix("aten::_scaled_dot_product_") for name in names if "backward" not in name)
+        sorted(
+            name.removeprefix("aten::_scaled_dot_product_")
+            for name in names
+            if "backward" not in name
+        )
     )
 
 
@@ -215,14 +241,18 @@ def saved_here_loaded_there(b):
         manager.close()
         ps = ParallelState.single("cpu")
         there = gpt(TINY, torch.float32, ps, seed=9)
-        dist_checkpointing.load({"model": there.sharded_state_dict()}, Path(folder) / "run" / "step-00000001", ps=ps)
+        dist_checkpointing.load(
+            {"model": there.sharded_state_dict()}, Path(folder) / "run" / "step-00000001", ps=ps
+        )
         same_bits(dict(there.named_parameters()), before, "a checkpoint")
 
 
 def no_host_sync(b):
     """20 steps after warm-up under torch's own check that nothing waits for the device."""
     if b.device.type != "cuda":
-        raise NotHereError("torch's sync debug mode is of CUDA; on CPUs tests/training/test_host_reads.py counts")
+        raise NotHereError(
+            "torch's sync debug mode is of CUDA; on CPUs tests/training/test_host_reads.py counts"
+        )
     job, rows = trained(b, zero=1), batch(TINY, b.device)
     for _ in range(3):
         job.step(rows)

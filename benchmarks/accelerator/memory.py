@@ -15,7 +15,10 @@ SETTINGS = {
     "bf16, ZeRO-1": (torch.bfloat16, {"zero": 1}),
     "bf16, ZeRO-3": (torch.bfloat16, {"zero": 3}),
     "bf16, states in host memory": (torch.bfloat16, {"zero": 1, "offload": Offload(kind="cpu")}),
-    "bf16, half of them": (torch.bfloat16, {"zero": 1, "offload": Offload(kind="cpu", fraction=0.5)}),
+    "bf16, half of them": (
+        torch.bfloat16,
+        {"zero": 1, "offload": Offload(kind="cpu", fraction=0.5)},
+    ),
 }
 
 
@@ -45,7 +48,9 @@ def run(b: Bench):
             predicted, measured = held(b, dtype, options)
             b.figures[f"memory_{name}"] = predicted / measured
             low, high = (0.8, 1.05) if b.dry else (0.98, 1.02)  # tiny tensors round up
-            assert low <= predicted / measured <= high, f"predicted {predicted:,}, measured {measured:,} bytes"
+            assert low <= predicted / measured <= high, (
+                f"predicted {predicted:,}, measured {measured:,} bytes"
+            )
             return f"predicted ÷ measured {predicted / measured:.3f}"
 
         b.line(f"memory: {name}", compare)

@@ -28,7 +28,11 @@ def whole(b, size, recompute="none", *, pipeline=False):
     """One model on one rank: SingleStage, or a pipeline of one stage, whose backward is split."""
     ps = b.state()
     model = gpt(size, torch.bfloat16, ps)
-    made = {"ps": ps, "num_microbatches": MICROBATCHES, "grad_sync": DataParallel(model, ps, zero_stage=0)}
+    made = {
+        "ps": ps,
+        "num_microbatches": MICROBATCHES,
+        "grad_sync": DataParallel(model, ps, zero_stage=0),
+    }
     if pipeline:
         return step_of(b, Pipeline([model], schedule="1f1b", recompute=recompute, **made), size)
     apply_recompute(model, recompute, stage=model.stage)
@@ -41,9 +45,13 @@ def four_stages(b, size):
     config = gpt(size, torch.bfloat16, ps).config
     schedule = schedules.make("zb-v", 1, MICROBATCHES)
     placement = schedule.placement
-    stages = gpt_stages(config, llama_spec(), size.vocab, size.sequence, placement=placement, parallel=ps)
+    stages = gpt_stages(
+        config, llama_spec(), size.vocab, size.sequence, placement=placement, parallel=ps
+    )
     shard = DataParallel(stages, ps, zero_stage=0)
-    pipe = Pipeline(stages, ps=ps, schedule=schedule, num_microbatches=MICROBATCHES, grad_sync=shard)
+    pipe = Pipeline(
+        stages, ps=ps, schedule=schedule, num_microbatches=MICROBATCHES, grad_sync=shard
+    )
     return step_of(b, pipe, size)
 
 

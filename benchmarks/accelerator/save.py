@@ -23,7 +23,10 @@ def stall(b):
         for number in range(1, 3 if b.dry else 5):
             job.step(rows)
             b.sync()
-            state = {"model": sharded_state_dict(job.shard), "optimizer": job.optimizer.sharded_state_dict()}
+            state = {
+                "model": sharded_state_dict(job.shard),
+                "optimizer": job.optimizer.sharded_state_dict(),
+            }
             begin = time.perf_counter()
             handle = manager.save_async(number, state)
             manager.before_update()

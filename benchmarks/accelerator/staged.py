@@ -12,7 +12,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.accelerator.bench import FLOAT32, TINY, Bench, NotHereError, Trained, batch, close, gpt
+from benchmarks.accelerator.bench import (
+    FLOAT32,
+    TINY,
+    Bench,
+    NotHereError,
+    Trained,
+    batch,
+    close,
+    gpt,
+)
 from core import parallel_state
 from core.data_parallel import DataParallel
 from core.models.gpt import gpt_stages, llama_spec
@@ -41,7 +50,10 @@ def stage_everything(ps):
 
 def assembled(local, layouts, ps):
     """Global name -> the whole tensor, from every rank's part of it (a pipeline rank holds some names only)."""
-    mine = {name: (layouts[name].box(ps.coordinate, ps.sizes), layouts[name].shape, local[name]) for name in local}
+    mine = {
+        name: (layouts[name].box(ps.coordinate, ps.sizes), layouts[name].shape, local[name])
+        for name in local
+    }
     found = {}
     for theirs in all_gather_objects(mine, ps.world):
         for name, (box, shape, part) in theirs.items():
@@ -73,7 +85,9 @@ def gradients(config, zero, device):
         shard = job.shard
     else:
         single = gpt(TINY, torch.float32, ParallelState.single(device), std=0.2)
-        stages = gpt_stages(single.config, llama_spec(), TINY.vocab, TINY.sequence, placement=(0, 1), parallel=ps)
+        stages = gpt_stages(
+            single.config, llama_spec(), TINY.vocab, TINY.sequence, placement=(0, 1), parallel=ps
+        )
         shard = DataParallel(stages, ps, zero_stage=0)
         pipe = Pipeline(stages, ps=ps, schedule="1f1b", num_microbatches=2, grad_sync=shard)
         pipe.step(rows, next_token_loss)
@@ -99,9 +113,18 @@ def run(b: Bench):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.pt"
         environment = os.environ | {"PARACORE_DEVICE": b.device.type, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
         command += ["-m", "benchmarks.accelerator.staged", str(path)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+        )
         assert done.returncode == 0, f"two processes: {done.stderr[-600:]}"
         found = torch.load(path, weights_only=True)
     job = Trained(gpt(TINY, torch.float32, b.state(), std=0.2), b.state())

@@ -8,7 +8,17 @@ import time
 import torch
 import torch.nn.functional as F
 
-from benchmarks.accelerator.bench import GPT_1B4, GPT_3B6, SMALL, TINY, Bench, NotHereError, Trained, batch, gpt
+from benchmarks.accelerator.bench import (
+    GPT_1B4,
+    GPT_3B6,
+    SMALL,
+    TINY,
+    Bench,
+    NotHereError,
+    Trained,
+    batch,
+    gpt,
+)
 from benchmarks.accelerator.ceilings import attention, bandwidth, products
 from benchmarks.llama import Llama, Shape
 from core.autograd.compiled import check_compiler, compile_layers
@@ -16,7 +26,16 @@ from core.training.log.metrics import peak_flops
 
 SIZES = {"small": SMALL, "1.4b": GPT_1B4, "3.6b": GPT_3B6}
 CLASSES = {
-    "products": ("gemm", "nvjet", "cutlass", "matmul", "aten::mm", "aten::addmm", "aten::bmm", "mkldnn"),
+    "products": (
+        "gemm",
+        "nvjet",
+        "cutlass",
+        "matmul",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "mkldnn",
+    ),
     "attention": ("flash", "fmha", "attention", "cudnn_generated"),
     "optimizer": ("adam", "multi_tensor", "foreach"),
     "embedding and loss": ("embedding", "softmax", "nll", "index", "gather"),
@@ -81,7 +100,9 @@ def huggingface(size, b, *, compiled):
 
 
 def plain(size, b, *, compiled):
-    shape = Shape(size.hidden, size.layers, size.heads, size.groups, size.ffn, size.sequence, size.vocab)
+    shape = Shape(
+        size.hidden, size.layers, size.heads, size.groups, size.ffn, size.sequence, size.vocab
+    )
     with torch.device(b.device):
         model = Llama(shape).to(torch.bfloat16)
     return peer(model, model, size, b, compiled=compiled)
@@ -119,7 +140,9 @@ def race(size, sides, b):
     rounds, steps, warm = (1, 2, 1) if b.dry else (3, 20, 8)
     first = sides[0][1]
     for side, loss in sides:
-        assert abs(loss - first) < 0.5, f"{side.name} begins with a loss of {loss}, {sides[0][0].name} with {first}"
+        assert abs(loss - first) < 0.5, (
+            f"{side.name} begins with a loss of {loss}, {sides[0][0].name} with {first}"
+        )
         for _ in range(warm):
             side.step()
     for number in range(rounds):
@@ -142,7 +165,11 @@ def race(size, sides, b):
             f"MFU {causal:.1%} causal, {unmasked:.1%} unmasked  ({min(side.times) * 1e3:.1f} .. "
             f"{max(side.times) * 1e3:.1f} ms)"
         )
-    for mine, theirs in (("compiled", "hf_compiled"), ("eager", "hf_eager"), ("compiled", "plain_compiled")):
+    for mine, theirs in (
+        ("compiled", "hf_compiled"),
+        ("eager", "hf_eager"),
+        ("compiled", "plain_compiled"),
+    ):
         a, c = b.figures.get(f"tokens_s_ours_{mine}"), b.figures.get(f"tokens_s_{theirs}")
         if a and c:
             b.figures[f"ours_{mine}_vs_{theirs}"] = a / c
@@ -168,11 +195,16 @@ def beside_the_floor(size, step, b):
     for event in profile.key_averages():
         time_us = event.self_cpu_time_total if b.on_cpu else event.self_device_time_total
         name = event.key.lower()
-        kind = next((kind for kind, words in CLASSES.items() if any(word in name for word in words)), "the rest")
+        kind = next(
+            (kind for kind, words in CLASSES.items() if any(word in name for word in words)),
+            "the rest",
+        )
         seconds[kind] += time_us / 1e6
     total = sum(seconds.values())
     for kind, spent in seconds.items():
-        print(f"  {kind:20s} {spent * 1e3:9.2f} ms  {spent / total:6.1%}  floor {floor.get(kind, 0) * 1e3:9.2f} ms")
+        print(
+            f"  {kind:20s} {spent * 1e3:9.2f} ms  {spent / total:6.1%}  floor {floor.get(kind, 0) * 1e3:9.2f} ms"
+        )
     b.figures["floor_s"] = sum(floor.values())
     return f"floor {b.figures['floor_s'] * 1e3:.1f} ms, kernels {total * 1e3:.1f} ms"
 

@@ -30,7 +30,9 @@ class Ticket:
         self.has_owner = has_owner
         number = next(_numbers)
         _object_of_number[number] = target
-        self.number = torch.from_numpy(np.asarray(number))  # no operation that a dispatch mode would see
+        self.number = torch.from_numpy(
+            np.asarray(number)
+        )  # no operation that a dispatch mode would see
 
     def __reduce__(self) -> Any:
         return nothing, ()
@@ -171,9 +173,17 @@ class StageContext:
         for listener in self.listeners:
             listener.end_step()
 
-    def begin(self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None) -> None:
+    def begin(
+        self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None
+    ) -> None:
         """An executor takes over for one microbatch."""
-        self.seed, self.step, self.microbatch, self.bag, self.driven = seed, step, microbatch, bag, True
+        self.seed, self.step, self.microbatch, self.bag, self.driven = (
+            seed,
+            step,
+            microbatch,
+            bag,
+            True,
+        )
 
     def release(self) -> None:
         """The executor is done: plain use of the model again."""

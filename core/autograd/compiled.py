@@ -40,7 +40,10 @@ class CompiledForward(LinearProxy):
         except RuntimeError as error:
             if not isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
                 raise
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            reason = next(
+                (line.strip() for line in str(error).splitlines() if line.strip()),
+                type(error).__name__,
+            )
             raise ValueError(
                 f"compile=layer: {self._name}, a {type(self.module).__name__}, does not become 1 graph: {reason}. "
                 "Mend its forward, allow graphs in parts (training.compile_fallback=true), or use "
@@ -93,7 +96,9 @@ def check_compiler(device: torch.device) -> None:
         ) from None
 
 
-def compile_layers(module: nn.Module, *, backend: Any = "inductor", may_break: bool | None = None) -> CompileHandle:
+def compile_layers(
+    module: nn.Module, *, backend: Any = "inductor", may_break: bool | None = None
+) -> CompileHandle:
     """Compile every layer (each element of a ModuleList or ModuleDict), in place; parameter names unchanged.
 
     Before `apply_recompute` and the executor, so that regions run the compiled code. Graphs are made in the first

@@ -20,7 +20,11 @@ def _to_local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
 
 
 def _add_rows(
-    parameter: Parameter, local_ids: Tensor, gy: Tensor, is_full_table: bool, past_autograd: bool = True
+    parameter: Parameter,
+    local_ids: Tensor,
+    gy: Tensor,
+    is_full_table: bool,
+    past_autograd: bool = True,
 ) -> Tensor | None:
     """Sum dy into the table's rows: into `main_grad` or `.grad` (None is returned), else a new dense gradient."""
     rows = parameter.shape[0]
@@ -31,7 +35,10 @@ def _add_rows(
             return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows, -1, False)
         return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows + 1, rows, False)[:rows]
     if not is_full_table:
-        gy, local_ids = gy.masked_fill((local_ids == rows)[:, None], 0), local_ids.clamp_max(rows - 1)
+        gy, local_ids = (
+            gy.masked_fill((local_ids == rows)[:, None], 0),
+            local_ids.clamp_max(rows - 1),
+        )
     target.index_add_(0, local_ids, gy.to(target.dtype))
     return None
 
@@ -50,7 +57,9 @@ class _EmbeddingThunk:
 
     __slots__ = ("_comm", "_gy", "_is_full_table", "_local_ids", "parameter")
 
-    def __init__(self, parameter: Parameter, local_ids: Tensor, gy: Tensor, is_full_table: bool, comm: Comm) -> None:
+    def __init__(
+        self, parameter: Parameter, local_ids: Tensor, gy: Tensor, is_full_table: bool, comm: Comm
+    ) -> None:
         self.parameter, self._local_ids, self._gy = parameter, local_ids, gy
         self._is_full_table, self._comm = is_full_table, comm
 
@@ -58,7 +67,9 @@ class _EmbeddingThunk:
         return self._local_ids, self._gy
 
     def run(self) -> None:
-        gy = self._gy if self._comm.before_backward is None else self._comm.before_backward(self._gy)
+        gy = (
+            self._gy if self._comm.before_backward is None else self._comm.before_backward(self._gy)
+        )
         gradient = _add_rows(self.parameter, self._local_ids, gy, self._is_full_table)
         if gradient is not None:
             accumulate(self.parameter, gradient)
@@ -67,7 +78,13 @@ class _EmbeddingThunk:
 class _DeferredEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Parameter, first: int, is_full_table: bool, stage: StageContext, comm: Comm
+        ctx: Any,
+        ids: Tensor,
+        weight: Parameter,
+        first: int,
+        is_full_table: bool,
+        stage: StageContext,
+        comm: Comm,
     ) -> Tensor:
         if is_full_table:
             local_ids = ids
@@ -97,7 +114,14 @@ class _DeferredEmbedding(torch.autograd.Function):
             return (None,) * 6
         if ctx.comm.before_backward is not None:
             gy = ctx.comm.before_backward(gy)
-        return None, _add_rows(ctx.weight, local_ids, gy, ctx.is_full_table, past_autograd), None, None, None, None
+        return (
+            None,
+            _add_rows(ctx.weight, local_ids, gy, ctx.is_full_table, past_autograd),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def deferred_embedding(

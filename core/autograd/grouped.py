@@ -16,7 +16,13 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from core.autograd.bag import StageContext
-from core.autograd.gradients import accumulate, delivers, main_grad_of, no_second_derivative, overwritten
+from core.autograd.gradients import (
+    accumulate,
+    delivers,
+    main_grad_of,
+    no_second_derivative,
+    overwritten,
+)
 from core.autograd.products import add_product
 from core.autograd.recomputation.region import recomputed_region
 
@@ -41,7 +47,9 @@ def _has_grouped_product(device_type: str, dtype: torch.dtype) -> bool:
     counts = [16, 0, 32]
     x = torch.randn(48, 32, generator=generator).to(device_type, dtype)
     matrices = torch.randn(3, 64, 32, generator=generator).to(device_type, dtype).transpose(1, 2)
-    expected = torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), matrices, strict=True)])
+    expected = torch.cat(
+        [rows @ matrix for rows, matrix in zip(x.split(counts), matrices, strict=True)]
+    )
     try:
         ends = torch.tensor(counts, device=device_type).cumsum(0, dtype=torch.int32)
         products = F.grouped_mm(x, matrices, offs=ends)
@@ -93,7 +101,9 @@ class _GroupedLinear(torch.autograd.Function):
     """The Parameter is kept on ctx, never in save_for_backward: a checkpoint's pack hook would detach it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], stage: StageContext) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: list[int], stage: StageContext
+    ) -> Tensor:
         matrices, device_type = weight.flatten(1, -2), x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
@@ -101,7 +111,10 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
             ctx.save_for_backward(x)
         ctx.weight, ctx.counts, ctx.bag = weight, counts, stage.bag
-        ctx.region, ctx.version = recomputed_region.get(), weight._version if ctx.needs_input_grad[0] else 0
+        ctx.region, ctx.version = (
+            recomputed_region.get(),
+            weight._version if ctx.needs_input_grad[0] else 0,
+        )
         return multiply_groups(x, matrices.transpose(1, 2), counts)
 
     @staticmethod

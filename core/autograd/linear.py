@@ -36,7 +36,12 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        stage: StageContext,
+        comm: Comm,
     ) -> Tensor:
         matrix = matrix_of(weight)
         flat_bias = bias if bias is None or bias.dim() == 1 else bias.view(-1)
@@ -53,13 +58,20 @@ class _DeferredLinear(torch.autograd.Function):
         else:
             collective = comm.before_forward is not None or comm.after_forward is not None
             operands = [t for t in (x, matrix, flat_bias) if t is not None]
-            y = region.multiply(partial(_multiply, x.detach(), matrix, flat_bias, comm), operands, collective)
-        if y._is_view():  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
+            y = region.multiply(
+                partial(_multiply, x.detach(), matrix, flat_bias, comm), operands, collective
+            )
+        if (
+            y._is_view()
+        ):  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
             y = y.detach()
         if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
-        ctx.region, ctx.version = recomputed_region.get(), weight._version if ctx.needs_input_grad[0] else 0
+        ctx.region, ctx.version = (
+            recomputed_region.get(),
+            weight._version if ctx.needs_input_grad[0] else 0,
+        )
         return y
 
     @staticmethod
@@ -120,7 +132,9 @@ def _has_hooks(parameter: Tensor) -> bool:
 def _is_ours_or_plain(parameter: Tensor) -> bool:
     """A dense tensor; a class of ours may carry facts, but not change what operations do."""
     kind = type(parameter)
-    return isinstance(parameter, Parameter) and kind.__torch_dispatch__ is Parameter.__torch_dispatch__
+    return (
+        isinstance(parameter, Parameter) and kind.__torch_dispatch__ is Parameter.__torch_dispatch__
+    )
 
 
 @torch.compiler.disable
@@ -132,8 +146,12 @@ def make_compilable(parameter: Parameter) -> None:
 
 
 @torch.library.custom_op("paracore::linear", mutates_args=())
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, bag: Tensor) -> Tensor:
-    return F.linear(x, matrix_of(weight).to(x.dtype), None if bias is None else bias.reshape(-1).to(x.dtype))
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, bag: Tensor
+) -> Tensor:
+    return F.linear(
+        x, matrix_of(weight).to(x.dtype), None if bias is None else bias.reshape(-1).to(x.dtype)
+    )
 
 
 @_linear.register_fake
@@ -147,14 +165,18 @@ def _defer(x: Tensor, gy: Tensor, weight: Tensor, parameter: Tensor, bag: Tensor
     """Put a thunk with clones into the bag: the compiler reuses the memory of tensors that it no longer needs."""
     owner, target_bag = object_of(parameter), object_of(bag)
     if owner is None or owner.data_ptr() != weight.data_ptr():
-        raise RuntimeError(f"a compiled linear lost its parameter of shape {list(weight.shape)}; compile again")
+        raise RuntimeError(
+            f"a compiled linear lost its parameter of shape {list(weight.shape)}; compile again"
+        )
     if _has_hooks(owner):
         raise RuntimeError(
             f"a hook was put on a parameter of shape {list(weight.shape)} after its linear was compiled, and would "
             "see no gradient; register hooks first, then call torch.compiler.reset()"
         )
     if int(bag) and target_bag is None:
-        raise RuntimeError("the bag of this microbatch is gone before its backward; keep it until W")
+        raise RuntimeError(
+            "the bag of this microbatch is gone before its backward; keep it until W"
+        )
     if target_bag is None or not target_bag.open:
         LinearThunk(owner, x, gy, NO_COMM).run()
     else:
@@ -201,7 +223,9 @@ def _has_effect() -> bool:
 CAN_COMPILE = _has_effect()
 
 
-def _compiled_linear(x: Tensor, weight: Parameter, bias: Tensor | None, stage: StageContext) -> Tensor | None:
+def _compiled_linear(
+    x: Tensor, weight: Parameter, bias: Tensor | None, stage: StageContext
+) -> Tensor | None:
     """The linear as an operation of a compiled graph; None where it cannot be one now.
 
     Without a bag and without `main_grad` it is a plain `F.linear`.
@@ -244,7 +268,12 @@ def deferred_linear(
     without one dW goes into `weight.main_grad`, or to autograd where there is no main_grad.
     """
     if torch.compiler.is_compiling():
-        collectives = (comm.before_forward, comm.after_forward, comm.before_backward, comm.after_backward)
+        collectives = (
+            comm.before_forward,
+            comm.after_forward,
+            comm.before_backward,
+            comm.after_backward,
+        )
         if collectives == (None, None, None, None):
             compiled = _compiled_linear(x, weight, bias, stage)
             if compiled is not None:
@@ -255,13 +284,17 @@ def deferred_linear(
     is_local = comm.before_forward is None and comm.after_forward is None
     plain = not torch.is_grad_enabled() and linears_of_region.get() is None
     if is_local and plain and not torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, matrix_of(weight), bias if bias is None or bias.dim() == 1 else bias.view(-1))
+        return F.linear(
+            x, matrix_of(weight), bias if bias is None or bias.dim() == 1 else bias.view(-1)
+        )
     y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm)
     return y
 
 
 @torch.compiler.disable
-def _eagerly(x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm) -> Tensor:
+def _eagerly(
+    x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
+) -> Tensor:
     """A graph break: collectives around the product are not traced."""
     y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm)
     return y

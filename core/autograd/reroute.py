@@ -19,13 +19,17 @@ def _is_plain(weight: object) -> bool:
 
     Checked at every call, because hooks compute weights and programs replace them.
     """
-    return type(weight) is Parameter and weight.layout is torch.strided and weight.is_floating_point()
+    return (
+        type(weight) is Parameter and weight.layout is torch.strided and weight.is_floating_point()
+    )
 
 
 def _is_usual(x: Tensor) -> bool:
     """Whether an autograd Function takes it: no tensor of another kind, no torch.func around us."""
     tensor_class = type(x)
-    return (tensor_class is Tensor or tensor_class is Parameter) and not (x.is_nested or in_torch_func())
+    return (tensor_class is Tensor or tensor_class is Parameter) and not (
+        x.is_nested or in_torch_func()
+    )
 
 
 class _DeferringProxy(LinearProxy):
@@ -68,7 +72,12 @@ def _proxy_class_of(module: nn.Module) -> Callable[[nn.Module], _DeferringProxy]
     if type(module) is nn.Linear and _is_plain(module.weight):
         return _LinearProxy
     if type(module) is nn.Embedding and _is_plain(module.weight):
-        options = (module.padding_idx, module.max_norm, module.scale_grad_by_freq or None, module.sparse or None)
+        options = (
+            module.padding_idx,
+            module.max_norm,
+            module.scale_grad_by_freq or None,
+            module.sparse or None,
+        )
         return _EmbeddingProxy if options == (None,) * 4 else None
     return None
 
@@ -89,7 +98,9 @@ class RerouteHandle:
     names: of those modules, inside the module that was rerouted.
     """
 
-    def __init__(self, names: list[str], proxies: list[_DeferringProxy], stage: StageContext) -> None:
+    def __init__(
+        self, names: list[str], proxies: list[_DeferringProxy], stage: StageContext
+    ) -> None:
         self.names, self._standins, self._stage = names, proxies, stage
 
     def remove(self) -> None:

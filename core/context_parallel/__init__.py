@@ -1,7 +1,13 @@
 """One sequence over many ranks: the attention of a rank's rows, whose keys may be elsewhere. Knows no model."""
 
 from core.context_parallel.attention import Exchange, context_attention
-from core.context_parallel.documents import Documents, begin_of_rows, document_rows, visible_mask, within_window
+from core.context_parallel.documents import (
+    Documents,
+    begin_of_rows,
+    document_rows,
+    visible_mask,
+    within_window,
+)
 from core.context_parallel.kernels import has_kernel
 
 __all__ = [

@@ -53,7 +53,13 @@ class _ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, documents: Documents | None, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        exchange: Exchange,
+        documents: Documents | None,
+        scale: float,
     ) -> Tensor:
         ctx.exchange, ctx.documents, ctx.scale = exchange, documents, scale
 
@@ -92,7 +98,13 @@ class _ContextAttention(torch.autograd.Function):
 
 @torch.compiler.disable
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, *, documents: Documents | None = None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    exchange: Exchange,
+    *,
+    documents: Documents | None = None,
+    scale: float,
 ) -> Tensor:
     """softmax(scale q k^T) v of this rank's rows: q [b, a/tp, s/cp, d], k, v [b, g/tp, s/cp, d] -> as q.
 

@@ -50,7 +50,9 @@ def blocks(size: int, rank: int, count: int) -> tuple[AttentionBlock, ...]:
     return tuple(found)
 
 
-def pieces(block: AttentionBlock, query_rows: Rows, key_rows: Rows, first: Rows, last: Rows) -> Iterator[Piece]:
+def pieces(
+    block: AttentionBlock, query_rows: Rows, key_rows: Rows, first: Rows, last: Rows
+) -> Iterator[Piece]:
     """The kernel calls of a block where queries begin to see keys somewhere; keys that none sees are left out.
 
     query_rows, key_rows: of this rank and of the block's source. first, last: of each query the lowest and the
@@ -63,12 +65,23 @@ def pieces(block: AttentionBlock, query_rows: Rows, key_rows: Rows, first: Rows,
         low = int(np.searchsorted(rows_of_keys, first[start]))
         high = int(np.searchsorted(rows_of_keys, query_rows[stop - 1], side="right"))
         if low < high:
-            seen_by_all = rows_of_keys[low] >= last[stop - 1] and rows_of_keys[high - 1] <= query_rows[start]
-            yield Piece(slice(start, stop), slice(keys.start + low, keys.start + high), False, not seen_by_all)
+            seen_by_all = (
+                rows_of_keys[low] >= last[stop - 1] and rows_of_keys[high - 1] <= query_rows[start]
+            )
+            yield Piece(
+                slice(start, stop),
+                slice(keys.start + low, keys.start + high),
+                False,
+                not seen_by_all,
+            )
 
 
 @lru_cache(maxsize=256)
 def whole(block: AttentionBlock) -> tuple[Piece, ...]:
     """A block as one kernel call: no document begins among its keys."""
     queries, keys = block.queries, block.keys
-    return (Piece(slice(queries.start, queries.stop), slice(keys.start, keys.stop), block.causal, False),)
+    return (
+        Piece(
+            slice(queries.start, queries.stop), slice(keys.start, keys.stop), block.causal, False
+        ),
+    )

@@ -40,13 +40,16 @@ def begin_of_rows(document_begin: Tensor, ps: ParallelState) -> Documents:
     return Documents(begin, torch.stack((on_host.amin(0), on_host.amax(0))))
 
 
-def within_window(documents: Documents | None, window: int, rows: Tensor, device: torch.device) -> Documents:
+def within_window(
+    documents: Documents | None, window: int, rows: Tensor, device: torch.device
+) -> Documents:
     """The same where a row sees at most `window` rows, itself included; rows: their numbers, int64 [n] on the CPU."""
     begin = (rows - window + 1).clamp_(min=0)
     if documents is None:
         return Documents(begin.to(device, non_blocking=True)[None], begin.expand(2, -1))
     return Documents(
-        torch.maximum(documents.begin, begin.to(device, non_blocking=True)), torch.maximum(documents.bounds, begin)
+        torch.maximum(documents.begin, begin.to(device, non_blocking=True)),
+        torch.maximum(documents.bounds, begin),
     )
 
 

@@ -7,7 +7,9 @@ from core.context_parallel.rows_attention import Attended, Gradients, RowsOfRing
 from core.parallel_state.collectives import Group, reduce_scatter, start_all_gather
 
 
-def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
+def forward(
+    rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, group: Group | None
+) -> tuple[Tensor, Tensor]:
     """Output and logsumexp. All-gather of k and v."""
     attended = Attended(rows, q)
     if group is None:

@@ -40,7 +40,9 @@ def plain_forward(
     """See `attend`; the scores exist in full."""
     scores = _scores(q, k, causal, bias, scale)
     logsumexp = scores.logsumexp(-1)
-    lowest = logsumexp.masked_fill(logsumexp == -torch.inf, 0)  # a row without any key: exp(-inf - 0) = 0
+    lowest = logsumexp.masked_fill(
+        logsumexp == -torch.inf, 0
+    )  # a row without any key: exp(-inf - 0) = 0
     out = (scores - lowest[..., None]).exp() @ v.to(scores.dtype)[:, :, None]
     return out.reshape(q.shape).to(q.dtype), logsumexp.reshape(q.shape[:3])
 
@@ -92,8 +94,10 @@ def _cpu_backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale
+    gradients: tuple[Tensor, Tensor, Tensor] = (
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale
+        )
     )
     return gradients
 
@@ -120,7 +124,9 @@ def _flash_backward(
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     lengths = (None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0])
     return tuple(
-        _aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, logsumexp, *lengths, scale=scale)
+        _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, logsumexp, *lengths, scale=scale
+        )
     )
 
 
@@ -179,14 +185,18 @@ _FUSED: tuple[Kernel, ...] = (
 
 
 @cache
-def kernel_of(device: torch.device, dtype: torch.dtype, head_size: int, groups: bool, biased: bool) -> Kernel:
+def kernel_of(
+    device: torch.device, dtype: torch.dtype, head_size: int, groups: bool, biased: bool
+) -> Kernel:
     """The first fused kernel that runs here and agrees with the plain twin; else the twin."""
     if device.type == "meta":
         return PLAIN
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> Tensor:
-        drawn = torch.randn(1, heads, 32, head_size, generator=generator, dtype=torch.float64, device="cpu")
+        drawn = torch.randn(
+            1, heads, 32, head_size, generator=generator, dtype=torch.float64, device="cpu"
+        )
         return drawn.to(device, dtype)
 
     q, k, v, grad = random(4), random(2 if groups else 4), random(2 if groups else 4), random(4)
@@ -200,14 +210,24 @@ def kernel_of(device: torch.device, dtype: torch.dtype, head_size: int, groups: 
             continue
         try:
             found = _both(kernel, q, k, v, grad, bias)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError):  # not on this device, or renamed
+        except (
+            RuntimeError,
+            NotImplementedError,
+            TypeError,
+            AttributeError,
+        ):  # not on this device, or renamed
             continue
-        if all((a - b).abs().max() <= tolerance * (1 + b.abs().max()) for a, b in zip(found, expected, strict=True)):
+        if all(
+            (a - b).abs().max() <= tolerance * (1 + b.abs().max())
+            for a, b in zip(found, expected, strict=True)
+        ):
             return kernel
     return PLAIN
 
 
-def _both(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor | None) -> list[Tensor]:
+def _both(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor | None
+) -> list[Tensor]:
     forward, backward = kernel
     scale, causal = q.shape[3] ** -0.5, bias is None
     with torch.no_grad():
@@ -222,16 +242,26 @@ def has_kernel(q: Tensor, k: Tensor) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    bias: Tensor | None = None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + bias) v, [b, a, n, d], and the logsumexp of its rows, [b, a, n] in float32 at least.
 
     q [b, a, n, d], k and v [b, g, t, d]. causal: query i sees keys 0 .. i, of as many keys as queries. bias: [b or 1,
     1, n, t] in q's dtype, -inf where a query does not see a key. A row that sees none is 0, its logsumexp -inf.
     """
-    forward, _ = kernel_of(q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None)
+    forward, _ = kernel_of(
+        q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None
+    )
     out, logsumexp = forward(q, k, v, causal, bias, scale)
-    if bias is not None:  # fused kernels tell 0 of a row without keys, which would weigh as much as a key
+    if (
+        bias is not None
+    ):  # fused kernels tell 0 of a row without keys, which would weigh as much as a key
         logsumexp = logsumexp.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return out, logsumexp
 
@@ -253,7 +283,9 @@ def attend_backward(
     out, logsumexp: of the whole rows, merged over all blocks of keys (arXiv 2310.01889).
     """
     grad, out, logsumexp = grad.contiguous(), out.contiguous(), logsumexp.contiguous()
-    _, backward = kernel_of(q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None)
+    _, backward = kernel_of(
+        q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None
+    )
     return backward(grad, q, k, v, out, logsumexp, causal, bias, scale)
 
 
@@ -263,5 +295,7 @@ def merge(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor
     logsumexp must be finite: every row has seen a key.
     """
     total = torch.logaddexp(logsumexp, other_logsumexp)
-    out.mul_((logsumexp - total).exp_()[..., None]).add_(other * (other_logsumexp - total).exp_()[..., None])
+    out.mul_((logsumexp - total).exp_()[..., None]).add_(
+        other * (other_logsumexp - total).exp_()[..., None]
+    )
     logsumexp.copy_(total)

@@ -28,7 +28,9 @@ class Passed:
     def __init__(self, x: Tensor, ring: Ring) -> None:
         to, source = ring.to, ring.source
         self._sent = isend(x, 1 - to.rank, to, header=False)
-        self._received = irecv(tuple(x.shape), x.dtype, 1 - source.rank, source, device=x.device, header=False)
+        self._received = irecv(
+            tuple(x.shape), x.dtype, 1 - source.rank, source, device=x.device, header=False
+        )
 
     def wait(self) -> Tensor:
         """The block that arrived; the one that was sent may be written again."""
@@ -51,7 +53,14 @@ def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tu
 
 
 def backward(
-    rows: RowsOfRing, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, ring: Ring
+    rows: RowsOfRing,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v. k and v travel again; what others add to their gradients follows a step behind and comes
     home at the end, where the own part is."""

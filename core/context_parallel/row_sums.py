@@ -23,7 +23,14 @@ from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
 _BY_CLASS = ("cross_entropy", "nll_loss")  # of [n, classes, ...]
-_BY_ELEMENT = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy"]
+_BY_ELEMENT = [
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "binary_cross_entropy",
+]
 _BY_ELEMENT += ["binary_cross_entropy_with_logits"]
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
 _REMEDY = (
@@ -87,7 +94,13 @@ class _Sums(Follower):
             super().mark(tensor, axes, partial)
 
     def follow(
-        self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> None:
         if name.endswith("_like") or name.startswith("new_"):  # other values
             return
@@ -96,13 +109,19 @@ class _Sums(Follower):
             return
         try:
             outcome: Finding | Followed | str | float | None = _selected(name, args, result)
-            outcome = outcome or _lost(name, args, kwargs, result) or outcome_of(func, name, args, kwargs, result)
+            outcome = (
+                outcome
+                or _lost(name, args, kwargs, result)
+                or outcome_of(func, name, args, kwargs, result)
+            )
         except Exception:  # who looks on must not end a right program: a call of a form unknown here is not followed
             return
         if outcome in _LARGEST:
             outcome = Finding("reduction", name, tuple(inputs[0].shape))
         if not any(x.requires_grad for x in inputs):
-            if isinstance(outcome, (str, float)) or (isinstance(outcome, Finding) and outcome.kind == "reduction"):
+            if isinstance(outcome, (str, float)) or (
+                isinstance(outcome, Finding) and outcome.kind == "reduction"
+            ):
                 self._mark_statistic(result, name)
             elif isinstance(outcome, list):
                 for tensor, axes in outcome:
@@ -110,7 +129,11 @@ class _Sums(Follower):
         elif isinstance(outcome, Finding):
             self._tell_if_used(outcome, result)
         elif isinstance(outcome, str):
-            numbers = inputs[0].isnan().logical_not().sum().item() if name == "nanmean" else inputs[0].numel()
+            numbers = (
+                inputs[0].isnan().logical_not().sum().item()
+                if name == "nanmean"
+                else inputs[0].numel()
+            )
             is_mean = name in ("mean", "nanmean") and isinstance(result, Tensor)
             self._compare_later(result, numbers / max(result.numel(), 1) if is_mean else 1.0)
         elif isinstance(outcome, (int, float)):
@@ -122,7 +145,9 @@ class _Sums(Follower):
     def _mark_statistic(self, result: Any, name: str) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.dtype is torch.bool):
+            if isinstance(tensor, Tensor) and (
+                tensor.is_floating_point() or tensor.dtype is torch.bool
+            ):
                 self.mark(tensor, None, name)
             if isinstance(tensor, SplitTensor):
                 tensor.counted = tensor.as_subclass(Tensor).clone()  # type: ignore[attr-defined]
@@ -134,9 +159,13 @@ class _Sums(Follower):
         numbers = [x for x in inputs if x.partial and torch.equal(x, x.counted)]  # type: ignore[attr-defined]
         if not numbers or name in ("all_reduce", "backward"):
             return
-        if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
+        if any(
+            isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
+        ):
             first = numbers[0]
-            self._owner.tell(f"{first.partial} of rows which are this context rank's comes to the loss by {name}")
+            self._owner.tell(
+                f"{first.partial} of rows which are this context rank's comes to the loss by {name}"
+            )
         else:
             self._mark_statistic(result, numbers[0].partial)
 
@@ -173,8 +202,14 @@ class _Sums(Follower):
         group = self._owner.group
         assert group is not None
         gathered = all_gather(self._numbers[None], group).cpu()
-        used = [rank for rank in range(group.size) if gathered[rank].isfinite().all() and gathered[rank].any()]
-        if not used:  # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
+        used = [
+            rank
+            for rank in range(group.size)
+            if gathered[rank].isfinite().all() and gathered[rank].any()
+        ]
+        if (
+            not used
+        ):  # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
             return
         sizes = gathered[used, 0]
         tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
@@ -199,9 +234,15 @@ def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
     index = args[1]
     if name == "index_select":
         return (
-            [(result, (*_own_rows(result), *x.axes[1:]))] if index == 0 and split_axes.is_split(x.axes, [0]) else None
+            [(result, (*_own_rows(result), *x.axes[1:]))]
+            if index == 0 and split_axes.is_split(x.axes, [0])
+            else None
         )
-    if isinstance(index, tuple) and index and all(isinstance(i, Tensor) and i.dim() == 1 for i in index):
+    if (
+        isinstance(index, tuple)
+        and index
+        and all(isinstance(i, Tensor) and i.dim() == 1 for i in index)
+    ):
         if not split_axes.is_split(x.axes, range(len(index))):
             return None
         of_each = torch.arange(len(x), device=index[0].device)
@@ -210,7 +251,9 @@ def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
         return [(result, (*_own_rows(result), *x.axes[len(index) :]))]
     if isinstance(index, tuple):  # `hidden[:, last]`
         numbered = [dim for dim, i in enumerate(index) if isinstance(i, Tensor)]
-        by_number = split_axes.is_split(x.axes, numbered) and not any(i is None or i is Ellipsis for i in index)
+        by_number = split_axes.is_split(x.axes, numbered) and not any(
+            i is None or i is Ellipsis for i in index
+        )
         return Finding("cut", name, tuple(x.shape)) if by_number else None
     if not isinstance(index, Tensor):
         return None
@@ -231,7 +274,10 @@ def _lost(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Follow
     """A loss of torch's: by what it divided, or its elements' axes."""
     if name not in _BY_CLASS and name not in _BY_ELEMENT:
         return None
-    x, target = (args[place] if len(args) > place else kwargs[key] for place, key in enumerate(("input", "target")))
+    x, target = (
+        args[place] if len(args) > place else kwargs[key]
+        for place, key in enumerate(("input", "target"))
+    )
     if not isinstance(x, SplitTensor):
         return None
     reduction = kwargs.get("reduction", "mean")

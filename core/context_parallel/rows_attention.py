@@ -25,7 +25,9 @@ class RowsOfRing:
     s: of the whole sequence. documents: of this rank's rows; None: one document. scale: of the scores.
     """
 
-    def __init__(self, size: int, rank: int, s: int, documents: Documents | None, scale: float) -> None:
+    def __init__(
+        self, size: int, rank: int, s: int, documents: Documents | None, scale: float
+    ) -> None:
         self.size, self.rank, self.s, self.scale = size, rank, s, scale
         self.documents = documents
         self.own, *self.others = blocks(size, rank, s // size)
@@ -40,18 +42,26 @@ class RowsOfRing:
         first, last = self.documents.bounds.numpy()
         query_rows, key_rows = self._rows(self.rank), self._rows(block.source)
         lowest_key = key_rows[block.keys.start]
-        if last[block.queries.stop - 1] <= lowest_key:  # ascending: no query begins after the first key
+        if (
+            last[block.queries.stop - 1] <= lowest_key
+        ):  # ascending: no query begins after the first key
             return whole(block)
         return list(pieces(block, query_rows, key_rows, first, last))
 
     def bias(self, block: AttentionBlock, piece: Piece, q: Tensor) -> Tensor:
         """The additive mask of a piece that needs one, [b or 1, 1, queries, keys]."""
         assert self.documents is not None
-        keys = torch.from_numpy(self._rows(block.source)[piece.keys]).to(q.device, non_blocking=True)
-        queries = torch.from_numpy(self._rows(self.rank)[piece.queries]).to(q.device, non_blocking=True)
+        keys = torch.from_numpy(self._rows(block.source)[piece.keys]).to(
+            q.device, non_blocking=True
+        )
+        queries = torch.from_numpy(self._rows(self.rank)[piece.queries]).to(
+            q.device, non_blocking=True
+        )
         begin = self.documents.begin[:, piece.queries, None]
         hidden = (keys < begin) | (keys > queries[:, None])
-        return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)[:, None]
+        return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
+            hidden, -torch.inf
+        )[:, None]
 
 
 @lru_cache(maxsize=64)
@@ -95,7 +105,9 @@ class Attended:
 class Gradients:
     """The gradient of the queries, and of each block's keys and values, as blocks arrive."""
 
-    def __init__(self, rows: RowsOfRing, grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor) -> None:
+    def __init__(
+        self, rows: RowsOfRing, grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor
+    ) -> None:
         self._rows, self._grad, self._q, self._out, self._logsumexp = rows, grad, q, out, logsumexp
         self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._dq: Tensor | None = None
@@ -115,7 +127,9 @@ class Gradients:
             bias = rows.bias(block, piece, self._q) if piece.masked else None
             part = self._grad[:, :, queries], self._q[:, :, queries], k[:, :, keys], v[:, :, keys]
             merged = self._out[:, :, queries], self._logsumexp[:, :, queries]
-            dq, dk, dv = attend_backward(*part, *merged, causal=piece.causal, bias=bias, scale=rows.scale)
+            dq, dk, dv = attend_backward(
+                *part, *merged, causal=piece.causal, bias=bias, scale=rows.scale
+            )
             self._add_queries(queries, dq, own=own)
             if sums is not None:
                 target = slice(keys.start - block.keys.start, keys.stop - block.keys.start)

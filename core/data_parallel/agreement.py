@@ -20,7 +20,9 @@ from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
-READ_EVERY = 64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
+READ_EVERY = (
+    64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
+)
 BITS = 48  # flags per float64, which holds integers of up to 53 bits exactly
 _MODULUS = 1 << 31
 # whose numbers must be the same: of options, changes of p.grad, dense weights, experts' weights, what is asked for
@@ -70,9 +72,13 @@ class Agreement:
                 totals[kind] = totals[kind] + (checksum(buffer.values) % _MODULUS + 1).double()
         if not any(isinstance(total, Tensor) for total in totals):
             return self._no_numbers[:2]
-        return torch.stack([torch.as_tensor(total, device=self._ps.device).double() % _MODULUS for total in totals])
+        return torch.stack(
+            [torch.as_tensor(total, device=self._ps.device).double() % _MODULUS for total in totals]
+        )
 
-    def message(self, missing_bits: Tensor, options: float, changes: Tensor, *, step: int) -> Tensor:
+    def message(
+        self, missing_bits: Tensor, options: float, changes: Tensor, *, step: int
+    ) -> Tensor:
         """Of a step: flags, and this rank's numbers. options: 0 of those that lie on a device.
 
         Weights are looked at where they were written, and in steps 1, 2, 4, 8 ...: writes to `.data` leave no trace.
@@ -82,33 +88,49 @@ class Agreement:
             look = not step & (step - 1)
             if look or any([buffer.written for buffer in self._buffers]):
                 numbers = torch.cat((self.weights(look=look), self._no_numbers[:1]))
-        return torch.cat((missing_bits, missing_bits.new_full((1,), options), changes.reshape(1), numbers))
+        return torch.cat(
+            (missing_bits, missing_bits.new_full((1,), options), changes.reshape(1), numbers)
+        )
 
     # before an update
 
-    def compare(self, rows: Sequence[Tensor], step: int, asked_for: str = "nobody, its optimizer steps") -> None:
+    def compare(
+        self, rows: Sequence[Tensor], step: int, asked_for: str = "nobody, its optimizer steps"
+    ) -> None:
         """Raises ValueError, on every rank, before the update."""
         self.meetings += 1
         if len(rows) == 1:
             return
         numbers = torch.stack(list(rows))[:, -len(_HOLDERS) :].t()
-        first = self._first if len(rows) == self._first.shape[1] else torch.zeros_like(self._first[:, : len(rows)])
+        first = (
+            self._first
+            if len(rows) == self._first.shape[1]
+            else torch.zeros_like(self._first[:, : len(rows)])
+        )
         differs = numbers != numbers.gather(1, first)
-        if reading_waits(self._ps.device):  # who has not written says nothing: nobody can ask again there
-            differs[_WEIGHTS] &= (numbers[_WEIGHTS] != 0) & (numbers.gather(1, first)[_WEIGHTS] != 0)
+        if reading_waits(
+            self._ps.device
+        ):  # who has not written says nothing: nobody can ask again there
+            differs[_WEIGHTS] &= (numbers[_WEIGHTS] != 0) & (
+                numbers.gather(1, first)[_WEIGHTS] != 0
+            )
             if not self._any_differed_before(differs, step):
                 return
             differs = self._differed
         else:
             if bool(differs[_WEIGHTS].any()) and not bool(differs[-1].any()):
-                differs[_WEIGHTS] = self._compare_weights(first)  # what one rank wrote may be what was there
+                differs[_WEIGHTS] = self._compare_weights(
+                    first
+                )  # what one rank wrote may be what was there
             if not bool(differs.any()):
                 return
         # who does something else at all is told first
         which = len(_HOLDERS) - 1 if bool(differs[-1].any()) else int(differs.any(1).nonzero()[0])
         rank = int(differs[which].nonzero()[0])
         ranks = range(len(rows)) if first is self._first else self._group.ranks  # type: ignore[union-attr]
-        text = _MESSAGES[which].format(rank=ranks[rank], holder=ranks[int(first[which, rank])], asked_for=asked_for)
+        text = _MESSAGES[which].format(
+            rank=ranks[rank], holder=ranks[int(first[which, rank])], asked_for=asked_for
+        )
         raise ValueError(f"step {step + 1}: {text}")
 
     def _compare_weights(self, first: Tensor) -> Tensor:
@@ -147,7 +169,9 @@ class Agreement:
         """
         if self._group is None:
             return []
-        row = torch.zeros(1 + self.num_words + len(_HOLDERS), dtype=torch.float64, device=self._ps.device)
+        row = torch.zeros(
+            1 + self.num_words + len(_HOLDERS), dtype=torch.float64, device=self._ps.device
+        )
         if words:
             row[1 : 1 + self.num_words] = torch.tensor(list(words), dtype=torch.float64)
         row[-5], row[-4], row[-1] = options, changes, crc(facts)
@@ -169,7 +193,9 @@ class Agreement:
         """
         group = self._ps.group("dp-cp")  # tensor ranks and stages may hold different parts
         assert group is not None, "nobody watches updates where there are no replicas"
-        checksums = torch.stack([_checksum_of_gradient(parameter, self._ps.device) for parameter in parameters])
+        checksums = torch.stack(
+            [_checksum_of_gradient(parameter, self._ps.device) for parameter in parameters]
+        )
         rows = all_gather(checksums, group).view(-1, len(parameters))
         differs = rows != rows[:1]
         if not bool(differs.any()):
@@ -204,7 +230,11 @@ def _checksum_of_gradient(parameter: Tensor, device: torch.device) -> Tensor:
     """[], int64; 0 where replicas need not agree."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient = parameter.grad
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided or "ep" in layout_of(parameter).split:
+    if (
+        type(gradient) is not Tensor
+        or gradient.layout is not torch.strided
+        or "ep" in layout_of(parameter).split
+    ):
         return torch.zeros((), dtype=torch.int64, device=device)
     return checksum(gradient).to(device)
 
@@ -218,7 +248,10 @@ def options_of(param_groups: Sequence[Mapping[str, Any]]) -> float:
         if any(reading_waits(tensor.device) for tensor in tensors):
             return 0.0
         facts.append(
-            [(key, value.tolist() if isinstance(value, Tensor) else value) for key, value in options.items()]
+            [
+                (key, value.tolist() if isinstance(value, Tensor) else value)
+                for key, value in options.items()
+            ]
         )
     return crc(facts)
 

@@ -97,11 +97,17 @@ class DataParallel(GradSync):
         divided_over = {"dp-cp": ps.size("shard"), "edp": ps.size("edp")}
         table = bucket_table(entries_of(module, stages), divided_over, bucket_size)
         same_on_all(module, table, ps)
-        self.buffers = self._make_buffers(table, {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype})
+        self.buffers = self._make_buffers(
+            table, {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype}
+        )
         if on_meta:
             fill_all(module, ps, on_meta, self.buffers, init)
-        if overlap is None:  # worth it where a backend needs no cores of ours, or memory is to be bounded
-            runs_beside_us = any(b.ranks is not None and ps.device.type not in b.ranks.gloo for b in self.buffers)
+        if (
+            overlap is None
+        ):  # worth it where a backend needs no cores of ours, or memory is to be bounded
+            runs_beside_us = any(
+                b.ranks is not None and ps.device.type not in b.ranks.gloo for b in self.buffers
+            )
             overlap = runs_beside_us or zero_stage >= 2 or backward_passes is not None
         self.overlap = overlap
 
@@ -125,15 +131,23 @@ class DataParallel(GradSync):
         self._steps, self._check_every = 0, check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self.agreement = Agreement(ps, self.buffers, len(slots))
-        self._watch = UpdateWatch(self.agreement, self.buffers, self._stages, slots, self._adopt_weights)
+        self._watch = UpdateWatch(
+            self.agreement, self.buffers, self._stages, slots, self._adopt_weights
+        )
         self._hooks = self._gradient_sums.hook_parameters()
 
-    def _make_buffers(self, table: Sequence[Bucket], dtypes: Mapping[str, torch.dtype | None]) -> tuple[Buffer, ...]:
+    def _make_buffers(
+        self, table: Sequence[Bucket], dtypes: Mapping[str, torch.dtype | None]
+    ) -> tuple[Buffer, ...]:
         parameters, loan_warnings = self.named_parameters(), list[str]()
         buffers = []
         for number, bucket in enumerate(table):
-            buffer = Buffer(number, bucket, parameters, self.ps, zero_stage=self.zero_stage, **dtypes)
-            buffer.loan_warnings = loan_warnings  # one list: the first loan of any bucket warns for all
+            buffer = Buffer(
+                number, bucket, parameters, self.ps, zero_stage=self.zero_stage, **dtypes
+            )
+            buffer.loan_warnings = (
+                loan_warnings  # one list: the first loan of any bucket warns for all
+            )
             buffers.append(buffer)
         return tuple(buffers)
 
@@ -149,7 +163,9 @@ class DataParallel(GradSync):
             holders[stage] = [buffer for buffer in self.buffers if buffer in in_stage]
             if needs_units(holders[stage], self.zero_stage, self.overlap):
                 backward_begins = partial(self._plain_backward, stage)
-                self._units[stage] = make_units(members, holders[stage], self.zero_stage, backward_begins)
+                self._units[stage] = make_units(
+                    members, holders[stage], self.zero_stage, backward_begins
+                )
         set_units(slots, self._units.values())
         return holders
 
@@ -250,7 +266,9 @@ class DataParallel(GradSync):
             pending.wait()
         self._gradient_sums.show()
         self._unused = [slot.name for slot in self._gradient_sums.slots if not slot.delivered]
-        self.missing = [slot.name for slot in self._gradient_sums.slots if not (slot.delivered or slot.zeroed)]
+        self.missing = [
+            slot.name for slot in self._gradient_sums.slots if not (slot.delivered or slot.zeroed)
+        ]
         if self.require_gradients:
             self._refuse_unused()
         self._steps += 1
@@ -268,7 +286,9 @@ class DataParallel(GradSync):
 
     def _refuse_unused(self) -> None:
         everywhere = enumerate(all_gather_objects(self._unused, self.ps.world))
-        if new := [f"{names[0]} on rank {rank} ({len(names)} there)" for rank, names in everywhere if names]:
+        if new := [
+            f"{names[0]} on rank {rank} ({len(names)} there)" for rank, names in everywhere if names
+        ]:
             raise ValueError(
                 f"parameters without a gradient in this step: {'; '.join(new)}; freeze them, use them, or leave "
                 "require_gradients off"
@@ -333,7 +353,11 @@ class DataParallel(GradSync):
         if self._gradient_sums.borrowed():
             self._sum_and_average()
         if self._gradient_sums.take(float(self.default_divisor)):
-            self.missing = [slot.name for slot in self._gradient_sums.slots if not (slot.delivered or slot.zeroed)]
+            self.missing = [
+                slot.name
+                for slot in self._gradient_sums.slots
+                if not (slot.delivered or slot.zeroed)
+            ]
         return self._gradient_sums.changes.take(self.ps.device)
 
     @property

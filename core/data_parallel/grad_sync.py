@@ -57,7 +57,12 @@ class GradientSums:
         meet: Callable[[str, Any], None],
         zero_all: Callable[[bool], None],
     ) -> None:
-        self.slots, self.sum_and_average, self.zero_all, self.meet = slots, sum_and_average, zero_all, meet
+        self.slots, self.sum_and_average, self.zero_all, self.meet = (
+            slots,
+            sum_and_average,
+            zero_all,
+            meet,
+        )
         # by id: torch hashes tensors in Python
         self._slot_of = {id(slot.parameter): slot for slot in slots}
         self._divided, self._overlap, self._backward_passes = divided, overlap, backward_passes
@@ -72,8 +77,12 @@ class GradientSums:
         self._shared = Round(shared, self._under_way)
         self._rounds: dict[nn.Module, Round] = {}
         for stage, buffers in holders.items():
-            self._rounds[stage] = Round([buffer for buffer in buffers if buffer not in shared], self._under_way)
-        self._current_round = next(iter(self._rounds.values()), self._shared)  # of the backward or W under way
+            self._rounds[stage] = Round(
+                [buffer for buffer in buffers if buffer not in shared], self._under_way
+            )
+        self._current_round = next(
+            iter(self._rounds.values()), self._shared
+        )  # of the backward or W under way
         self._stage_of = {buffer: stages[0] for buffer, stages in uses.items()}
         round_of: dict[Buffer, Round] = {}
         for round_ in (*self._rounds.values(), self._shared):
@@ -106,7 +115,12 @@ class GradientSums:
                 "DataParallel: the last step began and did not finish (an exception?): its part of the gradients is "
                 "still here; call zero_grad() before the next"
             )
-        self.split, self._counts, self._has_executor, self._hooked = split, not self._divided, True, []
+        self.split, self._counts, self._has_executor, self._hooked = (
+            split,
+            not self._divided,
+            True,
+            [],
+        )
         counts = {id(parameter): count for parameter, count in pairs.items()}
         for slot in self.slots:
             slot.delivered, slot.pairs = False, counts.get(id(slot.parameter), 1)
@@ -166,7 +180,9 @@ class GradientSums:
         """Add to the gradient of a parameter, inside of a backward."""
         if self.phase and not (self.zeroed_by_hand and self._renewed()):
             return  # `gradient_hooked`, which follows, decides what becomes of it
-        if self._divided and not (self._has_executor or self._current_round.open):  # no hook saw this backward begin
+        if self._divided and not (
+            self._has_executor or self._current_round.open
+        ):  # no hook saw this backward begin
             self.plain_backward(self._stage_of[slot.buffer])
         slot.buffer.add(slot.index, gradient.detach())
 
@@ -210,8 +226,13 @@ class GradientSums:
         factor: what a full gradient is multiplied by. Returns whether there are fewer or more gradients than before.
         """
         changed = False
-        borrowed = [(slot, gradient.slot.full_gradient()) for slot, gradient in self._borrowed_by_all()]
-        for slot, full in borrowed:  # all were gathered above: two parameters may have exchanged their gradients
+        borrowed = [
+            (slot, gradient.slot.full_gradient()) for slot, gradient in self._borrowed_by_all()
+        ]
+        for (
+            slot,
+            full,
+        ) in borrowed:  # all were gathered above: two parameters may have exchanged their gradients
             self._put(slot, full, factor)
             slot.parameter.grad = slot.gradient
             slot.fetched, changed, slot.delivered = None, True, True
@@ -259,7 +280,11 @@ class GradientSums:
         try:
             is_counted = round_.counts_now(buffer)
         except LookupError:
-            calls = f", {self._backward_passes} backward calls per step" if self._backward_passes else ""
+            calls = (
+                f", {self._backward_passes} backward calls per step"
+                if self._backward_passes
+                else ""
+            )
             raise RuntimeError(
                 f"{slot.name} had one more contribution after its bucket was summed (one per backward was expected"
                 f"{calls}); use overlap=False, or say how many backward calls make a step (backward_passes)"
@@ -303,7 +328,9 @@ class GradientSums:
             delivered_by_w = {id(parameter) for parameter in waiting}
             for slot in gradient_hooked:
                 if id(slot.parameter) not in delivered_by_w:
-                    self._arrive(slot, may_start=False)  # sums start in W, where all ranks are at the same stage
+                    self._arrive(
+                        slot, may_start=False
+                    )  # sums start in W, where all ranks are at the same stage
 
     def ready(self, parameter: Parameter) -> None:
         """W has added the last contribution of this pair to `parameter`."""

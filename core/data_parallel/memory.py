@@ -64,7 +64,8 @@ def expected_bytes(
     state = wide * (moments + int(main_params and param_bytes < 4))
     return StateBytes(
         weights=param_bytes * (shard if zero_stage == 3 else numel),
-        gradients=(wide if grad_bytes is None else grad_bytes) * (shard if zero_stage >= 2 else numel),
+        gradients=(wide if grad_bytes is None else grad_bytes)
+        * (shard if zero_stage >= 2 else numel),
         optimizer=state * (updated - offloaded),
         host=state * offloaded,
     )

@@ -24,7 +24,9 @@ _ODD = (
 Key = tuple[str, Any, int]
 
 
-def _key(name: str, parameter: Tensor, ps: ParallelState, interval: tuple[int, int] | None = None) -> Key:
+def _key(
+    name: str, parameter: Tensor, ps: ParallelState, interval: tuple[int, int] | None = None
+) -> Key:
     """Equal on two ranks exactly when their shards must be equal: the name, the box, the elements of it, the stage.
 
     A parameter tied over the pipeline's ends is the same on both, so its stage does not count.
@@ -41,7 +43,9 @@ def _key(name: str, parameter: Tensor, ps: ParallelState, interval: tuple[int, i
 def _checksum(tensor: Tensor) -> str:
     """Of the bits. An accelerator's are mixed there: every weight over the bus and through a hash takes long."""
     if tensor.device.type == "cpu":
-        return blake2b(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+        return blake2b(
+            tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16
+        ).hexdigest()
     return " ".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in mixed_words(tensor).tolist())
 
 
@@ -78,17 +82,27 @@ def check_shards(buffers: Sequence[Buffer], module: Modules, ps: ParallelState) 
     """`check_replicas` where parameters are divided (ZeRO-3): HSDP copies, tensor ranks that hold the same, and
     frozen parameters, which nobody divides."""
     segments = [(buffer.weights, segment) for buffer in buffers for segment in buffer.segments]
-    tensors = [(_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)]) for weights, s in segments]
+    tensors = [
+        (_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)])
+        for weights, s in segments
+    ]
     divided_ids = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
     compare(
         tensors
-        + _keyed_parameters(((name, p) for name, p in named_parameters(module) if id(p) not in divided_ids), ps),
+        + _keyed_parameters(
+            ((name, p) for name, p in named_parameters(module) if id(p) not in divided_ids), ps
+        ),
         ps,
     )
 
 
-def _keyed_parameters(named: Iterable[tuple[str, Tensor]], ps: ParallelState) -> list[tuple[Key, Tensor]]:
-    return [(_key(name, p, ps), true_part(p.detach(), layout_of(p), ps.coordinate, ps.sizes)) for name, p in named]
+def _keyed_parameters(
+    named: Iterable[tuple[str, Tensor]], ps: ParallelState
+) -> list[tuple[Key, Tensor]]:
+    return [
+        (_key(name, p, ps), true_part(p.detach(), layout_of(p), ps.coordinate, ps.sizes))
+        for name, p in named
+    ]
 
 
 def compare(tensors: Iterable[tuple[Key, Tensor]], ps: ParallelState) -> None:
@@ -114,5 +128,7 @@ def _outliers(holders: dict[str, list[int]]) -> str:
     between = f"{common[:8]}… and {second_common[:8]}…"
     if len(majority) == len(second_ranks):
         return f"differs between ranks {majority[0]} and {second_ranks[0]}: {between}"
-    odd_ranks = ", ".join(str(rank) for rank in sorted(rank for _, ranks in ranked[1:] for rank in ranks))
+    odd_ranks = ", ".join(
+        str(rank) for rank in sorted(rank for _, ranks in ranked[1:] for rank in ranks)
+    )
     return f"on rank {odd_ranks} is not what most hold, as rank {majority[0]} does: {between}"

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from core.data_parallel.agreement import BITS, Agreement, options_of
 from core.data_parallel.buffers.buffers import Buffer
@@ -38,12 +41,16 @@ class UpdateWatch:
         self._agreement, self._buffers, self._stages = agreement, buffers, stages
         self._slots, self._take_weights = slots, take_weights
         self._forwards, self._optimizer_steps = 0, 0
-        self._meetings = self._meetings_at_look = 0  # of the agreement, at the last forward and at the last look
+        self._meetings = self._meetings_at_look = (
+            0  # of the agreement, at the last forward and at the last look
+        )
         self._versions = 0
         self._seen: Tensor | None = None  # checksums of the weights
         self._hooks: list[Any] = []
         if agreement.is_shared:
-            weak_self = weakref.ref(self)  # torch's registry must not keep this alive, nor a deep copy have its hooks
+            weak_self = weakref.ref(
+                self
+            )  # torch's registry must not keep this alive, nor a deep copy have its hooks
 
             @torch.compiler.disable
             def before_forward(module: nn.Module, args: Any) -> None:
@@ -103,7 +110,9 @@ class UpdateWatch:
             elif gradient is None:
                 missing.append(slot)
             elif not reading_waits(gradient.device):
-                changes = (changes + (position + 1) * (float(checksum(gradient) % (1 << 31)) + 1)) % (1 << 50)
+                changes = (
+                    changes + (position + 1) * (float(checksum(gradient) % (1 << 31)) + 1)
+                ) % (1 << 50)
         self._optimizer_steps += 1
         look = not self._optimizer_steps & (self._optimizer_steps - 1)
         if look:
@@ -164,7 +173,12 @@ class UpdateWatch:
             written = self._look_at_values()
         if written and not self._slots[0].sums.has_executor:
             self._take_weights()
-            agreement.meet("a forward, after weights were written by hand", "forward", self._forwards - 1, look=True)
+            agreement.meet(
+                "a forward, after weights were written by hand",
+                "forward",
+                self._forwards - 1,
+                look=True,
+            )
             self._meetings = agreement.meetings
 
     def _look_at_values(self) -> bool:

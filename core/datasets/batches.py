@@ -60,7 +60,10 @@ class GPTBatches:
                 f"use at most {n - 1}, or more text"
             ),
         )
-        yield self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"
+        yield (
+            self.global_batch_size > 0,
+            f"global_batch_size={self.global_batch_size} must be positive",
+        )
         yield (
             not getattr(self.token_file, "marks_answers", False),
             "the token file marks answers, and all tokens would be learned alike; use ConversationBatches",
@@ -99,7 +102,9 @@ class GPTBatches:
         self.fill(local_rows, range(len(local_rows)), tokens, labels)
         return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
-    def sequential(self, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[dict[str, Tensor]]:
+    def sequential(
+        self, batch_size: int, rank: int = 0, size: int = 1
+    ) -> Iterator[dict[str, Tensor]]:
         """The text in order, once, as `batch` gives it, `[batch_size/size, s]`, for validation.
 
         Over all ranks, every token but the file's first is a label exactly once. Where the file does not
@@ -109,7 +114,10 @@ class GPTBatches:
         """
         local_rows = share(batch_size, rank, size)
         batch_starts = range(0, self.num_samples, batch_size)
-        return (self._windows(range(start + local_rows.start, start + local_rows.stop)) for start in batch_starts)
+        return (
+            self._windows(range(start + local_rows.start, start + local_rows.stop))
+            for start in batch_starts
+        )
 
     def _windows(self, windows: range) -> dict[str, Tensor]:
         """Samples of the text in its own order, filled up beyond its end."""
@@ -123,9 +131,15 @@ class GPTBatches:
         ids = draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed)
         self._copy(ids.tolist(), rows, tokens, labels)
 
-    def _copy(self, windows: Iterable[int], rows: Iterable[int], tokens: Rows, labels: Rows) -> None:
+    def _copy(
+        self, windows: Iterable[int], rows: Iterable[int], tokens: Rows, labels: Rows
+    ) -> None:
         """Write the samples `windows` to these rows; the last sample of a text is filled up."""
-        s, read_tokens, num_labels = self.sequence_length, self.token_file.tokens, self.token_file.num_tokens - 1
+        s, read_tokens, num_labels = (
+            self.sequence_length,
+            self.token_file.tokens,
+            self.token_file.num_tokens - 1,
+        )
         for window, row in zip(windows, rows, strict=True):
             start = window * s
             count = min(s, max(0, num_labels - start))
@@ -156,7 +170,9 @@ def share(batch_size: int, rank: int, size: int) -> range:
     """The rank's rows of a batch; raises `ValueError` as `rows_from`."""
     if batch_size < 1 or size < 1 or batch_size % size:
         valid = [divisor for divisor in range(1, batch_size + 1) if batch_size % divisor == 0]
-        raise ValueError(f"a batch of {batch_size} rows does not divide among {size} ranks; {valid} would do")
+        raise ValueError(
+            f"a batch of {batch_size} rows does not divide among {size} ranks; {valid} would do"
+        )
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} must lie between 0 and {size - 1}, size={size}")
     # consecutive rows: together the ranks hold the global batch in its order, however many they are

@@ -40,7 +40,10 @@ class BlendedBatches:
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Every rule is one (holds, message) line, so that all failures are reported at once."""
-        yield self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"
+        yield (
+            self.global_batch_size > 0,
+            f"global_batch_size={self.global_batch_size} must be positive",
+        )
         yield len(self.parts) > 0, "0 parts, at least 1 is needed"
         weights = [weight for weight, _ in self.parts]
         numbers = [weight for weight in weights if weight is not None]
@@ -49,7 +52,10 @@ class BlendedBatches:
         bad = [weight for weight in numbers if not 0 < weight < math.inf]
         yield not bad, f"weights {bad} must be positive; leave the part out"
         options = {(batches.sequence_length, batches.packing) for _, batches in self.parts}
-        yield len(options) <= 1, f"parts differ in sequence length or options: {sorted(map(str, options))}"
+        yield (
+            len(options) <= 1,
+            f"parts differ in sequence length or options: {sorted(map(str, options))}",
+        )
 
     def _never_drawn(self) -> list[str]:
         """A message for each part whose weight is too small to occur in a block."""
@@ -64,7 +70,10 @@ class BlendedBatches:
 
     @cached_property
     def _weights(self) -> list[float]:
-        return [batches.token_file.num_tokens if weight is None else weight for weight, batches in self.parts]
+        return [
+            batches.token_file.num_tokens if weight is None else weight
+            for weight, batches in self.parts
+        ]
 
     @cached_property
     def _counts(self) -> tuple[int, ...]:
@@ -93,7 +102,9 @@ class BlendedBatches:
         local_rows = rows_from(first, count, rank, size)
         tokens, labels = empty_rows(len(local_rows), self.sequence_length)
         # the rank's rows may reach over several blocks, each of which has an order of its own
-        for block in range(local_rows.start // BLEND_BLOCK, (local_rows.stop - 1) // BLEND_BLOCK + 1):
+        for block in range(
+            local_rows.start // BLEND_BLOCK, (local_rows.stop - 1) // BLEND_BLOCK + 1
+        ):
             block_start = block * BLEND_BLOCK
             begin = max(local_rows.start, block_start)
             end = min(local_rows.stop, block_start + BLEND_BLOCK)
@@ -109,16 +120,22 @@ class BlendedBatches:
                 batches.fill(drawn, (rows + (begin - local_rows.start)).tolist(), tokens, labels)
         return self.parts[0][1].packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
-    def sequential(self, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[dict[str, Tensor]]:
+    def sequential(
+        self, batch_size: int, rank: int = 0, size: int = 1
+    ) -> Iterator[dict[str, Tensor]]:
         """Each part in order, once, one part after the other: as `GPTBatches.sequential`."""
-        return chain.from_iterable([batches.sequential(batch_size, rank, size) for _, batches in self.parts])
+        return chain.from_iterable(
+            [batches.sequential(batch_size, rank, size) for _, batches in self.parts]
+        )
 
 
 @lru_cache(maxsize=8)
 def _block_order(counts: tuple[int, ...], seed: int, block: int) -> tuple[Ids, Ids]:
     """For each sample of a block: its part, and how many samples of that part precede it. `[4096]` each."""
     # a seed of its own: with that of the parts, an epoch of 4096 samples would have the order of the blend
-    blend_seed = int.from_bytes(hashlib.blake2b(f"blend,{seed}".encode(), digest_size=8).digest(), "big")
+    blend_seed = int.from_bytes(
+        hashlib.blake2b(f"blend,{seed}".encode(), digest_size=8).digest(), "big"
+    )
     positions = permute(np.arange(BLEND_BLOCK), BLEND_BLOCK, seed=blend_seed, epoch=block)
     # the first counts[0] positions belong to part 0, the next counts[1] to part 1, ...
     part_of_sample = np.searchsorted(np.cumsum(counts), positions, side="right")

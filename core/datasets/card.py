@@ -15,7 +15,9 @@ from typing import Any
 FORMAT = "paracore tokens 1"
 FORMAT_ANSWERS = "paracore tokens 2"  # tokens of answers, whose loss counts, are stored as ~token, which is negative
 _FAMILY = "paracore tokens"
-_FORMAT_KEY = re.compile(rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL)  # of what does not parse
+_FORMAT_KEY = re.compile(
+    rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL
+)  # of what does not parse
 _LARGEST_CARD = 16 << 20  # bytes: a file of more is somebody's text
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 4096
@@ -99,7 +101,9 @@ def read_card(prefix: str | Path) -> TokenCard | None:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} of {len(content)} bytes is damaged: {error}; {remedy(prefix)}") from None
+        raise ValueError(
+            f"{path} of {len(content)} bytes is damaged: {error}; {remedy(prefix)}"
+        ) from None
     version = value.get("format")
     if version not in (FORMAT, FORMAT_ANSWERS):
         known = f"{FORMAT!r} and {FORMAT_ANSWERS!r}"
@@ -107,7 +111,9 @@ def read_card(prefix: str | Path) -> TokenCard | None:
     # every field, and no other: a card with less would leave something unchecked
     names = {field.name for field in fields(TokenCard)}
     if value.keys() != names:
-        raise ValueError(f"{path}: {sorted(value.keys() ^ names)} are missing or too many; {remedy(prefix)}")
+        raise ValueError(
+            f"{path}: {sorted(value.keys() ^ names)} are missing or too many; {remedy(prefix)}"
+        )
     problems = []
     for name, (kind, fits) in _FIELD_KINDS.items():
         if not fits(value[name]):
@@ -131,10 +137,17 @@ _NUMBER: _Kind = ("a number from 0 on", _is_number)
 _TEXT: _Kind = ("text", _is_text)
 # what each field of the JSON must be
 _FIELD_KINDS: dict[str, _Kind] = {
-    **dict.fromkeys(("documents", "tokens", "text_bytes", "vocab_size", "idx_bytes", "bin_bytes"), _NUMBER),
-    **dict.fromkeys(("dtype", "tokenizer", "idx_hash", "bin_hash", "bin_sha256", "idx_sha256"), _TEXT),
+    **dict.fromkeys(
+        ("documents", "tokens", "text_bytes", "vocab_size", "idx_bytes", "bin_bytes"), _NUMBER
+    ),
+    **dict.fromkeys(
+        ("dtype", "tokenizer", "idx_hash", "bin_hash", "bin_sha256", "idx_sha256"), _TEXT
+    ),
     "end_of_text": ("a token or null", lambda value: value is None or _is_number(value)),
-    "sources": ("a list of text", lambda value: isinstance(value, list) and all(map(_is_text, value))),
+    "sources": (
+        "a list of text",
+        lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    ),
     "skipped": (
         "numbers by reason",
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
@@ -144,7 +157,9 @@ _FIELD_KINDS: dict[str, _Kind] = {
 
 def remedy(prefix: str | Path) -> str:
     """What to do about a file that is not as its card says."""
-    return f"prepare it again, or copy it whole; without {card_path(prefix).name} it opens unchecked"
+    return (
+        f"prepare it again, or copy it whole; without {card_path(prefix).name} it opens unchecked"
+    )
 
 
 def sampled_hash(path: str | Path) -> str:

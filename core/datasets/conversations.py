@@ -28,17 +28,24 @@ class ConversationBatches(GPTBatches):
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         yield self.sequence_length > 0, f"sequence_length={self.sequence_length} must be positive"
-        yield self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"
+        yield (
+            self.global_batch_size > 0,
+            f"global_batch_size={self.global_batch_size} must be positive",
+        )
         yield self.token_file.marks_answers, "a token file of text marks 0 answers; use GPTBatches"
 
     @cached_property
     def packing(self) -> Packing:
         """Conversations are kept apart, whatever the options say."""
-        return Packing(end_of_text=self.end_of_text, reset_position_ids=True, reset_attention_mask=True)
+        return Packing(
+            end_of_text=self.end_of_text, reset_position_ids=True, reset_attention_mask=True
+        )
 
     @cached_property
     def _lengths(self) -> Rows:
-        starts: list[int] = [self.token_file.document_start(i) for i in range(self.token_file.num_documents + 1)]
+        starts: list[int] = [
+            self.token_file.document_start(i) for i in range(self.token_file.num_documents + 1)
+        ]
         ends = np.array(starts, np.int64)
         return ends[1:] - ends[:-1]
 
@@ -66,7 +73,9 @@ class ConversationBatches(GPTBatches):
     def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
         """The rows of the run from number `first` on, as `GPTBatches.rows`."""
         drawn = rows_from(first, count, rank, size)
-        return self._batch(draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed).tolist())
+        return self._batch(
+            draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed).tolist()
+        )
 
     def _windows(self, windows: range) -> dict[str, Tensor]:
         return self._batch(windows)
@@ -80,7 +89,9 @@ class ConversationBatches(GPTBatches):
         for row, number in enumerate(numbers):
             if number < self.num_samples:
                 self._fill_row(number, tokens[row], labels[row], begins[row])
-        return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(begins))
+        return self.packing.batch(
+            torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(begins)
+        )
 
     def _fill_row(self, number: int, tokens: Rows, labels: Rows, begins: Rows) -> None:
         """One row `[s]`; what is left at its end is a document of its own, without labels."""

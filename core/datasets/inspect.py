@@ -59,7 +59,12 @@ def _lengths(file: TokenFile) -> dict[str, Any]:
         numbers = np.linspace(0, count - 1, _MAX_SAMPLED).astype(np.int64).tolist()
     lengths = [file.document_start(number + 1) - file.document_start(number) for number in numbers]
     mean = file.num_tokens / count
-    return {"looked_at": len(lengths), "shortest": min(lengths), "longest": max(lengths), "mean": mean}
+    return {
+        "looked_at": len(lengths),
+        "shortest": min(lengths),
+        "longest": max(lengths),
+        "mean": mean,
+    }
 
 
 def _sample(file: TokenFile, count: int) -> str | None:
@@ -82,18 +87,26 @@ def text(values: dict[str, Any]) -> str:
         "files": f".bin {values['bin_bytes']:,} bytes, .idx {values['idx_bytes']:,} bytes",
     }
     if documents["looked_at"]:
-        hint = "" if documents["looked_at"] == values["documents"] else f" (of {documents['looked_at']:,} sampled)"
+        hint = (
+            ""
+            if documents["looked_at"] == values["documents"]
+            else f" (of {documents['looked_at']:,} sampled)"
+        )
         lines["lengths"] = (
             f"shortest {documents['shortest']:,}{hint}, longest {documents['longest']:,}{hint}, "
             f"mean {documents['mean']:.1f} tokens"
         )
     if values["card"] is None:
-        lines["card"] = "none: written by another program, so neither hashes nor tokenizer are known"
+        lines["card"] = (
+            "none: written by another program, so neither hashes nor tokenizer are known"
+        )
     else:
         lines |= _card_lines(values)
     if values["sample"] is not None:
         lines["sample"] = repr(values["sample"])
-    return "\n".join([values["prefix"], *(f"  {name:<12} {value}" for name, value in lines.items())])
+    return "\n".join(
+        [values["prefix"], *(f"  {name:<12} {value}" for name, value in lines.items())]
+    )
 
 
 def _card_lines(values: dict[str, Any]) -> dict[str, str]:
@@ -103,7 +116,9 @@ def _card_lines(values: dict[str, Any]) -> dict[str, str]:
     return {
         "text": f"{text_bytes:,} bytes, {text_bytes / max(1, values['tokens']):.2f} per token",
         "vocabulary": f"{values['vocab_size']:,} tokens, tokenizer {values['tokenizer'][:16]}",
-        "end of text": "none" if values["end_of_text"] is None else f"token {values['end_of_text']}",
+        "end of text": "none"
+        if values["end_of_text"] is None
+        else f"token {values['end_of_text']}",
         "sources": ", ".join(values["sources"]),
         "skipped": skipped or "nothing",
         "sha256": f".bin {values['bin_sha256'][:16]}, .idx {values['idx_sha256'][:16]}",
@@ -112,12 +127,20 @@ def _card_lines(values: dict[str, Any]) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m core.datasets.inspect", description=__doc__.partition(": ")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m core.datasets.inspect", description=__doc__.partition(": ")[2]
+    )
     parser.add_argument("prefix", metavar="PREFIX", help="of PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare with the hashes")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare with the hashes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--sample", type=int, default=100, metavar="N", help="decode the first N tokens (default 100)"
+        "--sample",
+        type=int,
+        default=100,
+        metavar="N",
+        help="decode the first N tokens (default 100)",
     )
     options = parser.parse_args(arguments)
     # a shell completes the name of a file, not its prefix

@@ -37,7 +37,9 @@ def permute(index: npt.ArrayLike, n: int, *, seed: int, epoch: int = 0) -> Ids:
 
 def _round_keys(seed: int, epoch: int) -> _Words:
     """Eight keys `[8]`, unrelated for neighbouring seeds and epochs."""
-    return np.frombuffer(hashlib.blake2b(f"{seed},{epoch}".encode(), digest_size=64).digest(), "<u8")
+    return np.frombuffer(
+        hashlib.blake2b(f"{seed},{epoch}".encode(), digest_size=64).digest(), "<u8"
+    )
 
 
 def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
@@ -97,4 +99,6 @@ def draws(start: int, stop: int, num_samples: int, *, seed: int) -> Ids:
 @lru_cache(maxsize=64)
 def _block(number: int, epoch: int, num_samples: int, seed: int) -> Ids:
     first = number * _BLOCK
-    return permute(np.arange(first, min(num_samples, first + _BLOCK)), num_samples, seed=seed, epoch=epoch)
+    return permute(
+        np.arange(first, min(num_samples, first + _BLOCK)), num_samples, seed=seed, epoch=epoch
+    )

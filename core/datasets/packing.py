@@ -31,7 +31,9 @@ class Packing:
                 "--append-eod"
             )
 
-    def batch(self, tokens: Tensor, labels: Tensor, begin: Tensor | None = None) -> dict[str, Tensor]:
+    def batch(
+        self, tokens: Tensor, labels: Tensor, begin: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """`tokens` and `labels` int64 `[b, s]`, with what the options ask for; `labels` are changed in place.
 
         begin: where the document of each token begins in its row, `[b, s]`, where the tokens do not tell it.

@@ -45,23 +45,65 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files and directories, read recursively")
-    add("--output", required=True, metavar="PREFIX", help="PREFIX.bin, .idx, .json and .tokenizer.json are written")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files and directories, read recursively",
+    )
+    add(
+        "--output",
+        required=True,
+        metavar="PREFIX",
+        help="PREFIX.bin, .idx, .json and .tokenizer.json are written",
+    )
     tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json; default: bytes")
+    tokenizer.add_argument(
+        "--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json; default: bytes"
+    )
     tokenizer.add_argument(
         "--train-tokenizer",
         type=int,
         metavar="SIZE",
         help=f"learn a vocabulary of SIZE tokens from the first {LEARNED_BYTES >> 20} MiB of the text",
     )
-    add("--end-of-text", metavar="TOKEN", help="which token ends a document, where tokenizer.json does not tell")
-    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="close documents with that token")
-    add("--documents", choices=DOCUMENTS, default="file", help="what a document is in a text file (default: file)")
-    add("--text-key", default="text", metavar="KEY", help="of JSON lines, or column of a table (default: text)")
-    add("--glob", action="append", default=[], metavar="PATTERN", help="read these names as text too; repeatable")
     add(
-        "--workers", type=int, default=None, metavar="N", help=f"processes (default: cores, {available_cores()} here)"
+        "--end-of-text",
+        metavar="TOKEN",
+        help="which token ends a document, where tokenizer.json does not tell",
+    )
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="close documents with that token",
+    )
+    add(
+        "--documents",
+        choices=DOCUMENTS,
+        default="file",
+        help="what a document is in a text file (default: file)",
+    )
+    add(
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="of JSON lines, or column of a table (default: text)",
+    )
+    add(
+        "--glob",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="read these names as text too; repeatable",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"processes (default: cores, {available_cores()} here)",
     )
     return parser
 
@@ -85,10 +127,15 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
 
     print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
     # only cuts the input into texts; its tokens are not used
-    reader = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
+    reader = Encoder(
+        tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key
+    )
     learned = train_tokenizer(text.texts(reader), options.train_tokenizer)
     if learned.vocab_size < options.train_tokenizer:
-        print(f"the text has {learned.vocab_size} tokens to learn, not {options.train_tokenizer}", file=sys.stderr)
+        print(
+            f"the text has {learned.vocab_size} tokens to learn, not {options.train_tokenizer}",
+            file=sys.stderr,
+        )
     return learned
 
 
@@ -104,7 +151,9 @@ def _prepared(options: argparse.Namespace, text: TextFiles) -> CorpusFiles:
     with progress("tokenising", text.num_bytes) as advance:
         if chats:
             folder = None if options.tokenizer is None else Path(options.tokenizer).parent
-            return prepare_conversations(text, options.output, tokenizer, template_folder=folder, advance=advance)
+            return prepare_conversations(
+                text, options.output, tokenizer, template_folder=folder, advance=advance
+            )
         return prepare_files(
             text,
             options.output,
@@ -150,7 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted, nothing was written", file=sys.stderr)
         return 130
     except OSError as error:
-        space = f" (no space for {options.output}; nothing was written)" if error.errno in _NO_SPACE else ""
+        space = (
+            f" (no space for {options.output}; nothing was written)"
+            if error.errno in _NO_SPACE
+            else ""
+        )
         print(f"error: {error}{space}", file=sys.stderr)
         return 1
     except (ValueError, ImportError) as error:

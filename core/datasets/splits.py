@@ -94,7 +94,9 @@ class TokenRange:
     def document(self, number: int) -> Array:
         """The tokens of one document: a read-only view `[length]`; raises `ValueError` if there is none."""
         if not 0 <= number < self.num_documents:
-            raise ValueError(f"document {number} of a range of {self.num_documents} in {self.file.prefix}")
+            raise ValueError(
+                f"document {number} of a range of {self.num_documents} in {self.file.prefix}"
+            )
         return self.file.document(self.first_document + number)
 
     def document_start(self, number: int) -> int:
@@ -122,7 +124,9 @@ def first_documents(source: TokenSource, num_tokens: int) -> TokenRange:
     return TokenRange(file, first, first + max(1, count))
 
 
-def split_documents(file: TokenFile, split: str) -> tuple[TokenRange | None, TokenRange | None, TokenRange | None]:
+def split_documents(
+    file: TokenFile, split: str
+) -> tuple[TokenRange | None, TokenRange | None, TokenRange | None]:
     """Train, valid and test part of a file, one behind the other, with tokens in the proportions of `split`.
 
     `split`: up to three numbers, "969,30,1". Each cut is at the document boundary that is nearest to the fraction of

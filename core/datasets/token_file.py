@@ -13,12 +13,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from core.datasets.card import FORMAT_ANSWERS, TokenCard, card_path, full_hash, read_card, remedy, sampled_hash
+from core.datasets.card import (
+    FORMAT_ANSWERS,
+    TokenCard,
+    card_path,
+    full_hash,
+    read_card,
+    remedy,
+    sampled_hash,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))}
+DTYPES = {
+    code: np.dtype(name)
+    for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))
+}
 DTYPES[8] = np.dtype("<u2")  # 6 and 7 are floating point: no token ids
 _REMEDY = "write it again with TokenFileWriter"
 _BLOCK = 1 << 20  # entries of a table, or tokens, that `verify` reads at a time
@@ -50,7 +61,9 @@ class TokenFile:
                 )
         self.dtype, num_sequences, num_indices = self._read_header()
         index = _map(self._idx_path, np.dtype("u1"))
-        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]).tolist()
+        ends = np.cumsum(
+            [HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]
+        ).tolist()
         # offsets are odd, so these are unaligned views: numpy reads them correctly
         self._lengths = index[ends[0] : ends[1]].view("<i4")
         self._pointers = index[ends[1] : ends[2]].view("<i8")
@@ -66,16 +79,24 @@ class TokenFile:
         path = self._idx_path
         size = path.stat().st_size
         if size < HEADER.size:
-            raise ValueError(f"{path} has {size} bytes, its header alone has {HEADER.size}; {_REMEDY}")
+            raise ValueError(
+                f"{path} has {size} bytes, its header alone has {HEADER.size}; {_REMEDY}"
+            )
         with path.open("rb") as file:
             magic, version, code, sequences, indices = HEADER.unpack(file.read(HEADER.size))
         # each field by itself, so that the message says which one is wrong
         if magic != MAGIC:
-            raise ValueError(f"{path} begins with {magic!r}, a token index with {MAGIC!r}; {_REMEDY}")
+            raise ValueError(
+                f"{path} begins with {magic!r}, a token index with {MAGIC!r}; {_REMEDY}"
+            )
         if version != VERSION:
-            raise ValueError(f"{path} has version {version}, this reads version {VERSION}; {_REMEDY}")
+            raise ValueError(
+                f"{path} has version {version}, this reads version {VERSION}; {_REMEDY}"
+            )
         if code not in DTYPES:
-            raise ValueError(f"{path} has dtype code {code}, integers are {sorted(DTYPES)}; {_REMEDY}")
+            raise ValueError(
+                f"{path} has dtype code {code}, integers are {sorted(DTYPES)}; {_REMEDY}"
+            )
         expected = HEADER.size + 12 * sequences + 8 * indices
         if size != expected:
             raise ValueError(
@@ -95,7 +116,9 @@ class TokenFile:
         expected = self._end(self._lengths.size - 1) if self._lengths.size else 0
         size = self._bin_path.stat().st_size
         if size != expected:
-            raise ValueError(f"{self._bin_path} has {size} bytes, {self._idx_path.name} says {expected}; {_REMEDY}")
+            raise ValueError(
+                f"{self._bin_path} has {size} bytes, {self._idx_path.name} says {expected}; {_REMEDY}"
+            )
 
     def _check_card(self, card: TokenCard) -> None:
         problems = []
@@ -113,7 +136,9 @@ class TokenFile:
                     f"{path} was changed: its sampled hash is {actual_hash[:12]}, its card says {expected_hash[:12]}"
                 )
         if problems:
-            raise ValueError(f"{'; '.join(problems)} ({card_path(self.prefix)}); {remedy(self.prefix)}")
+            raise ValueError(
+                f"{'; '.join(problems)} ({card_path(self.prefix)}); {remedy(self.prefix)}"
+            )
 
     def _end(self, sequence: int) -> int:
         """The byte after the sequence."""
@@ -174,7 +199,9 @@ class TokenFile:
         Raises `ValueError` if there is no such document, or if the index is damaged there.
         """
         if not 0 <= number < self.num_documents:
-            raise ValueError(f"document {number} of {self._idx_path}, which has {self.num_documents}; ask for less")
+            raise ValueError(
+                f"document {number} of {self._idx_path}, which has {self.num_documents}; ask for less"
+            )
         first, last = self._indices[number : number + 2].tolist()
         if not 0 <= first <= last <= self._lengths.size:
             raise ValueError(
@@ -205,7 +232,9 @@ class TokenFile:
         Raises `ValueError` if there is no such document, or if the index is damaged there.
         """
         if not 0 <= number <= self.num_documents:
-            raise ValueError(f"document {number} of {self._idx_path}, which has {self.num_documents}; ask for less")
+            raise ValueError(
+                f"document {number} of {self._idx_path}, which has {self.num_documents}; ask for less"
+            )
         sequence = int(self._indices[number])
         start = self._start(sequence) if sequence >= 0 else -1
         if not 0 <= start <= self._tokens.nbytes or start % self.dtype.itemsize:
@@ -221,7 +250,9 @@ class TokenFile:
         Raises `ValueError` outside the file, or if the index is damaged.
         """
         if not 0 <= token < self.num_tokens:
-            raise ValueError(f"token {token} of {self._bin_path}, which has {self.num_tokens}; ask for less")
+            raise ValueError(
+                f"token {token} of {self._bin_path}, which has {self.num_tokens}; ask for less"
+            )
         # over the documents' first tokens, each computed when the bisection asks for it
         return bisect_right(range(self.num_documents), token, key=self.document_start) - 1
 
@@ -233,7 +264,10 @@ class TokenFile:
         self._verify_tables()
         if self.card is None:
             return
-        for path, expected in ((self._bin_path, self.card.bin_sha256), (self._idx_path, self.card.idx_sha256)):
+        for path, expected in (
+            (self._bin_path, self.card.bin_sha256),
+            (self._idx_path, self.card.idx_sha256),
+        ):
             actual = full_hash(path)
             if actual != expected:
                 raise ValueError(

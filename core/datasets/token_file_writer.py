@@ -14,7 +14,15 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from core.datasets.card import FORMAT, FORMAT_ANSWERS, TokenCard, card_path, has_card, sampled_hash, tokenizer_path
+from core.datasets.card import (
+    FORMAT,
+    FORMAT_ANSWERS,
+    TokenCard,
+    card_path,
+    has_card,
+    sampled_hash,
+    tokenizer_path,
+)
 from core.datasets.prefix_lock import release_lock, take_lock
 from core.datasets.token_file import DTYPES, HEADER, MAGIC, VERSION, Array, file_paths
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
@@ -54,7 +62,9 @@ class TokenFileWriter:
             dtype = "<u2" if vocab_size <= 2**16 else "<i4"
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES:
-            raise ValueError(f"dtype {self.dtype} is none of {sorted(map(str, _CODES))}; use uint16 or int32")
+            raise ValueError(
+                f"dtype {self.dtype} is none of {sorted(map(str, _CODES))}; use uint16 or int32"
+            )
         largest = int(np.iinfo(self.dtype).max)
         if not 0 < vocab_size <= largest + 1:
             raise ValueError(
@@ -71,7 +81,12 @@ class TokenFileWriter:
         self._end_of_text = end_of_text
         self._format = FORMAT_ANSWERS if marks_answers else FORMAT
         # .idx last: without it nothing opens
-        self._paths = (file_paths(prefix)[0], tokenizer_path(prefix), card_path(prefix), file_paths(prefix)[1])
+        self._paths = (
+            file_paths(prefix)[0],
+            tokenizer_path(prefix),
+            card_path(prefix),
+            file_paths(prefix)[1],
+        )
         self._temporary = _temporary(self._paths, os.getpid())
         self._lengths = array("i")
         self._num_tokens = 0
@@ -117,7 +132,9 @@ class TokenFileWriter:
         self._check_ids(tokens)
         self._write(np.where(answers, ~tokens, tokens), [tokens.size], continued=False)
 
-    def add_documents(self, tokens: Array, lengths: Iterable[int], *, continued: bool = False) -> None:
+    def add_documents(
+        self, tokens: Array, lengths: Iterable[int], *, continued: bool = False
+    ) -> None:
         """Append documents laid end to end: `tokens` of any integer dtype, `[sum of lengths]`.
 
         `continued`: the first of them goes on with the document that was added last.
@@ -138,7 +155,9 @@ class TokenFileWriter:
         if continued:  # the document was cut between two jobs of the preparation
             added[0] += self._lengths.pop()
         if added and max(added) > _MAX_LENGTH:
-            raise ValueError(f"a document of {max(added)} tokens, the format allows {_MAX_LENGTH}; cut it in parts")
+            raise ValueError(
+                f"a document of {max(added)} tokens, the format allows {_MAX_LENGTH}; cut it in parts"
+            )
         # hashed while it is written: the file need not be read again for its card
         content = tokens.astype(self.dtype, copy=False).tobytes()
         self._file.write(content)
@@ -147,7 +166,10 @@ class TokenFileWriter:
         self._num_tokens += tokens.size
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -177,7 +199,9 @@ class TokenFileWriter:
         # An old index must not survive beside new tokens: without .idx nothing opens, so it goes first
         # and its successor comes last.
         self._paths[3].unlink(missing_ok=True)
-        inherited = has_card(self._prefix)  # the card and tokenizer of an earlier file do not describe this one
+        inherited = has_card(
+            self._prefix
+        )  # the card and tokenizer of an earlier file do not describe this one
         for number, (temporary, path) in enumerate(zip(self._temporary, self._paths, strict=True)):
             if number in written:
                 temporary.replace(path)

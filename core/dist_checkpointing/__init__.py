@@ -10,9 +10,13 @@ if TYPE_CHECKING:
     from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot as CheckpointRoot
     from core.dist_checkpointing.reading.lazy import lazy_tensors as lazy_tensors
     from core.dist_checkpointing.reading.loading import load as load
-    from core.dist_checkpointing.reading.loading import load_common_state_dict as load_common_state_dict
+    from core.dist_checkpointing.reading.loading import (
+        load_common_state_dict as load_common_state_dict,
+    )
     from core.dist_checkpointing.reading.loading import load_plain_tensors as load_plain_tensors
-    from core.dist_checkpointing.reading.loading import load_tensors_metadata as load_tensors_metadata
+    from core.dist_checkpointing.reading.loading import (
+        load_tensors_metadata as load_tensors_metadata,
+    )
     from core.dist_checkpointing.state.leaves import register as register
     from core.dist_checkpointing.state.mapping import ShardedObject as ShardedObject
     from core.dist_checkpointing.state.mapping import ShardedTensor as ShardedTensor

@@ -29,7 +29,9 @@ from core.dist_checkpointing.tools.reshard import GOOD_AMPLIFICATION, amplificat
 from core.dist_checkpointing.tools.show import facts, text
 from core.dist_checkpointing.tools.sign import sign, unsigned
 
-PATH = "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
+PATH = (
+    "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
+)
 
 
 def find(path: str) -> str:
@@ -141,7 +143,11 @@ def _write_per_rank(stored: StoredCheckpoint, destination: str, tp: int, pp: int
 
 
 def _export(options: argparse.Namespace) -> int:
-    stored, begin, dtype = StoredCheckpoint.open(find(options.source)), time.perf_counter(), DTYPES[options.dtype]
+    stored, begin, dtype = (
+        StoredCheckpoint.open(find(options.source)),
+        time.perf_counter(),
+        DTYPES[options.dtype],
+    )
     total = sum(tensor.nbytes for tensor in tensors(stored, dtype))
     with progress("exporting", total) as done:
         exported = export(stored, options.destination, dtype, done)
@@ -153,14 +159,18 @@ def _average(options: argparse.Namespace) -> int:
     try:
         from core.dist_checkpointing.tools.average import averaged_bytes, write_averaged
     except ImportError as error:
-        raise ValueError(f"average rounds to the dtype of the weights, and {error}: install torch") from None
+        raise ValueError(
+            f"average rounds to the dtype of the weights, and {error}: install torch"
+        ) from None
     stored, begin = StoredCheckpoint.open(find(options.source)), time.perf_counter()
     check_new(options.destination)
     nbytes = averaged_bytes(stored)
     with progress("averaging", nbytes) as done:
         copied = write_averaged(stored, options.destination, done)
     as_they_are = f"; as they are, for they were not trained: {', '.join(copied)}" if copied else ""
-    say(f"{options.destination}: the averaged weights, {_size_and_time(nbytes, begin)}, verified{as_they_are}")
+    say(
+        f"{options.destination}: the averaged weights, {_size_and_time(nbytes, begin)}, verified{as_they_are}"
+    )
     return 0
 
 
@@ -176,10 +186,14 @@ def _import(options: argparse.Namespace) -> int:
     metadata, nbytes = imported.metadata, imported.nbytes
     with progress("importing", nbytes) as done:
         cells = imported.cells(metadata, done)
-        write_offline(options.destination, metadata, imported.attributes, run_of(imported), nbytes, cells)
+        write_offline(
+            options.destination, metadata, imported.attributes, run_of(imported), nbytes, cells
+        )
     for key, reason in sorted(imported.skipped.items()):
         say(f"left out: {key}: {reason}")
-    counts = f"{len(metadata)} arrays, {len(imported.objects)} values, {len(imported.skipped)} left out"
+    counts = (
+        f"{len(metadata)} arrays, {len(imported.objects)} values, {len(imported.skipped)} left out"
+    )
     say(f"{options.destination}: {counts}, {_size_and_time(nbytes, begin)}, verified")
     return 0
 
@@ -188,7 +202,9 @@ def _tag(options: argparse.Namespace) -> int:
     root = CheckpointRoot(options.root)
     if options.delete:
         if options.name not in root.tags():
-            raise ValueError(f"{root.url} has no tag {options.name}; tags there: {', '.join(root.tags()) or 'none'}")
+            raise ValueError(
+                f"{root.url} has no tag {options.name}; tags there: {', '.join(root.tags()) or 'none'}"
+            )
         root.untag(options.name)
     elif options.name is not None:
         if options.step is None and not root.steps():
@@ -205,20 +221,26 @@ def _prune(options: argparse.Namespace) -> int:
     # an object store shows no age of heartbeats: they are watched for a while
     root.watch()
     if not root.steps() and not root.leftovers(thorough=True):
-        raise FileNotFoundError(f"{options.root} holds no steps, nor what killed jobs left; give the directory above")
+        raise FileNotFoundError(
+            f"{options.root} holds no steps, nor what killed jobs left; give the directory above"
+        )
     if options.dry_run:
         removed, verb, swept = root.surplus(**rules), "would remove", root.leftovers(thorough=True)
     else:
         lock = root.lock()
         try:
-            swept = root.sweep(thorough=True)  # first: it makes the index of an object store complete
+            swept = root.sweep(
+                thorough=True
+            )  # first: it makes the index of an object store complete
             removed, verb = root.retain(**rules), "removed"
         finally:
             lock.release()
     for name in [*map(step_name, removed), *swept]:
         say(f"{verb} {name}")
     remaining = len(set(root.steps()) - set(removed))
-    say(f"{root.url}: {verb} {len(removed)} steps, {remaining} {'would be' if options.dry_run else 'are'} kept")
+    say(
+        f"{root.url}: {verb} {len(removed)} steps, {remaining} {'would be' if options.dry_run else 'are'} kept"
+    )
     return 0
 
 
@@ -228,19 +250,29 @@ def _size_and_time(nbytes: int, begin: float) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m core.dist_checkpointing", description="Tools for checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m core.dist_checkpointing", description="Tools for checkpoints."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    inspect = commands.add_parser("inspect", help="arrays, objects, sizes, and the layout that wrote them")
+    inspect = commands.add_parser(
+        "inspect", help="arrays, objects, sizes, and the layout that wrote them"
+    )
     inspect.add_argument("path", help=PATH)
     inspect.add_argument("--json", action="store_true", help="for programs")
     inspect.set_defaults(run=_inspect)
 
     verify = commands.add_parser("verify", help="is every file the one that was saved")
     verify.add_argument("path", help=PATH)
-    verify.add_argument("--fast", action="store_true", help="sizes and digests only: a few bytes of each file")
-    verify.add_argument("-j", "--jobs", type=int, default=32, metavar="N", help="files at a time (default 32)")
-    verify.add_argument("--key", metavar="PEM", help="and is it signed by the owner of this public key")
+    verify.add_argument(
+        "--fast", action="store_true", help="sizes and digests only: a few bytes of each file"
+    )
+    verify.add_argument(
+        "-j", "--jobs", type=int, default=32, metavar="N", help="files at a time (default 32)"
+    )
+    verify.add_argument(
+        "--key", metavar="PEM", help="and is it signed by the owner of this public key"
+    )
     verify.set_defaults(run=_verify)
 
     sign = commands.add_parser("sign", help="sign every file, for stores that others can write to")
@@ -258,25 +290,41 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    reshard = commands.add_parser("reshard", help="a copy for another layout, if one is needed at all")
+    reshard = commands.add_parser(
+        "reshard", help="a copy for another layout, if one is needed at all"
+    )
     reshard.add_argument("source", help=PATH)
     reshard.add_argument("destination", help="a directory or URL that is to be made")
     reshard.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel size")
-    reshard.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default 1)")
-    reshard.add_argument("--copy", action="store_true", help="copy also where nothing needs to move")
     reshard.add_argument(
-        "--per-rank", action="store_true", help="weights as mp_rank_XX/*.safetensors, for other programs"
+        "--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default 1)"
+    )
+    reshard.add_argument(
+        "--copy", action="store_true", help="copy also where nothing needs to move"
+    )
+    reshard.add_argument(
+        "--per-rank",
+        action="store_true",
+        help="weights as mp_rank_XX/*.safetensors, for other programs",
     )
     reshard.set_defaults(run=_reshard)
 
     prune = commands.add_parser("prune", help="remove old steps, and what killed jobs left")
     prune.add_argument("root", help="a directory of steps, or a URL")
-    prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="newest steps to keep")
+    prune.add_argument(
+        "--keep-last", type=int, required=True, metavar="N", help="newest steps to keep"
+    )
     prune.add_argument("--keep-every", type=int, metavar="N", help="keep multiples of N too")
     prune.add_argument("--keep-hours", type=float, metavar="H", help="keep one per H hours too")
-    prune.add_argument("--keep-best", metavar="METRIC", help="keep those with the smallest values of a metric too")
-    prune.add_argument("--keep-best-count", type=int, default=1, metavar="N", help="how many (default 1)")
-    prune.add_argument("--keep-best-mode", choices=MODES, default="min", help="max: the largest values")
+    prune.add_argument(
+        "--keep-best", metavar="METRIC", help="keep those with the smallest values of a metric too"
+    )
+    prune.add_argument(
+        "--keep-best-count", type=int, default=1, metavar="N", help="how many (default 1)"
+    )
+    prune.add_argument(
+        "--keep-best-mode", choices=MODES, default="min", help="max: the largest values"
+    )
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
     prune.set_defaults(run=_prune)
 
@@ -299,7 +347,8 @@ def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.Argumen
     export_parser.set_defaults(run=_export)
 
     average = commands.add_parser(
-        "average", help="the averaged weights of a run with optimizer.ema_decay, as a checkpoint of a model"
+        "average",
+        help="the averaged weights of a run with optimizer.ema_decay, as a checkpoint of a model",
     )
     average.add_argument("source", help=PATH)
     average.add_argument("destination", help="a directory or URL that is to be made")
@@ -325,7 +374,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted, nothing was changed", error=True)
     except Exception as error:
-        say(f"error: {type(error).__name__}: {error}: a mistake of this program, please report it", error=True)
+        say(
+            f"error: {type(error).__name__}: {error}: a mistake of this program, please report it",
+            error=True,
+        )
     return 2
 
 

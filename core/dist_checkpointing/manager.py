@@ -9,9 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
-from core.dist_checkpointing.planning.exchange import exchanged_cells, gather_json, held_cells, local_cells
+from core.dist_checkpointing.planning.exchange import (
+    exchanged_cells,
+    gather_json,
+    held_cells,
+    local_cells,
+)
 from core.dist_checkpointing.planning.prepare import SavePlan, Weights
-from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree, default_state, from_first, problem_of
+from core.dist_checkpointing.planning.ranks import (
+    DamagedCheckpoint,
+    agree,
+    default_state,
+    from_first,
+    problem_of,
+)
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.lock import Lock
 from core.dist_checkpointing.publish.retention import Retention, checked_metrics
@@ -83,7 +94,12 @@ class CheckpointManager:
         )
         self.ps = ps if ps is not None else default_state()
         self.share_reads = share_reads
-        self.root, self.when_busy, self.stale_s, self.timeout_s = str(root), when_busy, stale_s, timeout_s
+        self.root, self.when_busy, self.stale_s, self.timeout_s = (
+            str(root),
+            when_busy,
+            stale_s,
+            timeout_s,
+        )
         self._saver = Saver(
             self.root,
             self.ps,
@@ -121,7 +137,9 @@ class CheckpointManager:
 
     # Saving
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None) -> SaveStats:
+    def save(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> SaveStats:
         """Save a step and return when it is committed. Raises what went wrong, on all ranks (see `save`).
 
         metrics: name -> number, rank 0's are written into the manifest; `keep_best` compares them. ValueError: no
@@ -205,7 +223,9 @@ class CheckpointManager:
         """
         if isinstance(self._copy, CopyBesideStep):
             self._copy.before_update()
-        if self._copy is not None and self._copy.done():  # a copy that failed ends the save now, on all ranks
+        if (
+            self._copy is not None and self._copy.done()
+        ):  # a copy that failed ends the save now, on all ranks
             self._finish_copy()
 
     def _finish_copy(self) -> None:
@@ -354,18 +374,28 @@ class CheckpointManager:
             step = untried[-1]
             try:
                 address = from_first(partial(self._address_of, step), self.ps)
-                return step, load(template, address, strict=strict, ps=self.ps, share_reads=self.share_reads)
+                return step, load(
+                    template, address, strict=strict, ps=self.ps, share_reads=self.share_reads
+                )
             except (DamagedCheckpoint, FileNotFoundError) as error:
                 problems[step] = f"step {step}: {error}"
             steps = from_first(self.steps, self.ps)
-            next_try = "is damaged, falling back to the one before" if step in steps else "was removed, looking again"
+            next_try = (
+                "is damaged, falling back to the one before"
+                if step in steps
+                else "was removed, looking again"
+            )
             log.warning("checkpoint %s %s: %s", step_name(step), next_try, problems[step])
             if len(problems.keys() - set(steps)) > _MAX_REMOVED_STEPS:
                 break
         if not problems:
-            raise FileNotFoundError(f"{self.root} has no checkpoint; start afresh, or look for the right directory")
+            raise FileNotFoundError(
+                f"{self.root} has no checkpoint; start afresh, or look for the right directory"
+            )
         details = "\n".join(problems.values())
-        raise DamagedCheckpoint(f"none of the {len(problems)} steps in {self.root} is whole:\n{details}")
+        raise DamagedCheckpoint(
+            f"none of the {len(problems)} steps in {self.root} is whole:\n{details}"
+        )
 
     def _address_of(self, step: int) -> str:
         """Where a step lies. FileNotFoundError: there is none. DamagedCheckpoint: what leads to it cannot be read."""

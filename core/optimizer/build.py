@@ -23,7 +23,9 @@ def build_optimizer(
                 f"Muon multiplies matrices where its states are, but offload={offload.kind!r} holds a fraction "
                 f"{offload.fraction} of them on the host; use fraction 0, or optimizer='adamw'"
             )
-        return ShardedMuon(shard, config, groups=groups, hidden=_hidden_matrices(config.muon_except))
+        return ShardedMuon(
+            shard, config, groups=groups, hidden=_hidden_matrices(config.muon_except)
+        )
     if config.optimizer == "sgd":
         return ShardedSGD(shard, config, offload=offload, groups=groups)
     return ShardedAdamW(shard, config, offload=offload, groups=groups)

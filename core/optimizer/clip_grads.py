@@ -39,7 +39,9 @@ def _held(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
     Raises ValueError: it holds some of them only; gradients that some other object of the program's keeps.
     """
     slots = [slot for slot in map(slot_of, parameters) if slot is not None]
-    strange = sum(p.requires_grad for p in parameters) - sum(slot.parameter.requires_grad for slot in slots)
+    strange = sum(p.requires_grad for p in parameters) - sum(
+        slot.parameter.requires_grad for slot in slots
+    )
     if slots and strange:
         raise ValueError(
             f"{strange} of {len(parameters)} parameters have their gradients in p.grad, the others in the buckets of "
@@ -59,7 +61,9 @@ def _held(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
     return slots
 
 
-def get_grad_norm(parameters: Parameters, norm_type: float = 2.0, *, parallel: ParallelState | None = None) -> Tensor:
+def get_grad_norm(
+    parameters: Parameters, norm_type: float = 2.0, *, parallel: ParallelState | None = None
+) -> Tensor:
     """The norm of all gradients of the model, float64, shape []: every true element counted once, on every layout.
 
     parameters: this rank's, or a module. norm_type: as torch's; inf is the largest element. The gradients must be
@@ -84,7 +88,9 @@ def get_grad_norm(parameters: Parameters, norm_type: float = 2.0, *, parallel: P
         gradients.append(gradient.detach().reshape(-1))
     if norm_type == 2.0:
         return sum_in_rank_order(shard_squares(gradients, ps.device), None, ps)[0].sqrt()
-    norms = [torch.linalg.vector_norm(gradient, norm_type).double().reshape(1) for gradient in gradients]
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type).double().reshape(1) for gradient in gradients
+    ]
     zero = torch.zeros(1, dtype=torch.float64, device=ps.device)  # of a rank that counts nothing
     if math.isinf(norm_type):
         return all_reduce(torch.cat([zero, *norms]).max().reshape(1), ps.world, "max")[0]
@@ -101,7 +107,10 @@ def _norm_in_buckets(slots: Sequence[ParameterSlot], order: float) -> Tensor:
     meet(with_gradient, f"a norm of order {order}")
     counted = []  # of a table tied over the pipeline's ends one rank's
     for slot, norm in zip(with_gradient, global_norms(with_gradient, order), strict=True):
-        if "embedding" not in layout_of(slot.parameter).partial or ps.coordinate.get("embedding", 0) == 0:
+        if (
+            "embedding" not in layout_of(slot.parameter).partial
+            or ps.coordinate.get("embedding", 0) == 0
+        ):
             counted.append(norm)
     own = torch.stack([torch.zeros((), dtype=torch.float64, device=ps.device), *counted])
     if math.isinf(order):
@@ -159,7 +168,9 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(ps.device)
         return super()._check_scale_growth_tracker(funcname)
 
-    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, Tensor]:
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: Any
+    ) -> dict[torch.device, Tensor]:
         """found_inf by device, the maximum over all ranks."""
         if any(slot_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
             # gradients in buckets: found_inf is of all ranks already
@@ -169,5 +180,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = torch.zeros(1, dtype=torch.float32, device=ps.device)
         for device_flag in found_inf.values():
             flag = torch.maximum(flag, device_flag.to(ps.device).reshape(1))
-        all_reduce(flag, ps.world, "max")  # one rank's overflow skips the step on all, so weights stay equal
+        all_reduce(
+            flag, ps.world, "max"
+        )  # one rank's overflow skips the step on all, so weights stay equal
         return {device: flag[0].to(device) for device in found_inf or {ps.device: flag}}

@@ -10,7 +10,9 @@ from core.parallel_state.config import raise_all
 OPTIMIZERS = ("adamw", "sgd", "muon")
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
-MOST_STEPS = 1 << 62  # step counts are multiplied by fractions, in floats: larger ones lose precision
+MOST_STEPS = (
+    1 << 62
+)  # step counts are multiplied by fractions, in floats: larger ones lose precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,10 @@ class OptimizerConfig:
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         known = (*LR_SCHEDULES, *SCHEDULES)
-        yield self.lr_schedule in known, f"lr_schedule={self.lr_schedule!r} is unknown; known: {', '.join(known)}"
+        yield (
+            self.lr_schedule in known,
+            f"lr_schedule={self.lr_schedule!r} is unknown; known: {', '.join(known)}",
+        )
         if self.lr_schedule in LR_SCHEDULES:
             yield (
                 not self.lr_schedule_options,
@@ -121,7 +126,10 @@ class OptimizerConfig:
         share, decay = self.lr_warmup_fraction, self.lr_decay_steps
         yield 0 <= share < 1, f"lr_warmup_fraction={share} must be at least 0 and below 1"
         yield (
-            not share or decay is not None or bool(self.lr_warmup_steps) or self.lr_schedule not in LR_SCHEDULES,
+            not share
+            or decay is not None
+            or bool(self.lr_warmup_steps)
+            or self.lr_schedule not in LR_SCHEDULES,
             f"lr_warmup_fraction={share} is a share of lr_decay_steps, which is None; give it, or lr_warmup_steps",
         )
         step_fields = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
@@ -135,12 +143,24 @@ class OptimizerConfig:
                 yield False, str(error)
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
         decay_of = self.weight_decay_of
-        yield decay_of in DECAY_CHOICES, f"weight_decay_of={decay_of!r} is unknown; known: {', '.join(DECAY_CHOICES)}"
+        yield (
+            decay_of in DECAY_CHOICES,
+            f"weight_decay_of={decay_of!r} is unknown; known: {', '.join(DECAY_CHOICES)}",
+        )
         for name in ("adam_beta1", "adam_beta2"):
-            yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 0 and below 1"
+            yield (
+                0 <= getattr(self, name) < 1,
+                f"{name}={getattr(self, name)} must be at least 0 and below 1",
+            )
         yield self.adam_eps >= 0, f"adam_eps={self.adam_eps} must be at least 0"
-        yield self.clip_grad >= 0, f"clip_grad={self.clip_grad} must be at least 0 (0 does not clip)"
-        yield self.optimizer in OPTIMIZERS, f"optimizer={self.optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}"
+        yield (
+            self.clip_grad >= 0,
+            f"clip_grad={self.clip_grad} must be at least 0 (0 does not clip)",
+        )
+        yield (
+            self.optimizer in OPTIMIZERS,
+            f"optimizer={self.optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}",
+        )
         yield (
             self.muon_lr in MUON_LR_SCALES,
             f"muon_lr={self.muon_lr!r} is unknown; known: {', '.join(MUON_LR_SCALES)}",
@@ -148,14 +168,26 @@ class OptimizerConfig:
         for name in ("lr_multipliers", "weight_decays"):
             for pattern, value in getattr(self, name).items():
                 is_valid = isinstance(value, int | float) and value >= 0
-                yield is_valid, f"{name} has {pattern!r}: {value!r}; a number of at least 0 is needed"
+                yield (
+                    is_valid,
+                    f"{name} has {pattern!r}: {value!r}; a number of at least 0 is needed",
+                )
         ema = self.ema_decay
         yield 0 <= ema < 1, f"ema_decay={ema} must be at least 0 (no average) and below 1"
         momentum = self.first_momentum
         yield 0 <= momentum < 1, f"momentum={momentum} must be at least 0 and below 1"
-        yield self.initial_loss_scale >= 1, f"initial_loss_scale={self.initial_loss_scale} must be at least 1"
-        yield self.loss_scale_window >= 1, f"loss_scale_window={self.loss_scale_window} must be at least 1"
-        yield self.max_skipped_steps >= 0, f"max_skipped_steps={self.max_skipped_steps} must be at least 0 (never)"
+        yield (
+            self.initial_loss_scale >= 1,
+            f"initial_loss_scale={self.initial_loss_scale} must be at least 1",
+        )
+        yield (
+            self.loss_scale_window >= 1,
+            f"loss_scale_window={self.loss_scale_window} must be at least 1",
+        )
+        yield (
+            self.max_skipped_steps >= 0,
+            f"max_skipped_steps={self.max_skipped_steps} must be at least 0 (never)",
+        )
 
     @property
     def first_momentum(self) -> float:
@@ -167,8 +199,15 @@ class OptimizerConfig:
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """The kinds of states, beside main weights, of which each trained parameter of a model has some or all."""
-        kinds = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",) if self.first_momentum else ()}
-        muon = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # hidden matrices the first, others the rest
+        kinds = {
+            "adamw": ("exp_avg", "exp_avg_sq"),
+            "sgd": ("momentum_buffer",) if self.first_momentum else (),
+        }
+        muon = (
+            "momentum_buffer",
+            "exp_avg",
+            "exp_avg_sq",
+        )  # hidden matrices the first, others the rest
         return kinds.get(self.optimizer, muon) + (("ema",) if self.ema_decay else ())
 
     @property

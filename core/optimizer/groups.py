@@ -45,7 +45,11 @@ class Groups:
         self.number_of = dict.fromkeys(named, 0)
         self.all: list[dict[str, Any]] = [dict(defaults)]
         for number, stated in enumerate(group_options, 1):
-            options = {key: value for key, value in stated.items() if key not in ("names", "params", "may_be_empty")}
+            options = {
+                key: value
+                for key, value in stated.items()
+                if key not in ("names", "params", "may_be_empty")
+            }
             if unknown := options.keys() - defaults.keys() - {"name"}:
                 raise ValueError(
                     f"param group {number} has {', '.join(sorted(unknown))}; known are names, params, name, "
@@ -55,17 +59,25 @@ class Groups:
             for name in _member_names(stated, named, number):
                 self.number_of[name] = number
         for number, group in enumerate(self.all):
-            group["params"] = [named[name] for name, group_number in self.number_of.items() if group_number == number]
+            group["params"] = [
+                named[name]
+                for name, group_number in self.number_of.items()
+                if group_number == number
+            ]
         self._sizes = [len(group["params"]) for group in self.all]
 
         # Decay: which groups decay everything, and which have biases and norms that are spared.
         self._decays = [group["weight_decay"] for group in self.all]
         stated_decay = enumerate(group_options, 1)
-        self.decay_everything = {number for number, stated in stated_decay if "weight_decay" in stated}
+        self.decay_everything = {
+            number for number, stated in stated_decay if "weight_decay" in stated
+        }
         self._with_spared: set[int] = set()
         if spares:
             for name, number in self.number_of.items():
-                if number not in self.decay_everything and not default_decays(name, layout_of(named[name])):
+                if number not in self.decay_everything and not default_decays(
+                    name, layout_of(named[name])
+                ):
                     self._with_spared.add(number)
 
         # Rates: each group keeps its share of the schedule's.
@@ -90,7 +102,11 @@ class Groups:
         Raises ValueError: an option set by hand that this optimizer does not have, parameters put in or taken out.
         """
         for number, group in enumerate(self.all):
-            strange = [name for name in _TORCH_OPTIONS if name not in self._known_options and group.get(name)]
+            strange = [
+                name
+                for name in _TORCH_OPTIONS
+                if name not in self._known_options and group.get(name)
+            ]
             if strange:
                 raise ValueError(
                     f"param_groups[{number}]['{strange[0]}'] = {group[strange[0]]} does nothing here; known are "
@@ -176,7 +192,12 @@ class Groups:
 def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
     """A param group's of torch.optim.AdamW."""
     betas = (config.adam_beta1, config.adam_beta2)
-    return {"lr": config.lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
+    return {
+        "lr": config.lr,
+        "betas": betas,
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+    }
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +218,9 @@ def _member_names(stated: Mapping[str, Any], named: Mapping[str, Any], number: i
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matching = [name for name in named if fnmatch(name, pattern)]
         if not matching:
-            raise ValueError(f"param group {number}: {pattern!r} is the name of 0 of {len(named)} parameters")
+            raise ValueError(
+                f"param group {number}: {pattern!r} is the name of 0 of {len(named)} parameters"
+            )
         members += matching
     name_of = {id(parameter): name for name, parameter in named.items()}
     parameters = stated.get("params", ())
@@ -210,5 +233,7 @@ def _member_names(stated: Mapping[str, Any], named: Mapping[str, Any], number: i
                 "that the DataParallel holds; give it the module that has it"
             )
     if not members and not stated.get("may_be_empty"):
-        raise ValueError(f"param group {number} names 0 parameters; give names=patterns or params=parameters")
+        raise ValueError(
+            f"param group {number} names 0 parameters; give names=patterns or params=parameters"
+        )
     return members

@@ -59,7 +59,9 @@ class ShardedMuon(ShardedOptimizer):
                 "them; use zero_stage=0 and tensor=1, or optimizer='adamw'"
             )
         if not config.main_params:
-            raise ValueError("Muon updates main parameters, but main_params=False; use main_params=True")
+            raise ValueError(
+                "Muon updates main parameters, but main_params=False; use main_params=True"
+            )
         self._convolutions = _parameters_of_kind(shard, nn.modules.conv._ConvNd)
         self._hidden = _hidden_matrices(shard, hidden)
         super().__init__(shard, config, decays=decays, groups=groups)
@@ -105,7 +107,9 @@ class ShardedMuon(ShardedOptimizer):
         groups = [{"params": matrices} for matrices, _, _ in self._matrices]
         inner = torch.optim.Muon(groups, lr=0.0, adjust_lr_fn=self.config.muon_lr)
         for matrices, state_buffer, shard in self._matrices:
-            momenta = self._as_matrices(state_buffer.states["momentum_buffer"][slice(*shard.span)], shard)
+            momenta = self._as_matrices(
+                state_buffer.states["momentum_buffer"][slice(*shard.span)], shard
+            )
             for matrix, momentum in zip(matrices, momenta, strict=True):
                 inner.state[matrix]["momentum_buffer"] = momentum
         return inner
@@ -115,17 +119,23 @@ class ShardedMuon(ShardedOptimizer):
         if self._inner is None or factor.found_inf.item():
             return
         scale = factor.divisor.reciprocal()
-        for muon_group, (matrices, state_buffer, shard) in zip(self._inner.param_groups, self._matrices, strict=True):
+        for muon_group, (matrices, state_buffer, shard) in zip(
+            self._inner.param_groups, self._matrices, strict=True
+        ):
             number = self._groups.number_of[shard.name]
             options = self.param_groups[number]
-            decays = number in self._groups.decay_everything or self._decays(shard.name, shard.layout)
+            decays = number in self._groups.decay_everything or self._decays(
+                shard.name, shard.layout
+            )
             muon_group.update(lr=options["lr"], momentum=options["momentum"])
             muon_group["weight_decay"] = options["weight_decay"] if decays else 0.0
             if shard.name in self._reached.left_out:
                 continue  # grad stays None, so torch leaves its matrices out
             dtype = matrices[0].dtype
             gradient = state_buffer.gradients[slice(*shard.span)].to(dtype) * scale.to(dtype)
-            for matrix, matrix_gradient in zip(matrices, self._as_matrices(gradient, shard), strict=True):
+            for matrix, matrix_gradient in zip(
+                matrices, self._as_matrices(gradient, shard), strict=True
+            ):
                 matrix.grad = matrix_gradient
         try:
             self._inner.step()
@@ -148,11 +158,15 @@ def _output_layer(shard: DataParallel, candidates: dict[str, Parameter]) -> set[
     stated_ids: set[int] = set()
     for stage in modules_of(shard.module).values():
         for module in stage.modules():
-            get_output_embeddings = getattr(module, "get_output_embeddings", None)  # transformers' models have it
+            get_output_embeddings = getattr(
+                module, "get_output_embeddings", None
+            )  # transformers' models have it
             head = get_output_embeddings() if callable(get_output_embeddings) else None
             if head is not None:
                 stated_ids.update(id(parameter) for parameter in head.parameters())
-    outputs = {name for name, p in candidates.items() if id(p) in stated_ids or OUTPUT_NAME.search(name)}
+    outputs = {
+        name for name, p in candidates.items() if id(p) in stated_ids or OUTPUT_NAME.search(name)
+    }
     if not outputs and candidates:
         in_order = [name for name, _ in named_parameters(shard.module) if name in candidates]
         outputs = {in_order[-1]}

@@ -15,7 +15,11 @@ class ShardedSGD(ShardedOptimizer):
 
     def options(self, config: OptimizerConfig) -> dict[str, Any]:
         """As torch.optim.SGD names them."""
-        return {"lr": config.lr, "momentum": config.first_momentum, "weight_decay": config.weight_decay}
+        return {
+            "lr": config.lr,
+            "momentum": config.first_momentum,
+            "weight_decay": config.weight_decay,
+        }
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """The momentum, if there is one."""

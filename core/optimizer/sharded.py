@@ -15,7 +15,13 @@ from core.data_parallel import DataParallel
 from core.optimizer.averages import Averages
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import GroupOptions, Groups
-from core.optimizer.state.flat_shard import Decays, Span, UpdateKey, default_decays, everything_decays
+from core.optimizer.state.flat_shard import (
+    Decays,
+    Span,
+    UpdateKey,
+    default_decays,
+    everything_decays,
+)
 from core.optimizer.state.kernels import Batch, Factor, Kernel
 from core.optimizer.state.main_dtype import main_dtype
 from core.optimizer.state.offload import Offload
@@ -27,7 +33,12 @@ from core.optimizer.state.sharded_states import (
     load_states,
     optimizer_shards,
 )
-from core.optimizer.state.state_buffers import StateBuffer, allocate_states, make_state_buffers, state_bytes
+from core.optimizer.state.state_buffers import (
+    StateBuffer,
+    allocate_states,
+    make_state_buffers,
+    state_bytes,
+)
 from core.optimizer.state.streamed import Streamer
 from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
@@ -83,8 +94,12 @@ class ShardedOptimizer(Averages, TorchFace):
         # States: main weights and moments of the elements that this rank updates.
         self._dtype = main_dtype(shard, config)
         self._reached = Reached(shard, self.ps)
-        self._state_buffers = make_state_buffers(shard, kinds_of=self.states_of, key_of=self._key_of, offload=offload)
-        allocate_states(self._state_buffers, self._dtype, offload, self.ps.rank, main_params=config.main_params)
+        self._state_buffers = make_state_buffers(
+            shard, kinds_of=self.states_of, key_of=self._key_of, offload=offload
+        )
+        allocate_states(
+            self._state_buffers, self._dtype, offload, self.ps.rank, main_params=config.main_params
+        )
         self._batches: dict[UpdateKey, Batch] | None = None
         self._begin_average(self._state_buffers, config.ema_decay)
 
@@ -185,7 +200,9 @@ class ShardedOptimizer(Averages, TorchFace):
         stats = self._one_step(num_tokens, loss_scale)
         return stats if closure is None else loss
 
-    def _one_step(self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None) -> StepStats:
+    def _one_step(
+        self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None
+    ) -> StepStats:
         shard = self.shard
         self._refuse_lent("a step would update it")
         if self._gradients_used and shard.finished:
@@ -206,7 +223,9 @@ class ShardedOptimizer(Averages, TorchFace):
             loss_scale = self._scaler.divisor()
         divisor = self._number(shard.default_divisor if num_tokens is None else num_tokens)
         replicas, all_replicas = shard.replicas, self.ps.size("dp-cp")
-        if num_tokens is not None and replicas != all_replicas:  # somebody's read of p.grad has averaged them already
+        if (
+            num_tokens is not None and replicas != all_replicas
+        ):  # somebody's read of p.grad has averaged them already
             divisor = divisor * (replicas / all_replicas)
         if loss_scale is not None:
             divisor = divisor * self._number(loss_scale)
@@ -255,7 +274,9 @@ class ShardedOptimizer(Averages, TorchFace):
             self._apply(batch, factor, key)
         self.update_rest(factor)
         self._to_weights()
-        self._streamer.run([buffer for buffer in self._state_buffers if not buffer.direct], self._dtype, factor)
+        self._streamer.run(
+            [buffer for buffer in self._state_buffers if not buffer.direct], self._dtype, factor
+        )
 
     def _joined_batches(self) -> dict[UpdateKey, Batch]:
         """One batch per key of all that is updated where it lies."""
@@ -287,7 +308,11 @@ class ShardedOptimizer(Averages, TorchFace):
 
     def _to_weights(self, *, all_buffers: bool = False) -> None:
         """16-bit weights from float32 main weights, rounded to nearest; offloaded buffers do it chunk by chunk."""
-        pairs = [(b.weights, b.main) for b in self._state_buffers if b.main is not None and (b.direct or all_buffers)]
+        pairs = [
+            (b.weights, b.main)
+            for b in self._state_buffers
+            if b.main is not None and (b.direct or all_buffers)
+        ]
         if pairs:  # one call: on an accelerator one pass over all buckets
             torch._foreach_copy_([weights for weights, _ in pairs], [main for _, main in pairs])
 
@@ -329,7 +354,9 @@ class ShardedOptimizer(Averages, TorchFace):
         """
         self._refuse_lent("its states would be those of other weights")
         full_shapes = self.shard.zero_stage == 0
-        return optimizer_shards(self._state_buffers, self.ps, full_shapes=full_shapes, own_mains=own_mains)
+        return optimizer_shards(
+            self._state_buffers, self.ps, full_shapes=full_shapes, own_mains=own_mains
+        )
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the states and main weights: on the weights' device, and offloaded."""
@@ -372,13 +399,17 @@ class ShardedOptimizer(Averages, TorchFace):
         self.shard.publish()
 
     @torch.no_grad()
-    def load_states(self, states: States, step_count: int, skipped_steps: int = 0, *, weights: bool = True) -> None:
+    def load_states(
+        self, states: States, step_count: int, skipped_steps: int = 0, *, weights: bool = True
+    ) -> None:
         """Restore what `states` gave at the same layout, bit for bit; `weights`, from "main", or none of them.
 
         Raises ValueError, before anything is written: names, kinds or shapes that are not this rank's.
         """
         full_shapes = self.shard.zero_stage == 0
-        load_states(self._state_buffers, self.ps, states, full_shapes=full_shapes, own_mains=weights)
+        load_states(
+            self._state_buffers, self.ps, states, full_shapes=full_shapes, own_mains=weights
+        )
         self._resume(step_count, skipped_steps)
         if weights:
             self._to_weights(all_buffers=True)

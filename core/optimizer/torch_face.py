@@ -19,7 +19,9 @@ class _ReadOnlyStates(dict):
             "their tensors, load a state_dict() of before the first step, or make the optimizer anew"
         )
 
-    clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = _refuse_change
+    clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = (
+        _refuse_change
+    )
 
 
 class _StateByParameter(_ReadOnlyStates):
@@ -44,13 +46,19 @@ class TorchFace(torch.optim.Optimizer):
     def _face(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         # not Optimizer.__init__: it imports torch._dynamo, for seconds
         self.__setstate__(
-            {"defaults": defaults, "param_groups": groups, "_warned_capturable_if_run_uncaptured": True}
+            {
+                "defaults": defaults,
+                "param_groups": groups,
+                "_warned_capturable_if_run_uncaptured": True,
+            }
         )
 
     def states(self, *, own_mains: bool = True) -> dict[str, dict[str, Any]]:
         raise NotImplementedError
 
-    def load_states(self, states: Any, step_count: int, skipped_steps: int = 0, *, weights: bool = True) -> None:
+    def load_states(
+        self, states: Any, step_count: int, skipped_steps: int = 0, *, weights: bool = True
+    ) -> None:
         raise NotImplementedError
 
     @property
@@ -99,7 +107,9 @@ class TorchFace(torch.optim.Optimizer):
             pre_hook(self)
         states: dict[str, dict[str, Any]] = {}
         for name, kinds in self.states(own_mains=False).items():
-            states[name] = {kind: (shard.tensor.detach(), shard.interval) for kind, shard in kinds.items()}
+            states[name] = {
+                kind: (shard.tensor.detach(), shard.interval) for kind, shard in kinds.items()
+            }
         param_groups = [dict(group) for group in self.param_groups]
         for group in param_groups:
             del group["params"]

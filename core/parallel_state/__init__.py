@@ -14,33 +14,51 @@ if TYPE_CHECKING:
     from core.parallel_state.current import current_state as current_state
     from core.parallel_state.current import destroy_model_parallel as destroy_model_parallel
     from core.parallel_state.current import initialize_model_parallel as initialize_model_parallel
-    from core.parallel_state.current import model_parallel_is_initialized as model_parallel_is_initialized
+    from core.parallel_state.current import (
+        model_parallel_is_initialized as model_parallel_is_initialized,
+    )
     from core.parallel_state.environment import launch as launch
     from core.parallel_state.environment import local_device as local_device
     from core.parallel_state.getters import get_context_parallel_group as get_context_parallel_group
     from core.parallel_state.getters import get_context_parallel_rank as get_context_parallel_rank
-    from core.parallel_state.getters import get_context_parallel_world_size as get_context_parallel_world_size
+    from core.parallel_state.getters import (
+        get_context_parallel_world_size as get_context_parallel_world_size,
+    )
     from core.parallel_state.getters import get_data_parallel_group as get_data_parallel_group
     from core.parallel_state.getters import get_data_parallel_rank as get_data_parallel_rank
-    from core.parallel_state.getters import get_data_parallel_world_size as get_data_parallel_world_size
-    from core.parallel_state.getters import get_expert_model_parallel_group as get_expert_model_parallel_group
-    from core.parallel_state.getters import get_expert_model_parallel_rank as get_expert_model_parallel_rank
+    from core.parallel_state.getters import (
+        get_data_parallel_world_size as get_data_parallel_world_size,
+    )
+    from core.parallel_state.getters import (
+        get_expert_model_parallel_group as get_expert_model_parallel_group,
+    )
+    from core.parallel_state.getters import (
+        get_expert_model_parallel_rank as get_expert_model_parallel_rank,
+    )
     from core.parallel_state.getters import (
         get_expert_model_parallel_world_size as get_expert_model_parallel_world_size,
     )
-    from core.parallel_state.getters import get_pipeline_model_parallel_group as get_pipeline_model_parallel_group
+    from core.parallel_state.getters import (
+        get_pipeline_model_parallel_group as get_pipeline_model_parallel_group,
+    )
     from core.parallel_state.getters import (
         get_pipeline_model_parallel_next_rank as get_pipeline_model_parallel_next_rank,
     )
     from core.parallel_state.getters import (
         get_pipeline_model_parallel_prev_rank as get_pipeline_model_parallel_prev_rank,
     )
-    from core.parallel_state.getters import get_pipeline_model_parallel_rank as get_pipeline_model_parallel_rank
+    from core.parallel_state.getters import (
+        get_pipeline_model_parallel_rank as get_pipeline_model_parallel_rank,
+    )
     from core.parallel_state.getters import (
         get_pipeline_model_parallel_world_size as get_pipeline_model_parallel_world_size,
     )
-    from core.parallel_state.getters import get_tensor_model_parallel_group as get_tensor_model_parallel_group
-    from core.parallel_state.getters import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
+    from core.parallel_state.getters import (
+        get_tensor_model_parallel_group as get_tensor_model_parallel_group,
+    )
+    from core.parallel_state.getters import (
+        get_tensor_model_parallel_rank as get_tensor_model_parallel_rank,
+    )
     from core.parallel_state.getters import (
         get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size,
     )

@@ -85,7 +85,10 @@ class ParallelConfig:
 
     def _context_rules(self) -> Iterator[tuple[bool, str]]:
         kind, ulysses, context = self.cp_comm_type, self.ulysses, self.context
-        yield kind in CP_COMM_TYPES, f"unknown cp_comm_type {kind!r}; known: {', '.join(CP_COMM_TYPES)}"
+        yield (
+            kind in CP_COMM_TYPES,
+            f"unknown cp_comm_type {kind!r}; known: {', '.join(CP_COMM_TYPES)}",
+        )
         if kind != "a2a+p2p":
             whole = context if kind == "a2a" else 1
             yield (
@@ -130,7 +133,11 @@ class ParallelConfig:
         ranks = self.model_ranks
         next_smaller = world // ranks * ranks
         nearest = f"{next_smaller} or {next_smaller + ranks}" if next_smaller else f"{ranks}"
-        others = world // self.pipeline // self.context if world % (self.pipeline * self.context) == 0 else 0
+        others = (
+            world // self.pipeline // self.context
+            if world % (self.pipeline * self.context) == 0
+            else 0
+        )
         remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}" if others else ""
         yield (
             world % ranks == 0,

@@ -111,15 +111,21 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
         )
     tokens = batch["tokens"] if "tokens" in batch else batch.get("input_ids")
     if tokens is None:
-        raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}; context_batch needs tokens [b, s]")
+        raise ValueError(
+            f"the batch has {', '.join(batch) or 'nothing'}; context_batch needs tokens [b, s]"
+        )
     b, s = tokens.shape
-    if unknown := [name for name, value in batch.items() if name not in _PER_TOKEN and _has_rows(value, s)]:
+    if unknown := [
+        name for name, value in batch.items() if name not in _PER_TOKEN and _has_rows(value, s)
+    ]:
         raise ValueError(
             f"{', '.join(unknown)}: context_batch does not know whether dim 1 is the sequence of {s} rows, of which "
             f"{rows.size} context ranks hold parts; known: {', '.join(_PER_TOKEN)}. Cut it with "
             "ContextRows.of_state(ps).of(value, dim)"
         )
-    found = {name: rows.of(value, 1) if name in _PER_TOKEN else value for name, value in batch.items()}
+    found = {
+        name: rows.of(value, 1) if name in _PER_TOKEN else value for name, value in batch.items()
+    }
     if found.get("position_ids") is None:
         found["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
     return found

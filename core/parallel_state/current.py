@@ -41,7 +41,9 @@ def initialize_model_parallel(
         order=tuple(order.split("-")),
     )
     if _current is not None:
-        raise ValueError("the model parallel state is already initialized; call destroy_model_parallel() first")
+        raise ValueError(
+            "the model parallel state is already initialized; call destroy_model_parallel() first"
+        )
     timeout_s = None if distributed_timeout_minutes is None else 60 * distributed_timeout_minutes
     _current = ParallelState.build(config, device=device, timeout_s=timeout_s, debug=debug)
     return _current

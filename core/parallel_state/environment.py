@@ -21,7 +21,9 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
     then made the current one. shared: more processes than devices take them in turn (gloo's staged path).
     Raises ValueError: an accelerator that this machine lacks, a local rank beyond its devices.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     available = accelerator.type if accelerator is not None else "none"
     if kind is not None and kind.partition(":")[0] not in ("cpu", "meta", available):
         raise ValueError(
@@ -34,7 +36,9 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
     if index is None:
         index = torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
-    if requested.index is None and index == 0 and count > 1:  # nobody chose, and there is something to choose
+    if (
+        requested.index is None and index == 0 and count > 1
+    ):  # nobody chose, and there is something to choose
         index = int(os.environ.get("LOCAL_RANK", 0))  # as torchrun numbers the processes of a host
     if shared and requested.index is None:
         index = int(os.environ.get("LOCAL_RANK", 0)) % count
@@ -51,7 +55,9 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     """Raise ValueError where `device` does not compute in `dtype`: bfloat16 that a GPU emulates, 8 bits on any."""
     if dtype.itemsize == 1:
-        raise ValueError(f"weights of {dtype}: 8-bit products are not here; use torch.bfloat16 or torch.float32")
+        raise ValueError(
+            f"weights of {dtype}: 8-bit products are not here; use torch.bfloat16 or torch.float32"
+        )
     if dtype != torch.bfloat16 or device.type in ("cpu", "meta"):
         return
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
@@ -91,7 +97,9 @@ def note_on_bf16(device: torch.device) -> str | None:
     slowdown = bf16_slowdown(device)
     if slowdown < EMULATED:
         return None
-    return f"bf16 products take {slowdown:.0f} x float32's here: this CPU has no instructions for them"
+    return (
+        f"bf16 products take {slowdown:.0f} x float32's here: this CPU has no instructions for them"
+    )
 
 
 def reading_waits(device: torch.device) -> bool:
@@ -133,7 +141,9 @@ def started_processes() -> int:
     try:
         return int(world_size_text)
     except ValueError:
-        raise ValueError(f"WORLD_SIZE={world_size_text!r} is no number of ranks; unset it") from None
+        raise ValueError(
+            f"WORLD_SIZE={world_size_text!r} is no number of ranks; unset it"
+        ) from None
 
 
 def expect_world(world_size: int) -> None:
@@ -148,7 +158,9 @@ def expect_world(world_size: int) -> None:
 
 def check_backend(backend: str | None) -> None:
     """Raise ValueError for a backend, or one in "cpu:gloo,cuda:nccl", that this torch was built without."""
-    names = [] if backend is None else [part.rpartition(":")[2] for part in backend.lower().split(",")]
+    names = (
+        [] if backend is None else [part.rpartition(":")[2] for part in backend.lower().split(",")]
+    )
     available = pg.available_backends()
     missing = [name for name in names if name in pg.BUILT_IN and name not in available]
     if missing:
@@ -159,7 +171,10 @@ def check_backend(backend: str | None) -> None:
 
 
 def join_world(
-    device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S
+    device: str | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float = pg.DEFAULT_TIMEOUT_S,
 ) -> torch.device:
     """Join torchrun's world (WORLD_SIZE and RANK set) if nobody did; a single process has none. This rank's device.
 
@@ -176,7 +191,10 @@ def join_world(
 
 @contextmanager
 def launch(
-    device: str | None = None, *, backend: str | None = None, timeout_s: float = pg.DEFAULT_TIMEOUT_S
+    device: str | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float = pg.DEFAULT_TIMEOUT_S,
 ) -> Iterator[torch.device]:
     """`join_world`, and leave it at the end, error or not. Yields this rank's device."""
     joins = not pg.is_initialized()

@@ -64,7 +64,9 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     Each box is contiguous in the flat form. Raises ValueError: an interval that is not inside the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"the interval {start}..{stop} is not inside the {prod(shape)} elements of {tuple(shape)}")
+        raise ValueError(
+            f"the interval {start}..{stop} is not inside the {prod(shape)} elements of {tuple(shape)}"
+        )
     if start == stop:
         return []
     if not shape:
@@ -99,7 +101,10 @@ def flat_intervals(shape: tuple[int, ...], box: Box) -> list[tuple[int, int]]:
     for dim in range(cut):
         starts = [offset * shape[dim] + i for offset in starts for i in range(*box[dim])]
     first, last = box[cut]
-    return [((offset * shape[cut] + first) * row, (offset * shape[cut] + last) * row) for offset in starts]
+    return [
+        ((offset * shape[cut] + first) * row, (offset * shape[cut] + last) * row)
+        for offset in starts
+    ]
 
 
 # elements: every rank's shard begins at a multiple, so that vector kernels group elements alike on any layout
@@ -132,7 +137,14 @@ class Entry:
     @property
     def key(self) -> tuple:
         """What all parameters of a bucket share. Vectors of all layers lie together: they are too small to move."""
-        return self.stage, "" if self.vector else self.unit, self.group, self.dtype, self.vector, self.tied
+        return (
+            self.stage,
+            "" if self.vector else self.unit,
+            self.group,
+            self.dtype,
+            self.vector,
+            self.tied,
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,9 @@ class Bucket:
         return rank * shard_size, (rank + 1) * shard_size
 
 
-def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size: int) -> tuple[Bucket, ...]:
+def bucket_table(
+    entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size: int
+) -> tuple[Bucket, ...]:
     """Every parameter in one bucket; buckets in the order in which backward completes them.
 
     entries: in the order of execution, as modules name their parameters. ranks: over how many each group is cut. A
@@ -186,7 +200,10 @@ def bucket_table(entries: Sequence[Entry], ranks: Mapping[str, int], bucket_size
             del sizes[key]
     last = {entry.name: position for position, entry in enumerate(reversed(entries))}
     closed += [(last[members[-1].name], members) for members in filling.values()]
-    return tuple(_bucket(members, ranks[members[0].group]) for _, members in sorted(closed, key=itemgetter(0)))
+    return tuple(
+        _bucket(members, ranks[members[0].group])
+        for _, members in sorted(closed, key=itemgetter(0))
+    )
 
 
 def _bucket(members: list[Entry], ranks: int) -> Bucket:

@@ -11,7 +11,19 @@ from core.parallel_state.config import ParallelConfig
 # `dp-cp` sums gradients; `embedding` ties the first and the last stage; `ep`, `edp` are the expert view. `shard` and
 # `replicate` are the two axes of `dp-cp`: the ranks that share one copy of what is sharded, and one per copy.
 # `ulysses`: the context ranks that exchange heads.
-GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "embedding", "ep", "edp", "shard", "replicate", "ulysses")
+GROUPS = (
+    "tp",
+    "cp",
+    "dp",
+    "pp",
+    "dp-cp",
+    "embedding",
+    "ep",
+    "edp",
+    "shard",
+    "replicate",
+    "ulysses",
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +48,18 @@ class Grid:
     def _strides(self) -> dict[str, int]:
         order = self.config.order
         # the innermost axis has stride 1, as in a row-major array
-        return {axis: prod(self.sizes[a] for a in order[position + 1 :]) for position, axis in enumerate(order)}
+        return {
+            axis: prod(self.sizes[a] for a in order[position + 1 :])
+            for position, axis in enumerate(order)
+        }
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """axis -> position of `rank`, for pp dp cp tp ep edp."""
         if not 0 <= rank < self.config.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.config.world_size} ranks")
-        coordinate = {axis: rank // self._strides[axis] % self.sizes[axis] for axis in self.config.order}
+        coordinate = {
+            axis: rank // self._strides[axis] % self.sizes[axis] for axis in self.config.order
+        }
         index = self._stage_ranks(coordinate["pp"]).index(rank)
         return coordinate | {"ep": index % self.sizes["ep"], "edp": index // self.sizes["ep"]}
 

@@ -38,7 +38,15 @@ def initialize_parameters(
     for name, parameter in module.named_parameters():
         init = getattr(parameter, "initial", None)
         if init is not None and not parameter.is_meta:
-            fill(parameter, name, init, seed=seed, coordinate=coordinate, sizes=sizes, draw_on_cpu=draw_on_cpu)
+            fill(
+                parameter,
+                name,
+                init,
+                seed=seed,
+                coordinate=coordinate,
+                sizes=sizes,
+                draw_on_cpu=draw_on_cpu,
+            )
 
 
 @torch.no_grad()
@@ -60,7 +68,9 @@ def fill(
         target.fill_(init.mean)
         return
     columns = layout.shape[-1]
-    rows = max(1, DRAW_BLOCK // columns)  # of one block: blocks are the same whatever a rank holds of them
+    rows = max(
+        1, DRAW_BLOCK // columns
+    )  # of one block: blocks are the same whatever a rank holds of them
     total = prod(layout.shape[:-1])
     box = layout.box(coordinate, sizes)
     drawn_block, values = -1, torch.empty(0)
@@ -79,7 +89,9 @@ def fill(
             filled += count_now
 
 
-def _row_segments(layout: Layout, box: tuple[slice, ...], target: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+def _row_segments(
+    layout: Layout, box: tuple[slice, ...], target: Tensor
+) -> Iterator[tuple[int, int, Tensor]]:
     """(first global row, rows, local view [rows, columns]) of each run of rows that is contiguous globally."""
     shape, row_slices = layout.shape[:-1], box[:-1]
     if not row_slices:
@@ -90,4 +102,8 @@ def _row_segments(layout: Layout, box: tuple[slice, ...], target: Tensor) -> Ite
         for position, interval, size in zip(index, row_slices, shape, strict=False):
             first_row = first_row * size + position + interval.start
         innermost = row_slices[-1]
-        yield first_row * shape[-1] + innermost.start, innermost.stop - innermost.start, target[index]
+        yield (
+            first_row * shape[-1] + innermost.start,
+            innermost.stop - innermost.start,
+            target[index],
+        )

@@ -37,12 +37,18 @@ class Layout:
         object.__setattr__(self, "partial", frozenset(self.partial))
         object.__setattr__(self, "padding", {dim: n for dim, n in self.padding.items() if n})
         if contradictory := self.partial & self.split.keys():
-            raise ValueError(f"axis {sorted(contradictory)} cannot both split a tensor and hold partial gradients")
-        if missing_dims := [d for d in (*self.split.values(), *self.padding) if not 0 <= d < len(self.shape)]:
+            raise ValueError(
+                f"axis {sorted(contradictory)} cannot both split a tensor and hold partial gradients"
+            )
+        if missing_dims := [
+            d for d in (*self.split.values(), *self.padding) if not 0 <= d < len(self.shape)
+        ]:
             raise ValueError(f"dim {missing_dims} does not exist in shape {self.shape}")
 
     def __hash__(self) -> int:
-        return hash((self.shape, *sorted(self.split.items()), self.partial, *sorted(self.padding.items())))
+        return hash(
+            (self.shape, *sorted(self.split.items()), self.partial, *sorted(self.padding.items()))
+        )
 
     def padded_shape(self) -> tuple[int, ...]:
         """The full shape in memory, padding included."""
@@ -70,7 +76,10 @@ class Layout:
         start = [0] * len(self.shape)
         for dim in range(len(self.shape)):
             block = self.padded_shape()[dim]
-            for axis, split_dim in self.split.items():  # several axes on one dim: the first named is outermost
+            for (
+                axis,
+                split_dim,
+            ) in self.split.items():  # several axes on one dim: the first named is outermost
                 if split_dim == dim:
                     block //= sizes.get(axis, 1)
                     start[dim] += coordinate.get(axis, 0) * block
@@ -120,7 +129,9 @@ def has_layout(parameter: Tensor) -> bool:
     return getattr(parameter, "parallel_layout", None) is not None
 
 
-def true_part(local: Tensor, layout: Layout, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
+def true_part(
+    local: Tensor, layout: Layout, coordinate: Mapping[str, int], sizes: Mapping[str, int]
+) -> Tensor:
     """The view of a local tensor (parameter, gradient, moment) without its padded rows."""
     if not layout.padding:
         return local

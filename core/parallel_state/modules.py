@@ -42,7 +42,9 @@ def modules_of(modules: Modules) -> dict[int, nn.Module]:
     """stage (or position) -> module, ascending."""
     if isinstance(modules, nn.Module):
         return {0: modules}
-    return dict(sorted(modules.items())) if isinstance(modules, Mapping) else dict(enumerate(modules))
+    return (
+        dict(sorted(modules.items())) if isinstance(modules, Mapping) else dict(enumerate(modules))
+    )
 
 
 def named_parameters(modules: Modules) -> Iterator[tuple[str, Parameter]]:

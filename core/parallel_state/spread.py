@@ -36,7 +36,9 @@ class Spread:
     def check(self, name: str, parameter: Tensor) -> None:
         """Raise ValueError for a parameter of another shape."""
         if tuple(parameter.shape) != self.shape:
-            origin = f"this rank's part of {list(self.layout.shape)}" if self.is_sharded else "built"
+            origin = (
+                f"this rank's part of {list(self.layout.shape)}" if self.is_sharded else "built"
+            )
             raise ValueError(
                 f"{name} is {list(self.shape)}, {origin}, and cannot be replaced by {list(parameter.shape)}; give "
                 "every rank its own part (whole tensors: dist_checkpointing.load), or build the model with the new "
@@ -52,11 +54,15 @@ class Spread:
             self.renew(parameter)
 
 
-def remember_spread(module: nn.Module, name: str, renew: Callable[[Parameter], None] | None = None) -> None:
+def remember_spread(
+    module: nn.Module, name: str, renew: Callable[[Parameter], None] | None = None
+) -> None:
     """Note how `module`'s parameter `name` is spread now."""
     parameter = module._parameters[name]
     assert parameter is not None
-    spread = Spread(layout_of(parameter), getattr(parameter, "initial", None), tuple(parameter.shape), renew)
+    spread = Spread(
+        layout_of(parameter), getattr(parameter, "initial", None), tuple(parameter.shape), renew
+    )
     module.__dict__.setdefault(_SPREAD_ATTRIBUTE, {})[name] = spread
 
 

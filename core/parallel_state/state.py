@@ -75,7 +75,9 @@ class ParallelState:
         for name, ranks in grid.groups_of(rank).items():
             if ranks not in by_ranks:
                 by_ranks[ranks] = pg.create_group(name, ranks, timeout_s)
-            groups[name] = Group(name, ranks, ranks.index(rank), by_ranks[ranks], timedelta(seconds=timeout_s), debug)
+            groups[name] = Group(
+                name, ranks, ranks.index(rank), by_ranks[ranks], timedelta(seconds=timeout_s), debug
+            )
         return cls(config, rank, this_device, groups, world)
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
@@ -147,7 +149,9 @@ class ParallelState:
         if not axes:
             return None
         # the mesh varies along `axes`, through this rank's own position on all other axes
-        fixed = {a: p for a, p in self.coordinate.items() if a in self.config.order and a not in axes}
+        fixed = {
+            a: p for a, p in self.coordinate.items() if a in self.config.order and a not in axes
+        }
 
         def ranks_at(position: dict[str, int], remaining: list[str]) -> Any:
             if not remaining:
@@ -166,7 +170,9 @@ class ParallelState:
         group = self.group(name)
         if group is None and name not in self._alone:
             alone = pg.create_group(name, (self.rank,), DEFAULT_TIMEOUT_S)
-            self._alone[name] = Group(name, (self.rank,), 0, alone, timedelta(seconds=DEFAULT_TIMEOUT_S))
+            self._alone[name] = Group(
+                name, (self.rank,), 0, alone, timedelta(seconds=DEFAULT_TIMEOUT_S)
+            )
         return group if group is not None else self._alone[name]
 
     def connect(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Group]:
@@ -182,7 +188,11 @@ class ParallelState:
                 ranks = (min(sender, receiver), max(sender, receiver))
                 process_group = pg.create_group("link", ranks, self._timeout_s)
                 self._links[sender, receiver] = group = Group(
-                    "link", ranks, ranks.index(self.rank), process_group, timedelta(seconds=self._timeout_s)
+                    "link",
+                    ranks,
+                    ranks.index(self.rank),
+                    process_group,
+                    timedelta(seconds=self._timeout_s),
                 )
                 if self.device.type not in group.gloo:
                     group.add_host_group(self._timeout_s)
@@ -194,7 +204,10 @@ class ParallelState:
         """Calls, bytes and seconds so far, per group name; `link` is all messages between pipeline stages."""
         links = Traffic()
         for link in self._links.values():
-            links.calls, links.bytes = links.calls + link.traffic.calls, links.bytes + link.traffic.bytes
+            links.calls, links.bytes = (
+                links.calls + link.traffic.calls,
+                links.bytes + link.traffic.bytes,
+            )
         traffic = {name: group.traffic for name, group in self.groups.items()}
         if self._links:
             traffic["link"] = links
@@ -246,7 +259,9 @@ def checked_device(device: torch.device | str | None, served: dict[str, str]) ->
     """The device of this process, checked against the machine and what the default group's backends serve."""
     this_device = local_device(None if device is None else str(device))
     if device is None and served.get(this_device.type) in (None, "gloo") and served:
-        this_device = torch.device("cpu")  # a gloo world on a machine with accelerators trains on the CPU
+        this_device = torch.device(
+            "cpu"
+        )  # a gloo world on a machine with accelerators trains on the CPU
     if served and this_device.type not in served:
         raise ValueError(
             f"device {this_device.type} is not served by the process group's backends {served}; use a device of "

@@ -45,7 +45,11 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, *, recompute: bool = False, fused_backward: bool = False
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    recompute: bool = False,
+    fused_backward: bool = False,
 ) -> Simulation:
     """Play a schedule; `costs` are those of a rank's whole slice for one microbatch."""
     if recompute:
@@ -68,7 +72,9 @@ def parse_costs(text: str) -> Costs:
         except ValueError:
             costs[name] = -1.0  # refused below, with the names
         if name not in known_names or not 0 <= costs[name] < float("inf"):
-            raise ValueError(f"cost {word.strip()!r}: write name=number, 0 or more, names: {', '.join(known_names)}")
+            raise ValueError(
+                f"cost {word.strip()!r}: write name=number, 0 or more, names: {', '.join(known_names)}"
+            )
     return Costs(**costs)
 
 
@@ -80,9 +86,16 @@ class _SimulateParser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _SimulateParser(prog="python -m core.pipeline.simulate", description=__doc__.split("\n")[0])
+    parser = _SimulateParser(
+        prog="python -m core.pipeline.simulate", description=__doc__.split("\n")[0]
+    )
     add = parser.add_argument
-    add("schedule", nargs="?", default="zb-v", help=f"one of {', '.join(NAMED)} (default: zb-v); or auto")
+    add(
+        "schedule",
+        nargs="?",
+        default="zb-v",
+        help=f"one of {', '.join(NAMED)} (default: zb-v); or auto",
+    )
     add(
         "--stages",
         type=int,
@@ -105,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         "message; memory: graph after F or R, saved after an F that is recomputed, waiting between I and W "
         f"(default: {DEFAULT_COSTS})",
     )
-    add("--recompute", action="store_true", help="run every forward again right before its backward")
+    add(
+        "--recompute", action="store_true", help="run every forward again right before its backward"
+    )
     add(
         "--fused-backward",
         action="store_true",
@@ -119,7 +134,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--list", action="store_true", help="a table of all named schedules at this size")
     add("--width", type=int, default=118, help="columns of the drawing (default: 118)")
-    for name, description in (("svg", "a picture"), ("trace", "a trace for ui.perfetto.dev"), ("csv", "torch's CSV")):
+    for name, description in (
+        ("svg", "a picture"),
+        ("trace", "a trace for ui.perfetto.dev"),
+        ("csv", "torch's CSV"),
+    ):
         add(f"--{name}", type=Path, metavar="FILE", help=f"write {description}")
     return parser
 
@@ -131,7 +150,9 @@ def table(outcomes: Sequence[Simulation], memory_limit: float | None = None) -> 
         played = outcome.played
         bubble = f"{100 * played.bubble:.1f} %"
         mark = "" if outcome.fits(memory_limit) else "   over the limit"
-        lines.append(f"{outcome.schedule.name:18}{outcome.over_ideal:11.3f}{bubble:>9}{played.peak:13.2f}{mark}")
+        lines.append(
+            f"{outcome.schedule.name:18}{outcome.over_ideal:11.3f}{bubble:>9}{played.peak:13.2f}{mark}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -187,7 +208,9 @@ def _run(options: argparse.Namespace) -> None:
     ranks, microbatches = options.stages, options.microbatches
 
     def outcome_of(schedule: Schedule) -> Simulation:
-        return simulate(schedule, costs, recompute=options.recompute, fused_backward=options.fused_backward)
+        return simulate(
+            schedule, costs, recompute=options.recompute, fused_backward=options.fused_backward
+        )
 
     def all_named() -> list[Simulation]:
         outcomes = []
@@ -211,9 +234,13 @@ def _run(options: argparse.Namespace) -> None:
     outcome = outcome_of(plain)
     played = outcome.played
     print(f"{plain.name}, {title}\n\n{draw_text(played.timeline, options.width)}")
-    print(f"step {played.makespan:.4g}, {outcome.over_ideal:.3f} of the ideal {outcome.ideal:.4g} (the busiest rank)")
+    print(
+        f"step {played.makespan:.4g}, {outcome.over_ideal:.3f} of the ideal {outcome.ideal:.4g} (the busiest rank)"
+    )
     print(f"bubble {100 * played.bubble:.1f} % of all ranks' time")
-    print(f"peak memory {' '.join(f'{peak:.3g}' for peak in played.peaks)} (rank 0, 1 ..., in full microbatches)")
+    print(
+        f"peak memory {' '.join(f'{peak:.3g}' for peak in played.peaks)} (rank 0, 1 ..., in full microbatches)"
+    )
     _write(options, plain, outcome, f"{plain.name}, {title}")
     if not outcome.fits(limit):
         raise ValueError(_describe_excess(outcome, limit, all_named()))

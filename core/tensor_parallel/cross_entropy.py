@@ -104,7 +104,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: Group | None, vocab: int, smoothing: float, ignore: int
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: Group | None,
+        vocab: int,
+        smoothing: float,
+        ignore: int,
     ) -> Tensor:
         columns = logits.shape[-1]
         flat, target = logits.detach().view(-1, columns), labels.reshape(-1)
@@ -128,7 +134,9 @@ class _CrossEntropy(torch.autograd.Function):
         local_max, local_sum = _exponentials(flat, dtype)
         row_max, row_sum = local_max, local_sum
         if group is not None:
-            per_rank = all_gather(torch.stack((local_max, local_sum, label_logit))[None], group)  # [tp, 3, n]
+            per_rank = all_gather(
+                torch.stack((local_max, local_sum, label_logit))[None], group
+            )  # [tp, 3, n]
             row_max = per_rank[:, 0].amax(0)
             row_sum = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0)
             label_logit = per_rank[:, 2].sum(0)
@@ -141,7 +149,12 @@ class _CrossEntropy(torch.autograd.Function):
         # exponential * probability_factor is the softmax: all that backward needs
         probability_factor = (local_max - row_max).exp_() / row_sum * counted
         ctx.save_for_backward(local_label, is_local, probability_factor, counted)
-        ctx.exponentials, ctx.true_columns, ctx.smoothing, ctx.vocab = flat, true_columns, smoothing, vocab
+        ctx.exponentials, ctx.true_columns, ctx.smoothing, ctx.vocab = (
+            flat,
+            true_columns,
+            smoothing,
+            vocab,
+        )
         return loss.masked_fill_(~counted, 0).view(labels.shape)
 
     @staticmethod
@@ -149,7 +162,9 @@ class _CrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("vocab_parallel_cross_entropy")
         if ctx.exponentials is None:
-            raise RuntimeError("vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward")
+            raise RuntimeError(
+                "vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward"
+            )
         local_label, is_local, probability_factor, counted = ctx.saved_tensors
         grad_logits, ctx.exponentials = ctx.exponentials, None
         grad_loss = gradient.reshape(-1).to(probability_factor.dtype)
@@ -159,7 +174,14 @@ class _CrossEntropy(torch.autograd.Function):
             grad_logits[:, : ctx.true_columns] -= uniform[:, None].to(grad_logits.dtype)
         label_gradient = (is_local * grad_loss * (1 - ctx.smoothing)).to(grad_logits.dtype)
         _subtract_at_labels(grad_logits, local_label[:, 0], label_gradient)
-        return grad_logits.view(*gradient.shape, grad_logits.shape[-1]), None, None, None, None, None
+        return (
+            grad_logits.view(*gradient.shape, grad_logits.shape[-1]),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def vocab_parallel_cross_entropy(
@@ -195,6 +217,8 @@ def vocab_parallel_cross_entropy(
 
 
 @outside_graphs
-def _loss(logits: Tensor, group: Group | None, labels: Tensor, vocab: int, smoothing: float, ignore: int) -> Tensor:
+def _loss(
+    logits: Tensor, group: Group | None, labels: Tensor, vocab: int, smoothing: float, ignore: int
+) -> Tensor:
     loss: Tensor = _CrossEntropy.apply(logits, labels, group, vocab, smoothing, ignore)
     return loss

@@ -23,7 +23,9 @@ def _round_up(rows: int, multiple: int = 16) -> int:
     return -(-rows // multiple) * multiple
 
 
-def vocab_layout(vocab_size: int, hidden_size: int, tp: int, partial: frozenset[str] = frozenset()) -> Layout:
+def vocab_layout(
+    vocab_size: int, hidden_size: int, tp: int, partial: frozenset[str] = frozenset()
+) -> Layout:
     """Layout of a [v, h] table whose rows are split over tp."""
     padding = {0: padded_vocab_rows(vocab_size, tp) - vocab_size}
     return Layout((vocab_size, hidden_size), {"tp": 0}, partial, padding)
@@ -49,7 +51,9 @@ class VocabParallelEmbedding(PlacedModule):
         super().__init__()
         place = place or Placement()
         self.vocab_size = vocab_size
-        self.weight = place.parameter(vocab_layout(vocab_size, hidden_size, place.tp, partial), init)
+        self.weight = place.parameter(
+            vocab_layout(vocab_size, hidden_size, place.tp, partial), init
+        )
         self.first, self.is_full_table = place.rank * self.weight.shape[0], place.group is None
         self.stage, self.comm = place.stage, place.row_comm()
         self.place_in(place.own_modules)
@@ -57,5 +61,10 @@ class VocabParallelEmbedding(PlacedModule):
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] -> [s, b, h] (see the class)."""
         return deferred_embedding(
-            ids, self.weight, first=self.first, is_full_table=self.is_full_table, stage=self.stage, comm=self.comm
+            ids,
+            self.weight,
+            first=self.first,
+            is_full_table=self.is_full_table,
+            stage=self.stage,
+            comm=self.comm,
         )

@@ -62,14 +62,20 @@ class ColumnParallelLinear(PlacedModule):
         """[s, b, i] -> [s, b, o/tp] (see the class)."""
         weight = self.weight
         if x.shape[-1] != weight.shape[-1]:
-            raise _wrong_width(x, weight, "ColumnParallelLinear", "all input features, the same on every rank")
+            raise _wrong_width(
+                x, weight, "ColumnParallelLinear", "all input features, the same on every rank"
+            )
         y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
         if self.gather is None:
             return y
         # Columns of a rank are contiguous only along `split_dim`: gather along it, then flatten again.
         first = y.dim() - 1
         by_dim = y.unflatten(-1, weight.shape[:-1]).movedim(first + self.split_dim, -1)
-        return gather_from_tensor_region(by_dim, self.gather).movedim(-1, first + self.split_dim).flatten(first)
+        return (
+            gather_from_tensor_region(by_dim, self.gather)
+            .movedim(-1, first + self.split_dim)
+            .flatten(first)
+        )
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"

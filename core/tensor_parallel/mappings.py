@@ -40,7 +40,11 @@ def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call(x: Tensor, group: Group | None, *args: Any, **options: Any) -> Tensor:
         breaks_graph = group is not None and torch.compiler.is_compiling()
-        return without_compiler(x, group, *args, **options) if breaks_graph else function(x, group, *args, **options)
+        return (
+            without_compiler(x, group, *args, **options)
+            if breaks_graph
+            else function(x, group, *args, **options)
+        )
 
     return call
 
@@ -51,7 +55,9 @@ def _gather_last(x: Tensor, group: Group) -> Tensor:
 
 def _split_last(x: Tensor, group: Group) -> Tensor:
     if x.shape[-1] % group.size:
-        raise ValueError(f"last dim of {tuple(x.shape)} does not divide over {group.size} tensor-parallel ranks")
+        raise ValueError(
+            f"last dim of {tuple(x.shape)} does not divide over {group.size} tensor-parallel ranks"
+        )
     return x.chunk(group.size, -1)[group.rank]
 
 
@@ -212,7 +218,9 @@ def scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
 
 
 @outside_graphs
-def gather_from_sequence_region(x: Tensor, group: Group | None, *, to_tensor_region: bool = True) -> Tensor:
+def gather_from_sequence_region(
+    x: Tensor, group: Group | None, *, to_tensor_region: bool = True
+) -> Tensor:
     """[s/tp, b, h] -> [s, b, h] by all-gather.
 
     Backward reduce-scatters when a tensor region follows (each rank's gradient is a partial sum), else
@@ -253,7 +261,9 @@ def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     return weight if group is None else _SumGradient.apply(weight, group)
 
 
-def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: ParallelState | None = None) -> Tensor:
+def full_tensor(
+    parameter: Tensor, *, like: Parameter | None = None, parallel: ParallelState | None = None
+) -> Tensor:
     """All of a split parameter, in its true shape, on every rank; for penalties, norms, inspection; with a gradient.
 
     like: the parameter whose gradient, data or moment is given instead: `full_tensor(p.grad, like=p)`.
@@ -268,10 +278,14 @@ def full_tensor(parameter: Tensor, *, like: Parameter | None = None, parallel: P
             "split; give the parameter itself, or like=parameter (p.data, p.detach() and p.grad are such tensors)"
         )
     if like is not None and like.shape != parameter.shape:
-        raise ValueError(f"full_tensor: {list(parameter.shape)} is not like the parameter, {list(like.shape)}")
+        raise ValueError(
+            f"full_tensor: {list(parameter.shape)} is not like the parameter, {list(like.shape)}"
+        )
     layout = layout_of(parameter if like is None else like)
     ps, full = parallel if parallel is not None else current_state(), parameter
-    for axis, dim in reversed(list(layout.split.items())):  # on one dim the first named axis is outermost
+    for axis, dim in reversed(
+        list(layout.split.items())
+    ):  # on one dim the first named axis is outermost
         moved, group = full.transpose(dim, -1), ps.group(axis)
         if axis == "ep" and group is not None:
             whole = _GatherExperts.apply(moved, parameter, group, ps.size("tp"))

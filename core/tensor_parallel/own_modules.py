@@ -60,7 +60,9 @@ class OwnModules:
                     # torch gives a hook for all modules no keywords; its caller has them
                     own._look(module, args, sys._getframe(1).f_locals.get("kwargs") or {})
 
-            self._stop_looking = weakref.finalize(self, register_module_forward_pre_hook(look).remove)
+            self._stop_looking = weakref.finalize(
+                self, register_module_forward_pre_hook(look).remove
+            )
 
     @torch.compiler.disable
     def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -80,7 +82,9 @@ class OwnModules:
             self._by_hand = None
         elif self._by_hand is not None:
             self._by_hand.close()
-            self._by_hand.open(p for m in self._waiting for p in m.parameters() if "tp" in layout_of(p).split)
+            self._by_hand.open(
+                p for m in self._waiting for p in m.parameters() if "tp" in layout_of(p).split
+            )
         if not any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
             before = _Before(self._group, self._splits_sequence)
             module.register_forward_pre_hook(before, with_kwargs=True)
@@ -113,7 +117,9 @@ class PlacedModule(SpreadModule):
 
     own_modules: OwnModules | None = None
     input_is_split = False  # whether tensor ranks are given different columns
-    split_output: int | None = None  # the dim of its weight's output dims of which each rank returns a part
+    split_output: int | None = (
+        None  # the dim of its weight's output dims of which each rank returns a part
+    )
 
     def place_in(self, own_modules: OwnModules | None) -> None:
         """Called where the layer is whole."""
@@ -160,9 +166,13 @@ class _Before:
                 self._activations.detach()
                 self._activations = None
 
-    def _shared_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    def _shared_inputs(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> list[Tensor]:
         """What all tensor ranks must be given alike: not columns between split layers, not rows of a sequence."""
-        inputs = [x for x in _tensors_of((args, kwargs)) if not x.is_meta and x.layout == torch.strided]
+        inputs = [
+            x for x in _tensors_of((args, kwargs)) if not x.is_meta and x.layout == torch.strided
+        ]
         first = next((m for m in module.modules() if isinstance(m, PlacedModule)), None)
         takes_columns = first is None or first.input_is_split
         if self._splits_sequence or takes_columns:
@@ -177,7 +187,11 @@ class _After:
         self._before = before
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._before.watch is None:
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or self._before.watch is None
+        ):
             return
         if torch._C._are_functorch_transforms_active() or _driven_by_executor():
             return

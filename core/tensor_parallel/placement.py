@@ -54,8 +54,12 @@ class Placement:
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         group, splits_sequence = ps.group("tp"), ps.config.sequence_parallel
-        own_modules = OwnModules(group, splits_sequence=splits_sequence) if group is not None else None
-        return cls(group, splits_sequence, dtype, building_device(ps.device), own_modules=own_modules)
+        own_modules = (
+            OwnModules(group, splits_sequence=splits_sequence) if group is not None else None
+        )
+        return cls(
+            group, splits_sequence, dtype, building_device(ps.device), own_modules=own_modules
+        )
 
     @property
     def tp(self) -> int:
@@ -77,7 +81,9 @@ class Placement:
         """`Layout.partial` of a replicated parameter applied to sequence shards: each rank saw 1/tp of the tokens."""
         return frozenset({"tp"}) if self.sequence_parallel else frozenset()
 
-    def parameter(self, layout: Layout, init: Init, sizes: Mapping[str, int] | None = None) -> Parameter:
+    def parameter(
+        self, layout: Layout, init: Init, sizes: Mapping[str, int] | None = None
+    ) -> Parameter:
         """This rank's shard of a parameter, with its initial values or NaN (`filled_by_model`).
 
         sizes: of the axes, where others than tp split it: such a one is the model's to fill. Raises ValueError: a
@@ -100,7 +106,9 @@ class Placement:
         if init.std == 0.0:
             target.fill_(init.mean)
             return
-        full = torch.empty(layout.shape, dtype=torch.float32, device="cpu").normal_(init.mean, init.std)
+        full = torch.empty(layout.shape, dtype=torch.float32, device="cpu").normal_(
+            init.mean, init.std
+        )
         target.copy_(full[layout.box(coordinate, sizes)])
 
     def column_comm(self) -> Comm:

@@ -70,7 +70,10 @@ class SplitActivations(Follower):
     def attach(self, module: nn.Module) -> None:
         """Look at the linears in `module`; not where a part of it is compiled, whose guards are on hooks."""
         parts = list(module.modules())
-        if any(getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod") for part in parts):
+        if any(
+            getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod")
+            for part in parts
+        ):
             return
         for part in parts:
             if getattr(part, "split_output", None) is not None:
@@ -83,7 +86,9 @@ class SplitActivations(Follower):
                 continue
             # only where the program has some: torch puts a view around what such a module returns
             if part._backward_hooks:
-                self._hooks.append(part.register_full_backward_hook(self._before_backward_hooks, prepend=True))
+                self._hooks.append(
+                    part.register_full_backward_hook(self._before_backward_hooks, prepend=True)
+                )
                 self._hooks.append(part.register_full_backward_hook(self._after_backward_hooks))
 
     def detach(self) -> None:
@@ -98,11 +103,17 @@ class SplitActivations(Follower):
             self._tell(Finding("again", "a linear", tuple(args[0].shape)))
 
     def _after_column(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        if (
+            torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or torch._C._are_functorch_transforms_active()
+        ):
             return
         weight, split_dim = module.weight, module.split_output
         if isinstance(output, Tensor) and isinstance(weight, Tensor) and isinstance(split_dim, int):
-            self.mark(output, split_axes.axes_of_columns(output.shape, weight.shape[:-1], split_dim))
+            self.mark(
+                output, split_axes.axes_of_columns(output.shape, weight.shape[:-1], split_dim)
+            )
 
     def _before_row(self, module: nn.Module, args: tuple) -> None:
         x = args[0] if args else None
@@ -125,7 +136,9 @@ class SplitActivations(Follower):
         if getattr(module, "input_is_split", False):
             gradient = grad_input[0]
             if isinstance(gradient, Tensor):
-                self.mark(gradient, split_axes.axes_of_columns(gradient.shape, gradient.shape[-1:], 0))
+                self.mark(
+                    gradient, split_axes.axes_of_columns(gradient.shape, gradient.shape[-1:], 0)
+                )
         else:
             self._after_column(module, (), grad_output[0])
 
@@ -149,7 +162,13 @@ class SplitActivations(Follower):
             )
 
     def follow(
-        self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> None:
         """After `func`: tell what it did wrong, mark what it returned."""
         if any(x.partial for x in inputs):
@@ -172,17 +191,33 @@ class SplitActivations(Follower):
     ) -> None:
         """A rank's part of a sum: right if it is summed over the ranks next, scaled or added to another before."""
         first = next(x for x in inputs if x.partial)
-        if "reduce" in name or "gather" in name or name in ("broadcast", "wait", "grad", "requires_grad", "shape"):
+        if (
+            "reduce" in name
+            or "gather" in name
+            or name in ("broadcast", "wait", "grad", "requires_grad", "shape")
+        ):
             if name == "all_reduce":
                 first.__class__ = Tensor  # type: ignore[assignment]  # it is whole now
             return
         if not isinstance(result, Tensor):
-            is_read = name in ("item", "tolist", "numpy", "array", "float", "backward", "format", "repr", "bool")
+            is_read = name in (
+                "item",
+                "tolist",
+                "numpy",
+                "array",
+                "float",
+                "backward",
+                "format",
+                "repr",
+                "bool",
+            )
             if is_read:
                 self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
             return
         others = [
-            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not any(x is y for y in inputs)
+            x
+            for x in pytree.tree_leaves((args, kwargs))
+            if isinstance(x, Tensor) and not any(x is y for y in inputs)
         ]
         if others or name not in split_functions.LINEAR:
             self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))

@@ -53,13 +53,19 @@ def _has_full_memory(parameter: Tensor) -> bool:
     """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
     plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
     with torch._C.DisableTorchFunctionSubclass():  # asking must not gather it
-        return plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
+        return (
+            plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
+        )
 
 
 def _modules_between_split(module: nn.Module) -> set[str]:
     """Names of modules that hold split parameters, and of those that stand beside two such, as an activation does."""
     named = [name for name, _ in module.named_modules()]
-    holds = {name.rpartition(".")[0] for name, p in module.named_parameters() if "tp" in layout_of(p).split}
+    holds = {
+        name.rpartition(".")[0]
+        for name, p in module.named_parameters()
+        if "tp" in layout_of(p).split
+    }
     beside = Counter(name.rpartition(".")[0] for name in holds)
     return holds | {name for name in named if beside[name.rpartition(".")[0]] > 1}
 
@@ -87,11 +93,17 @@ class SplitWatch:
         self._by_hand: ByHand | None = None  # observes arithmetic between forwards
         self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
-        self._warned_of: set[tuple[str, bool]] = set()  # kinds of arithmetic, on weights or on gradients
-        self._probe: tuple[Tensor, int] | None = None  # a parameter, and its version in the last forward
+        self._warned_of: set[tuple[str, bool]] = (
+            set()
+        )  # kinds of arithmetic, on weights or on gradients
+        self._probe: tuple[Tensor, int] | None = (
+            None  # a parameter, and its version in the last forward
+        )
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
-        copy = SplitWatch(self._group, expert_group=self._expert_group, sums_foreign=self._sums_foreign)
+        copy = SplitWatch(
+            self._group, expert_group=self._expert_group, sums_foreign=self._sums_foreign
+        )
         copy._warned_of_hooks = self._warned_of_hooks
         return copy
 
@@ -123,7 +135,9 @@ class SplitWatch:
         if self._expert_group is not None:
             _compare_experts(self._expert_group, module)
 
-    def follow_after(self, module: nn.Module, outputs: Sequence[Tensor], *, are_replicated: bool | None) -> None:
+    def follow_after(
+        self, module: nn.Module, outputs: Sequence[Tensor], *, are_replicated: bool | None
+    ) -> None:
         """After a forward with gradients: observe arithmetic by hand until the next one.
 
         outputs: those that want a gradient. are_replicated: every tensor rank has all of them, so that their
@@ -143,7 +157,9 @@ class SplitWatch:
         look_again: for parameters that were replaced; going through all modules costs more than the rest of it.
         """
         if self._by_hand is None:
-            self._by_hand = ByHand(partial(self._warn_of_arithmetic, weakref.ref(module)), gradients=True)
+            self._by_hand = ByHand(
+                partial(self._warn_of_arithmetic, weakref.ref(module)), gradients=True
+            )
         if look_again:
             self._split = []
             for submodule in module.modules():
@@ -162,7 +178,11 @@ class SplitWatch:
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
         mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
         model_alive, kind = module(), (heard.kind, heard.of_gradient)
-        if model_alive is None or kind in self._warned_of or not (heard.sees_only_shard or mixes_shards):
+        if (
+            model_alive is None
+            or kind in self._warned_of
+            or not (heard.sees_only_shard or mixes_shards)
+        ):
             return
         self._warned_of.add(kind)
         warnings.warn(_MIXED if mixes_shards else heard.message(model_alive), stacklevel=5)
@@ -184,25 +204,35 @@ class SplitWatch:
                 self._warned_of_hooks = True
                 seen = _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS
                 remedy = _USED_IN_ROWS if self._sums_foreign else ""
-                warnings.warn(f"a forward hook on {name or 'the model'} sees {seen}{remedy}", stacklevel=5)
+                warnings.warn(
+                    f"a forward hook on {name or 'the model'} sees {seen}{remedy}", stacklevel=5
+                )
                 return
 
     def _compare(self, group: Group, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
         if not all(_has_full_memory(p) for _, p in named):
             return
-        _refuse_different_counts(torch.tensor([[len(named), len(inputs)]], device=named[0][1].device), group)
+        _refuse_different_counts(
+            torch.tensor([[len(named), len(inputs)]], device=named[0][1].device), group
+        )
         # activations of a stage before may differ by rounding
         floating = [x for x in inputs if x.is_floating_point()]
         if floating:
-            other = _unlike_rank(torch.cat([fingerprint(x.detach()) for x in floating]), group, 0.01)
+            other = _unlike_rank(
+                torch.cat([fingerprint(x.detach()) for x in floating]), group, 0.01
+            )
             if other is not None:
                 raise ValueError(self._difference_message(group, _BATCH, other))
         inputs = [x for x in inputs if not x.is_floating_point()]
         # experts may lie on one tensor rank each
-        replicated = [(name, p) for name, p in named if not {"tp", "ep"} & layout_of(p).split.keys()]
+        replicated = [
+            (name, p) for name, p in named if not {"tp", "ep"} & layout_of(p).split.keys()
+        ]
         split = {name: p for name, p in named if "tp" in layout_of(p).split and p.dim() > 1}
-        local_sums = torch.stack([checksum(x) for x in (*inputs, *(p for _, p in replicated), *split.values())])
+        local_sums = torch.stack(
+            [checksum(x) for x in (*inputs, *(p for _, p in replicated), *split.values())]
+        )
         gathered = all_gather(local_sums[None], group).cpu()
         labels = [_BATCH] * len(inputs) + [name for name, _ in replicated]
         differs = (gathered[:, : len(labels)] != gathered[0, : len(labels)]).any(0)
@@ -274,7 +304,9 @@ def _refuse_different_counts(numbers: Tensor, group: Group) -> None:
         )
 
 
-def split_watch(group: Group | None, expert_group: Group | None, *, sums_foreign: bool) -> SplitWatch | None:
+def split_watch(
+    group: Group | None, expert_group: Group | None, *, sums_foreign: bool
+) -> SplitWatch | None:
     """A watch of a model over these groups; None where nothing is split."""
     if group is None and expert_group is None:
         return None
@@ -313,7 +345,9 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
             return
         numbers = fingerprint(gradient.detach())
         if _unlike_rank(numbers, group, 0.01) is not None:
-            norms = ", ".join(f"{x:.6g}" for x in all_gather(numbers[None, :1], group).flatten().tolist())
+            norms = ", ".join(
+                f"{x:.6g}" for x in all_gather(numbers[None, :1], group).flatten().tolist()
+            )
             raise ValueError(
                 f"the tensor ranks {list(group.ranks)} computed different losses of one output: its gradient "
                 f"has the norms {norms}, or other signs. They share one model and must compute the same loss: the "

@@ -37,7 +37,10 @@ def watch_optimizers(model: nn.Module) -> None:
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal warned
         optimizer_class, model_alive = type(optimizer), model_reference()
-        is_elementwise = optimizer_class.__name__ in _ELEMENTWISE or optimizer_class.__module__.startswith("core.")
+        is_elementwise = (
+            optimizer_class.__name__ in _ELEMENTWISE
+            or optimizer_class.__module__.startswith("core.")
+        )
         if is_elementwise or model_alive is None or warned:
             return
         optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -32,7 +32,9 @@ class LiveBytes(TorchDispatchMode):
             self._ignored[storage._cdata] = weakref.ref(storage, self._forget)
 
     def _forget(self, ref: weakref.ref) -> None:
-        self._ignored = {key: ref_kept for key, ref_kept in self._ignored.items() if ref_kept is not ref}
+        self._ignored = {
+            key: ref_kept for key, ref_kept in self._ignored.items() if ref_kept is not ref
+        }
 
     def follow(self, *tensors: Tensor) -> "LiveBytes":
         """Count these too: tensors from before, or of a storage that was ignored. Returns the probe."""
@@ -86,7 +88,11 @@ class LiveBytes(TorchDispatchMode):
         self._update_size(key, storage)
 
     def __torch_dispatch__(
-        self, func: Callable, types: Iterable, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable,
+        types: Iterable,
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

@@ -38,15 +38,29 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", metavar="RUN_OR_CHECKPOINT", help="a run's output, a checkpoint, a directory of steps, a HF folder")
+    add(
+        "model",
+        metavar="RUN_OR_CHECKPOINT",
+        help="a run's output, a checkpoint, a directory of steps, a HF folder",
+    )
     add(
         "--data",
         nargs="+",
         metavar="PREFIX",
         help="token files or text, each told by itself; default: the run's validation",
     )
-    add("--source", metavar="HF_DIR", help="of a checkpoint that was imported: the folder with its configuration")
-    add("--max-tokens", type=int, default=0, metavar="N", help="of each text its first documents, about N tokens")
+    add(
+        "--source",
+        metavar="HF_DIR",
+        help="of a checkpoint that was imported: the folder with its configuration",
+    )
+    add(
+        "--max-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of each text its first documents, about N tokens",
+    )
     add("--max-batches", type=int, default=0, metavar="N", help="of each text; default: all of it")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     return parser
@@ -87,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _texts(prefixes: Sequence[str] | None, trained: Trained) -> tuple[dict[str, str], dict[str, Any]]:
+def _texts(
+    prefixes: Sequence[str] | None, trained: Trained
+) -> tuple[dict[str, str], dict[str, Any]]:
     """(name of a validation text -> the prefix as it was given, settings that make them the only texts)."""
     if not prefixes:
         return {}, {}
@@ -95,7 +111,12 @@ def _texts(prefixes: Sequence[str] | None, trained: Trained) -> tuple[dict[str, 
     sets = {f"text{number}": prefix for number, prefix in enumerate(others, 2)}
     # the tokenizer is the one beside the first text, or of text that is to be prepared the run's
     tokenizer = _tokenizer_of_run(trained) if any(map(is_text, prefixes)) else None
-    settings = {"data.train": [first], "data.valid": [first], "data.valid_sets": sets, "data.tokenizer": tokenizer}
+    settings = {
+        "data.train": [first],
+        "data.valid": [first],
+        "data.valid_sets": sets,
+        "data.tokenizer": tokenizer,
+    }
     return {MAIN: first} | sets, settings
 
 
@@ -141,7 +162,11 @@ def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
 def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
     rows = {}
     for name, text in found.items():
-        values = {"loss": text.loss, "perplexity": perplexity(text.loss), "bits_per_byte": text.bits_per_byte}
+        values = {
+            "loss": text.loss,
+            "perplexity": perplexity(text.loss),
+            "bits_per_byte": text.bits_per_byte,
+        }
         rows[name] = {key: json_number(value) for key, value in values.items()}
         rows[name] |= {"tokens": text.tokens, "bytes": text.num_bytes}
     if as_json:
@@ -149,7 +174,9 @@ def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool)
         return
     print(url)
     if limited and len({text.tokens for text in found.values()}) > 1:
-        print("note: texts of different length, a batch is of one layout; --max-tokens takes as much of each")
+        print(
+            "note: texts of different length, a batch is of one layout; --max-tokens takes as much of each"
+        )
     for name, text in found.items():
         print(
             f"{name}: loss {text.loss:.4f} nats per token, perplexity {perplexity(text.loss):.4g}, "

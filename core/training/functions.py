@@ -10,7 +10,11 @@ from typing import Any
 def is_function_name(text: str) -> bool:
     """Whether it has the form package.module:function."""
     module, colon, function = text.partition(":")
-    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    return (
+        bool(colon)
+        and function.isidentifier()
+        and all(part.isidentifier() for part in module.split("."))
+    )
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -32,7 +36,11 @@ def function_of(name: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
+        known = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", None) == module_name
+        ]
         raise ValueError(
             f"{name}: {module_name} has no function {function_name}; it has {', '.join(known) or 'none'}"
         )

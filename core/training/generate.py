@@ -15,7 +15,12 @@ from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.reading.loading import load
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
-from core.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel, launch
+from core.parallel_state import (
+    ParallelState,
+    destroy_model_parallel,
+    initialize_model_parallel,
+    launch,
+)
 from core.parallel_state.environment import started_processes
 from core.training.generation import generate as generate
 from core.training.generation import generate_batch as generate_batch
@@ -37,9 +42,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="FILE", help="a tokenizer.json; default: the folder's, or the run's")
     add("--prompt", action="append", required=True, help="given several times: a batch")
     add("--new-tokens", type=int, default=100)
-    add("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token each time")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 (default) takes the likeliest token each time",
+    )
     add("--top-k", type=int, help="draw from the k likeliest tokens")
-    add("--top-p", type=float, help="draw from the likeliest tokens that together have this probability")
+    add(
+        "--top-p",
+        type=float,
+        help="draw from the likeliest tokens that together have this probability",
+    )
     add("--seed", type=int, default=0)
     add("--end-of-text", help="the token that ends a text, where tokenizer.json does not tell")
     add("--parallel.tensor", dest="tensor", type=int, default=1, help="ranks that share the model")
@@ -54,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"{started} processes for --parallel.tensor {options.tensor}; start as many: torchrun --nproc-per-node"
         )
-    how = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    how = Sampling(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+    )
     source = Path(options.source or options.model).expanduser()
     _check_paths(source, options, is_checkpoint=is_checkpoint)
     if is_checkpoint and options.source is None:
@@ -62,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = tokenizer_of_checkpoint(options.model, options.tokenizer, options.end_of_text)
     else:
         arguments_of_model = from_huggingface(source).arguments()
-        tokenizer = load_tokenizer(options.tokenizer or source / "tokenizer.json", options.end_of_text)
+        tokenizer = load_tokenizer(
+            options.tokenizer or source / "tokenizer.json", options.end_of_text
+        )
     if tokenizer.vocab_size > (vocab_size := arguments_of_model["vocab_size"]):
         raise ValueError(
             f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {vocab_size} rows; they are "
@@ -92,15 +110,24 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
     if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
         raise ValueError(f"{source} has no tokenizer.json; give one: --tokenizer FILE")
     if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
-        raise ValueError("--top-k and --top-p draw nothing at temperature 0; give --temperature, such as 0.8")
+        raise ValueError(
+            "--top-k and --top-p draw nothing at temperature 0; give --temperature, such as 0.8"
+        )
 
 
 def _write(
-    model: GPTModel, tokenizer: AnyTokenizer, prompts: list[str], new_tokens: int, how: Sampling, ps: ParallelState
+    model: GPTModel,
+    tokenizer: AnyTokenizer,
+    prompts: list[str],
+    new_tokens: int,
+    how: Sampling,
+    ps: ParallelState,
 ) -> None:
     """Prints each text; of a single prompt each token as soon as it is known."""
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    shown = tokenizer.decode(tokens[0])  # which may differ from the prompt: some tokenizers change case or spaces
+    shown = tokenizer.decode(
+        tokens[0]
+    )  # which may differ from the prompt: some tokenizers change case or spaces
     new: list[int] = []
 
     def stream(row: int, token: int) -> None:
@@ -126,7 +153,10 @@ def _write(
     if ps.rank == 0:
         print("" if alone else "\n\n".join(map(tokenizer.decode, texts)))
         last = model.max_sequence_length
-        if any(len(text) == last < len(prompt) + new_tokens for text, prompt in zip(texts, tokens, strict=True)):
+        if any(
+            len(text) == last < len(prompt) + new_tokens
+            for text, prompt in zip(texts, tokens, strict=True)
+        ):
             print(f"stopped at position {last}, the model's last", file=sys.stderr)
 
 

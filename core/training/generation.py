@@ -47,7 +47,9 @@ def generate(
 ) -> list[int]:
     """`prompt` and `new_tokens` more, the likeliest each (temperature 0) or drawn; see `generate_batch`."""
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    (text,) = generate_batch(model, [prompt], new_tokens=new_tokens, sampling=sampling, stop=stop, executor=executor)
+    (text,) = generate_batch(
+        model, [prompt], new_tokens=new_tokens, sampling=sampling, stop=stop, executor=executor
+    )
     return text
 
 
@@ -76,18 +78,25 @@ def generate_batch(
     Expert ranks need each other's experts for every token: they are given the same texts, data ranks among them too.
     Raises ValueError: an empty prompt, or one longer than the model's positions; other texts on expert ranks.
     """
-    _refuse_other_texts(model, (list(map(list, prompts)), new_tokens, sampling, sorted(stop), cache))
+    _refuse_other_texts(
+        model, (list(map(list, prompts)), new_tokens, sampling, sorted(stop), cache)
+    )
     if new_tokens < 0:
         raise ValueError(f"new_tokens={new_tokens} must be at least 0")
     how = sampling if sampling is not None else Sampling()
-    texts = [_Text(model, prompt, new_tokens, how, how.seed + i, stop) for i, prompt in enumerate(prompts)]
+    texts = [
+        _Text(model, prompt, new_tokens, how, how.seed + i, stop)
+        for i, prompt in enumerate(prompts)
+    ]
     modules: list[nn.Module] = [model] if executor is None else list(executor.modules.values())
     cached = cache and not model.place.splits_sequence and all(map(_can_cache, modules))
     batches = [[number] for number in range(len(texts))]
     if cached and texts:
         batches = [list(range(len(texts)))]
     for numbers in batches:
-        batch = _Batch(model, executor, [texts[number] for number in numbers], modules if cached else [])
+        batch = _Batch(
+            model, executor, [texts[number] for number in numbers], modules if cached else []
+        )
         with batch.running():
             while new := batch.advance():
                 for row, token in new.items():
@@ -133,13 +142,21 @@ class _Text:
     """One prompt and what was added to it."""
 
     def __init__(
-        self, model: GPTModel, prompt: Sequence[int], new_tokens: int, sampling: Sampling, seed: int, stop: Any
+        self,
+        model: GPTModel,
+        prompt: Sequence[int],
+        new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        stop: Any,
     ) -> None:
         # sequence parallelism splits the positions over the tensor ranks: their number must divide
         self.multiple = model.place.tp if model.place.splits_sequence else 1
         longest = model.max_sequence_length // self.multiple * self.multiple
         if not 0 < len(prompt) <= longest:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes 1 to {longest}; shorten it")
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, the model takes 1 to {longest}; shorten it"
+            )
         self.tokens, self.length = list(prompt), min(len(prompt) + new_tokens, longest)
         self._sampling, self._stop, self._stopped = sampling, frozenset(stop), False
         self._generator = torch.Generator().manual_seed(seed)
@@ -161,17 +178,30 @@ class _Batch:
     """Texts that run together: with `cached_modules` each token once, else one text with its full prefix."""
 
     def __init__(
-        self, model: GPTModel, executor: ForwardExecutor | None, texts: list[_Text], cached_modules: list[nn.Module]
+        self,
+        model: GPTModel,
+        executor: ForwardExecutor | None,
+        texts: list[_Text],
+        cached_modules: list[nn.Module],
     ) -> None:
-        self._model, self._executor, self._texts, self._cached_modules = model, executor, texts, cached_modules
+        self._model, self._executor, self._texts, self._cached_modules = (
+            model,
+            executor,
+            texts,
+            cached_modules,
+        )
         self._device = model.parallel.device
         self._width = max(len(text.tokens) for text in texts)
         # shorter prompts are filled up on the left, so that the next token of all is at the same place
-        self._fill = torch.tensor([self._width - len(text.tokens) for text in texts], device=self._device)
+        self._fill = torch.tensor(
+            [self._width - len(text.tokens) for text in texts], device=self._device
+        )
         # a text is preceded by its padding and ends at its own length
         positions = max(text.length + self._width - len(text.tokens) for text in texts)
         columns = torch.arange(positions, device=self._device)
-        padding = columns < self._fill[:, None] if len(texts) > 1 and bool(self._fill.any()) else None
+        padding = (
+            columns < self._fill[:, None] if len(texts) > 1 and bool(self._fill.any()) else None
+        )
         self._cache = KVCache(len(columns), padding)
         self._cached_tokens = 0  # the same on all ranks: a stage without layers keeps no keys
 
@@ -224,7 +254,9 @@ class _Batch:
 
     def _full_prefix(self) -> dict[str, Tensor]:
         (text,) = self._texts
-        padding = [0] * (-len(text.tokens) % text.multiple)  # on the right: causal attention does not see it
+        padding = [0] * (
+            -len(text.tokens) % text.multiple
+        )  # on the right: causal attention does not see it
         return {"tokens": torch.tensor([text.tokens + padding], device=self._device)}
 
     def _new_tokens(self) -> dict[str, Tensor]:

@@ -19,7 +19,11 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.stage = p, build.stage
         # Another mask per layer, per site in the layer and, where ranks hold other elements, per tensor rank.
-        self.key: tuple[int | str, ...] = (build.layer + 1, site, build.place.rank if sharded else 0)
+        self.key: tuple[int | str, ...] = (
+            build.layer + 1,
+            site,
+            build.place.rank if sharded else 0,
+        )
         if build.parallel.size("cp") > 1:
             self.key += ("context", build.parallel.index("cp"))
 

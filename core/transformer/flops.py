@@ -10,7 +10,12 @@ def multiplications_per_token(
 
     Causal attention counts half its square, what a causal kernel computes; a figure that counts all of it is larger.
     """
-    h, d, heads, groups = config.hidden_size, config.head_size, config.num_attention_heads, config.groups
+    h, d, heads, groups = (
+        config.hidden_size,
+        config.head_size,
+        config.num_attention_heads,
+        config.groups,
+    )
     projections = h * d * (2 * heads + 2 * groups)
     layers = []
     for layer in range(config.num_layers):
@@ -26,7 +31,9 @@ def _feed_forward(config: TransformerConfig, layer: int) -> int:
     if not config.has_experts(layer):
         return h * config.ffn * products
     assert config.num_moe_experts is not None
-    width = config.moe_router_topk * config.moe_ffn + (config.moe_shared_expert_intermediate_size or 0)
+    width = config.moe_router_topk * config.moe_ffn + (
+        config.moe_shared_expert_intermediate_size or 0
+    )
     return h * (width * products + config.num_moe_experts)  # the last is the router
 
 

@@ -28,7 +28,9 @@ class TransformerLayer(nn.Module):
         # Without dropout its modules are not even called: two Python calls less per layer and microbatch.
         self.drops = build.config.hidden_dropout > 0
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
         # Pre-norm: the residual stream itself is never normalised (GPT-2, section 2.3).
         y = self.self_attention(self.input_layernorm(x), attention_mask, rotary)
@@ -55,7 +57,9 @@ class PostNormLayer(nn.Module):
         self.attention_dropout = residual_dropout(build, "after attention")
         self.mlp_dropout = residual_dropout(build, "after mlp")
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
         y = self.post_self_attn_layernorm(self.self_attention(x, attention_mask, rotary))
         x = x + self.attention_dropout(y)
@@ -72,7 +76,9 @@ class SandwichNormLayer(TransformerLayer):
         self.post_self_attn_layernorm = spec.norm(build, build.config.hidden_size)
         self.post_mlp_layernorm = spec.norm(build, build.config.hidden_size)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | None = None
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
         y = self.self_attention(self.input_layernorm(x), attention_mask, rotary)
         x = x + self.attention_dropout(self.post_self_attn_layernorm(y))
@@ -108,7 +114,9 @@ class TransformerBlock(nn.Module):
     [s, b, h] -> [s, b, h], [s/tp, b, h] each way under sequence parallelism.
     """
 
-    def __init__(self, build: Build, spec: TransformerLayerSpec, numbers: range, *, final_norm: bool) -> None:
+    def __init__(
+        self, build: Build, spec: TransformerLayerSpec, numbers: range, *, final_norm: bool
+    ) -> None:
         super().__init__()
 
         def layer(number: int) -> nn.Module:
@@ -122,9 +130,14 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = spec.norm(build, build.config.hidden_size) if final_norm else None
 
     def forward(
-        self, x: Tensor, attention_mask: Tensor | None = None, rotary: Tables | LayerTables | None = None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary: Tables | LayerTables | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
         for number, layer in self.layers.items():
-            x = layer(x, attention_mask, rotary[int(number)] if isinstance(rotary, list) else rotary)
+            x = layer(
+                x, attention_mask, rotary[int(number)] if isinstance(rotary, list) else rotary
+            )
         return x if self.final_layernorm is None else self.final_layernorm(x)

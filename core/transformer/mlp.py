@@ -34,7 +34,9 @@ class MLP(nn.Module):
             config.hidden_size,
             place=build.place,
             bias=config.add_bias_linear,
-            init=Init(std=config.output_std),  # smaller with depth: it writes to the residual stream
+            init=Init(
+                std=config.output_std
+            ),  # smaller with depth: it writes to the residual stream
         )
 
     def forward(self, x: Tensor) -> Tensor:

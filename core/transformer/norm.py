@@ -23,8 +23,15 @@ def _to_float32(x: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised x, and 1 / rms of each row."""
     # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
-    alike = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)  # of a new token conversions count
-    wide = x.dtype if alike else torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    alike = x.dtype == weight.dtype and x.dtype in (
+        torch.float32,
+        torch.float64,
+    )  # of a new token conversions count
+    wide = (
+        x.dtype
+        if alike
+        else torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    )
     x32, weight32 = (x, weight) if alike else (x.to(wide), weight.to(wide))
     mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
     inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -112,14 +119,18 @@ class LayerNorm(_Norm):
         """[..., h] -> [..., h]."""
         scale = self.scale()
         bias = self.bias if self.group is None else sum_gradient(self.bias, self.group)
-        return F.layer_norm(x.to(scale.dtype), self.shape, scale, bias.to(scale.dtype), self.eps).to(x.dtype)
+        return F.layer_norm(
+            x.to(scale.dtype), self.shape, scale, bias.to(scale.dtype), self.eps
+        ).to(x.dtype)
 
 
 class _AllHeadsRMSNorm(torch.autograd.Function):
     """`_RMSNorm` over dims 1 and 3 of x [b, a/tp, s, d]: mean squares are summed over the ranks, each way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float
+    ) -> Tensor:
         ctx.group, ctx.size = group, size
         x32 = _to_float32(x)
         mean_square = _sum_over_heads(x32.square(), group).div_(size)
@@ -136,7 +147,13 @@ class _AllHeadsRMSNorm(torch.autograd.Function):
         normalized, weighted = _to_float32(x) * inverse_rms, grad32 * _to_float32(scale)
         mean = _sum_over_heads(weighted * normalized, ctx.group).div_(ctx.size)
         dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
-        return dx, None, normalized.mul_(grad32).sum((0, 2)).unsqueeze(1).to(scale.dtype), None, None
+        return (
+            dx,
+            None,
+            normalized.mul_(grad32).sum((0, 2)).unsqueeze(1).to(scale.dtype),
+            None,
+            None,
+        )
 
 
 def _sum_over_heads(x: Tensor, group: Group | None) -> Tensor:
@@ -145,7 +162,9 @@ def _sum_over_heads(x: Tensor, group: Group | None) -> Tensor:
 
 
 @outside_graphs
-def _all_heads_rms_norm(x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float) -> Tensor:
+def _all_heads_rms_norm(
+    x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float
+) -> Tensor:
     y: Tensor = _AllHeadsRMSNorm.apply(x, group, scale, size, eps)
     return y
 
@@ -159,7 +178,11 @@ class AllHeadsRMSNorm(SpreadModule):
     def __init__(self, build: Build, heads: int) -> None:
         super().__init__()
         place, config = build.place, build.config
-        self.size, self.head_size, self.eps = heads * config.head_size, config.head_size, config.layernorm_epsilon
+        self.size, self.head_size, self.eps = (
+            heads * config.head_size,
+            config.head_size,
+            config.layernorm_epsilon,
+        )
         self.group, self.zero_centered = place.group, config.layernorm_zero_centered_gamma
         init = Init(mean=0.0 if self.zero_centered else 1.0)
         self.weight = place.parameter(Layout((self.size,), split={"tp": 0}), init)
@@ -167,7 +190,9 @@ class AllHeadsRMSNorm(SpreadModule):
     def forward(self, x: Tensor) -> Tensor:
         """[b, a/tp, s, d] -> [b, a/tp, s, d]."""
         scale = 1 + _to_float32(self.weight) if self.zero_centered else self.weight
-        return _all_heads_rms_norm(x, self.group, scale.view(-1, 1, self.head_size), self.size, self.eps)
+        return _all_heads_rms_norm(
+            x, self.group, scale.view(-1, 1, self.head_size), self.size, self.eps
+        )
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"

@@ -23,14 +23,20 @@ class LearnedPositions(SpreadModule):
     def __init__(self, build: Build, max_sequence_length: int) -> None:
         super().__init__()
         self.place = place = build.place
-        layout = Layout((max_sequence_length, build.config.hidden_size), partial=place.sequence_partial)
+        layout = Layout(
+            (max_sequence_length, build.config.hidden_size), partial=place.sequence_partial
+        )
         self.weight = place.parameter(layout, Init(std=build.config.init_method_std))
         self.group = place.group if place.splits_sequence else None
 
     def forward(self, s: int, position_ids: Tensor | None) -> Tensor:
         """position_ids [b, s] (None: 0 .. s-1) -> [s, b or 1, h], this rank's rows under sequence parallelism."""
         weight = self.weight
-        ids = torch.arange(s, device=weight.device)[:, None] if position_ids is None else position_ids.t()
+        ids = (
+            torch.arange(s, device=weight.device)[:, None]
+            if position_ids is None
+            else position_ids.t()
+        )
         if self.group is None:
             return F.embedding(ids, weight)
         return F.embedding(sequence_shard(ids, self.group), sum_gradient(weight, self.group))
@@ -60,7 +66,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, build: Build, max_sequence_length: int, rotary: RotaryConfig | None = None) -> None:
+    def __init__(
+        self, build: Build, max_sequence_length: int, rotary: RotaryConfig | None = None
+    ) -> None:
         super().__init__()
         config = build.config
         rotary = rotary if rotary is not None else config.rotary
@@ -80,7 +88,9 @@ class Rotary(nn.Module):
         """cos and sin [positions, d/2], computed in float64."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         positions_column = torch.arange(self.positions, dtype=torch.float64, device="cpu")
-        angle = torch.outer(positions_column, scaled_frequencies(self.base**-exponents, self.scaling))
+        angle = torch.outer(
+            positions_column, scaled_frequencies(self.base**-exponents, self.scaling)
+        )
         return {"cos": angle.cos().to(device, dtype), "sin": angle.sin().to(device, dtype)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
@@ -122,7 +132,9 @@ class RotaryPerLayer(nn.Module):
         # no ModuleList: activation checkpointing takes the elements of one for layers
         for number, rotary in enumerate(different):
             self.add_module(f"tables_{number}", Rotary(build, max_sequence_length, rotary))
-        self._names = [None if rotary is None else f"tables_{different.index(rotary)}" for rotary in per_layer]
+        self._names = [
+            None if rotary is None else f"tables_{different.index(rotary)}" for rotary in per_layer
+        ]
 
     def forward(self, s: int, position_ids: Tensor | None) -> LayerTables:
         """By the layers' global numbers: what `Rotary` gives, None where a layer does not rotate."""

@@ -17,7 +17,9 @@ def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterato
     heads, groups = config.num_attention_heads, config.groups
     yield _divides("num_attention_heads", heads, tp, heads)
     yield _divides("num_query_groups", groups, tp, groups)
-    if not all(map(config.has_experts, range(config.num_layers))):  # experts are whole on each tensor rank
+    if not all(
+        map(config.has_experts, range(config.num_layers))
+    ):  # experts are whole on each tensor rank
         yield _divides("ffn_hidden_size", config.ffn, tp, config.ffn)
     if (shared := config.moe_shared_expert_intermediate_size) is not None:
         yield _divides("moe_shared_expert_intermediate_size", shared, tp, shared)
@@ -32,20 +34,31 @@ def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterato
 def _expert_rules(config: TransformerConfig, ranks: int) -> Iterator[tuple[bool, str]]:
     experts = config.num_moe_experts
     if experts is None:
-        yield ranks == 1, f"expert={ranks}, and the model has no experts; give num_moe_experts, or use expert=1"
+        yield (
+            ranks == 1,
+            f"expert={ranks}, and the model has no experts; give num_moe_experts, or use expert=1",
+        )
         return
     valid = ", ".join(map(str, divisors(experts)))
-    yield experts % ranks == 0, f"num_moe_experts={experts} does not divide over expert={ranks}; valid: {valid}"
+    yield (
+        experts % ranks == 0,
+        f"num_moe_experts={experts} does not divide over expert={ranks}; valid: {valid}",
+    )
 
 
-def _context_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
+def _context_rules(
+    config: TransformerConfig, parallel: ParallelConfig
+) -> Iterator[tuple[bool, str]]:
     context, ulysses, tp = parallel.context, parallel.ulysses_ranks, parallel.tensor
     yield (
         context == 1 or config.attention_dropout == 0,
         f"attention_dropout={config.attention_dropout} with context={context}: no kernel drops out of attention that "
         "is computed block by block; use attention_dropout=0 (hidden_dropout works)",
     )
-    for name, size in (("num_attention_heads", config.num_attention_heads), ("num_query_groups", config.groups)):
+    for name, size in (
+        ("num_attention_heads", config.num_attention_heads),
+        ("num_query_groups", config.groups),
+    ):
         local = size // tp if size % tp == 0 else 0  # else another rule refuses it
         valid = ", ".join(str(d) for d in range(1, local + 1) if local % d == 0)
         yield (
@@ -56,7 +69,9 @@ def _context_rules(config: TransformerConfig, parallel: ParallelConfig) -> Itera
         )
 
 
-def part_rules(spec: "TransformerLayerSpec", parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
+def part_rules(
+    spec: "TransformerLayerSpec", parallel: ParallelConfig
+) -> Iterator[tuple[bool, str]]:
     """(holds, message): parts in which rows of a sequence meet must know that other ranks hold some of them."""
     if parallel.context == 1:
         return
@@ -77,7 +92,10 @@ def knows_context(part: object) -> bool:
 
 def _divides(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:
     valid = ", ".join(str(d) for d in range(1, 65) if limit % d == 0)
-    return size % tp == 0, f"{name}={size} does not divide over tensor_model_parallel_size={tp}; valid: {valid}"
+    return (
+        size % tp == 0,
+        f"{name}={size} does not divide over tensor_model_parallel_size={tp}; valid: {valid}",
+    )
 
 
 def check_layout(

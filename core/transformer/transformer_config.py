@@ -32,11 +32,21 @@ class RotaryScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        low, high, original = (
+            self.low_freq_factor,
+            self.high_freq_factor,
+            self.original_max_position_embeddings,
+        )
         rules = [
-            (self.kind in ROTARY_SCALINGS, f"unknown kind {self.kind!r}; known: {', '.join(ROTARY_SCALINGS)}"),
+            (
+                self.kind in ROTARY_SCALINGS,
+                f"unknown kind {self.kind!r}; known: {', '.join(ROTARY_SCALINGS)}",
+            ),
             (1 <= self.factor < inf, f"factor={self.factor} must be at least 1 and finite"),
-            (0 < low < high, f"low_freq_factor={low} must lie between 0 and high_freq_factor={high}"),
+            (
+                0 < low < high,
+                f"low_freq_factor={low} must lie between 0 and high_freq_factor={high}",
+            ),
             (original >= 1, f"original_max_position_embeddings={original} must be at least 1"),
         ]
         raise_all("RotaryScaling", rules)
@@ -76,7 +86,9 @@ class TransformerConfig:
     kv_channels: int | None = None  # hidden_size / num_attention_heads: the size of one head
     normalization: str = "LayerNorm"
     layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = False  # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
+    layernorm_zero_centered_gamma: bool = (
+        False  # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
+    )
     qk_layernorm: bool = False  # normalise each head of query and key
     activation_func: str | Activation = "gelu"
     gated_linear_unit: bool = False
@@ -90,20 +102,30 @@ class TransformerConfig:
     # per layer, instead of the three above; a layer with None does not rotate (NoPE, arXiv 2305.19466)
     rotary_per_layer: tuple[RotaryConfig | None, ...] | None = None
     softmax_scale: float | None = None  # head_size ** -0.5: of the scores, before their softmax
-    embedding_multiplier: float = 1.0  # of token embeddings; a tied output layer multiplies by the table itself
-    windows: tuple[int | None, ...] | None = None  # per layer: tokens that a token sees, itself included
+    embedding_multiplier: float = (
+        1.0  # of token embeddings; a tied output layer multiplies by the table itself
+    )
+    windows: tuple[int | None, ...] | None = (
+        None  # per layer: tokens that a token sees, itself included
+    )
     # a mixture of experts in the place of MLPs; see core/transformer/moe
     num_moe_experts: int | None = None  # None: no layer has experts
-    moe_layer_freq: int | tuple[int, ...] = 1  # n: every n-th layer from the first; or 1 or 0 of each layer
+    moe_layer_freq: int | tuple[int, ...] = (
+        1  # n: every n-th layer from the first; or 1 or 0 of each layer
+    )
     moe_router_topk: int = 2  # experts of a token
     moe_ffn_hidden_size: int | None = None  # ffn_hidden_size: the width of one expert
-    moe_shared_expert_intermediate_size: int | None = None  # of an MLP that every token uses beside its experts
+    moe_shared_expert_intermediate_size: int | None = (
+        None  # of an MLP that every token uses beside its experts
+    )
     moe_router_score_function: str = "softmax"  # or "sigmoid"
     moe_router_pre_softmax: bool = False  # softmax over all experts instead of the chosen ones
     moe_router_topk_scaling_factor: float | None = None  # of the weights
     moe_router_num_groups: int | None = None  # experts are chosen from the best groups only
     moe_router_group_topk: int | None = None  # so many groups
-    moe_router_enable_expert_bias: bool = False  # added to scores for the choice; moves after each step
+    moe_router_enable_expert_bias: bool = (
+        False  # added to scores for the choice; moves after each step
+    )
     moe_router_bias_update_rate: float = 1e-3  # by so much
     # of a microbatch; "seq_aux_loss": each sequence; "global_aux_loss": the global batch before; "none"
     moe_router_load_balancing_type: str = "aux_loss"
@@ -113,7 +135,9 @@ class TransformerConfig:
     init_method_std: float = 0.02
     params_dtype: torch.dtype = torch.float32
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
-    use_cpu_initialization: bool = True  # False: each device draws for itself (faster; values differ by device type)
+    use_cpu_initialization: bool = (
+        True  # False: each device draws for itself (faster; values differ by device type)
+    )
 
     def __post_init__(self, moe_expert_capacity_factor: float | None) -> None:
         def default(name: str, value: int) -> None:
@@ -128,7 +152,13 @@ class TransformerConfig:
         default("kv_channels", self.hidden_size // self.num_attention_heads)
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+        ):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
         heads, groups, hidden = self.num_attention_heads, self.groups, self.hidden_size
         yield (
@@ -151,7 +181,10 @@ class TransformerConfig:
         )
         for name in ("hidden_dropout", "attention_dropout"):
             yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
-        yield 0 < self.rotary_percent <= 1, f"rotary_percent={self.rotary_percent} must lie in (0, 1]"
+        yield (
+            0 < self.rotary_percent <= 1,
+            f"rotary_percent={self.rotary_percent} must lie in (0, 1]",
+        )
         for name in ("windows", "rotary_per_layer"):
             layers = getattr(self, name)
             yield (
@@ -164,10 +197,22 @@ class TransformerConfig:
         yield from moe_rules(self)
         if self.windows is not None:
             narrow = [window for window in self.windows if window is not None and window < 1]
-            yield not narrow, f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed"
-        yield self.layernorm_epsilon > 0, f"layernorm_epsilon={self.layernorm_epsilon} must be positive"
-        yield self.init_method_std >= 0, f"init_method_std={self.init_method_std} must not be negative"
-        yield self.params_dtype.is_floating_point, f"params_dtype={self.params_dtype} must be a floating type"
+            yield (
+                not narrow,
+                f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed",
+            )
+        yield (
+            self.layernorm_epsilon > 0,
+            f"layernorm_epsilon={self.layernorm_epsilon} must be positive",
+        )
+        yield (
+            self.init_method_std >= 0,
+            f"init_method_std={self.init_method_std} must not be negative",
+        )
+        yield (
+            self.params_dtype.is_floating_point,
+            f"params_dtype={self.params_dtype} must be a floating type",
+        )
         yield (
             self.pipeline_dtype in (None, self.params_dtype),
             f"pipeline_dtype={self.pipeline_dtype} must be None or params_dtype={self.params_dtype}: stages "
@@ -183,7 +228,11 @@ class TransformerConfig:
     @property
     def head_size(self) -> int:
         """Elements of one head."""
-        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+        return (
+            self.kv_channels
+            if self.kv_channels is not None
+            else self.hidden_size // self.num_attention_heads
+        )
 
     @property
     def ffn(self) -> int:
@@ -213,7 +262,9 @@ class TransformerConfig:
     @property
     def rotary(self) -> RotaryConfig:
         """Of every layer, where `rotary_per_layer` does not say otherwise."""
-        return RotaryConfig(base=self.rotary_base, percent=self.rotary_percent, scaling=self.rotary_scaling)
+        return RotaryConfig(
+            base=self.rotary_base, percent=self.rotary_percent, scaling=self.rotary_scaling
+        )
 
     @property
     def activation(self) -> Activation:

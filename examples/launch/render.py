@@ -44,7 +44,9 @@ class Job:
     hours: int = 24
     port: int = 29500
     grace: int = 120  # seconds between SIGTERM and the end
-    image: str = "pytorch/pytorch:latest"  # kubernetes: with this project and its train extra installed
+    image: str = (
+        "pytorch/pytorch:latest"  # kubernetes: with this project and its train extra installed
+    )
     claim: str = "training"  # kubernetes: the volume claim that becomes /workspace: the project, its data and runs
     partition: str = ""  # Slurm's, as the four below
     account: str = ""
@@ -52,7 +54,9 @@ class Job:
     gres: str = ""  # "gpu:h100:8" in the place of --gpus-per-node
     container: str = ""  # an image, for clusters whose srun has --container-image
     directives: str = ""  # more lines that begin with #SBATCH: "exclusive; mail-type=END"
-    commands: str = ""  # of the shell, before the run: "module load cuda; source .venv/bin/activate"
+    commands: str = (
+        ""  # of the shell, before the run: "module load cuda; source .venv/bin/activate"
+    )
 
 
 _LINES = ("directives", "commands")
@@ -61,10 +65,16 @@ _OPTIONAL = ("partition", "account", "qos", "gres", "container")
 
 def render(system: str, job: Job) -> str:
     """The text of the job file. Raises ValueError: values that no job file can hold, all of them."""
-    wrong = [f"{name}={n} must be at least 1" for name, n in asdict(job).items() if isinstance(n, int) and n < 1]
+    wrong = [
+        f"{name}={n} must be at least 1"
+        for name, n in asdict(job).items()
+        if isinstance(n, int) and n < 1
+    ]
     wrong += [f"port={job.port} must be at most 65535"] if job.port > 65535 else []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", job.name):
-        wrong.append(f"name={job.name!r} must be small letters, digits and hyphens, at most 52, as for a host")
+        wrong.append(
+            f"name={job.name!r} must be small letters, digits and hyphens, at most 52, as for a host"
+        )
     wrong += [
         f"{field}={value!r} holds other characters than letters, digits and ./:@+-_"
         for field, value in asdict(job).items()
@@ -81,7 +91,9 @@ def render(system: str, job: Job) -> str:
         "program": " ".join(program),
         "words": f"\n{' ' * 12}- ".join(program),
         "directives": "".join(f"#SBATCH {line}\n" for line in _directives(job)),
-        "commands": "".join(f"{line.strip()}\n" for line in job.commands.split(";") if line.strip()),
+        "commands": "".join(
+            f"{line.strip()}\n" for line in job.commands.split(";") if line.strip()
+        ),
         "container": f" --container-image={job.container}" if job.container else "",
     }
     return _Template(text).substitute({name: str(value) for name, value in values.items()})
@@ -89,28 +101,46 @@ def render(system: str, job: Job) -> str:
 
 def _directives(job: Job) -> list[str]:
     """What stands behind #SBATCH in lines that not every cluster needs."""
-    found = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(job, name))]
+    found = [
+        f"--{name}={value}"
+        for name in ("partition", "account", "qos")
+        if (value := getattr(job, name))
+    ]
     found.append(f"--gres={job.gres}" if job.gres else f"--gpus-per-node={job.processes}")
-    return [*found, *(f"--{line}" for part in job.directives.split(";") if (line := part.strip(" -")))]
+    return [
+        *found,
+        *(f"--{line}" for part in job.directives.split(";") if (line := part.strip(" -"))),
+    ]
 
 
 def main() -> None:
     """Print the job file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("system", choices=FILES)
     for field in fields(Job):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, metavar="VALUE")
-    parser.add_argument("--no-check", dest="check", action="store_false", help="the data lies elsewhere")
+        parser.add_argument(
+            f"--{field.name}", type=type(field.default), default=field.default, metavar="VALUE"
+        )
+    parser.add_argument(
+        "--no-check", dest="check", action="store_false", help="the data lies elsewhere"
+    )
     told = vars(parser.parse_args())
     system, check = told.pop("system"), told.pop("check")
     job = Job(**told)
     text = render(system, job)
     if check:
         if not Path(job.config).is_file():
-            raise ValueError(f"config={job.config} is not here to be checked; give a file, or --no-check")
+            raise ValueError(
+                f"config={job.config} is not here to be checked; give a file, or --no-check"
+            )
         run = RunConfig.from_toml(job.config).check(job.nodes * job.processes)
         if run.checkpoint.directory is None:
-            print("note: without checkpoint.directory a job that is started again begins at step 0", file=sys.stderr)
+            print(
+                "note: without checkpoint.directory a job that is started again begins at step 0",
+                file=sys.stderr,
+            )
     print(text, end="")
 
 

@@ -17,11 +17,26 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
-_VIEWS = {aten.view, aten._unsafe_view, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze}
+_VIEWS = {
+    aten.view,
+    aten._unsafe_view,
+    aten.transpose,
+    aten.permute,
+    aten.t,
+    aten.unsqueeze,
+    aten.squeeze,
+}
 _VIEWS |= {aten.expand, aten.alias, aten.detach, aten.slice, aten.select, aten.clone, aten._to_copy}
 _SUMS = {aten.add, aten.sub, aten.mul, aten.div, aten.neg}
 _POSTPONED = _VIEWS | _SUMS
-_LIKE_FACTORIES = {aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like}
+_LIKE_FACTORIES = {
+    aten.empty_like,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.rand_like,
+    aten.randn_like,
+}
 
 
 class RegionLinears:
@@ -33,15 +48,25 @@ class RegionLinears:
     def __init__(self) -> None:
         self.in_second_run = self.was_computed = False
         self._counts = [0, 0]
-        self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = None  # of the first run's latest product
+        self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = (
+            None  # of the first run's latest product
+        )
         self._lazy_products: list[weakref.ref[LazyProduct]] = []
 
     def begin_second_run(self) -> None:
         """The second run starts; a graph that is retained may start it several times."""
-        self.in_second_run, self.was_computed, self._counts[1], self._lazy_products = True, False, 0, []
+        self.in_second_run, self.was_computed, self._counts[1], self._lazy_products = (
+            True,
+            False,
+            0,
+            [],
+        )
 
     def multiply(
-        self, product: Callable[[], Tensor], operands: Sequence[Tensor] = (), collective: bool = False
+        self,
+        product: Callable[[], Tensor],
+        operands: Sequence[Tensor] = (),
+        collective: bool = False,
     ) -> Tensor:
         """The product of `operands`, or a `LazyProduct`. collective: ranks compute it together."""
         self._counts[self.in_second_run] += 1
@@ -101,13 +126,22 @@ class LazyProduct(Tensor):
 
     @staticmethod
     def __new__(
-        cls: Any, meta: Tensor, device: torch.device, compute: Callable[[], Tensor], linears_of_region: RegionLinears
+        cls: Any,
+        meta: Tensor,
+        device: torch.device,
+        compute: Callable[[], Tensor],
+        linears_of_region: RegionLinears,
     ) -> "LazyProduct":
         """`like` is on the meta device."""
         lazy: LazyProduct = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
-        lazy._meta, lazy._compute, lazy._value, lazy._linears = meta, compute, None, linears_of_region
+        lazy._meta, lazy._compute, lazy._value, lazy._linears = (
+            meta,
+            compute,
+            None,
+            linears_of_region,
+        )
         return lazy
 
     def value(self) -> Tensor:
@@ -120,7 +154,9 @@ class LazyProduct(Tensor):
         return self._value
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         lazies = [leaf for leaf in leaves if isinstance(leaf, LazyProduct)]
@@ -135,8 +171,12 @@ class LazyProduct(Tensor):
         if func._schema.is_mutable:  # postponed operations need the value before this write
             state.compute_alive()
         values = {id(make_lazy.value()): make_lazy for make_lazy in lazies}
-        out = _apply(func, [leaf.value() if isinstance(leaf, LazyProduct) else leaf for leaf in leaves], spec)
-        return pytree.tree_map(lambda lazy: values.get(id(lazy), lazy), out)  # in place: the same tensor comes back
+        out = _apply(
+            func, [leaf.value() if isinstance(leaf, LazyProduct) else leaf for leaf in leaves], spec
+        )
+        return pytree.tree_map(
+            lambda lazy: values.get(id(lazy), lazy), out
+        )  # in place: the same tensor comes back
 
     # ways to a value that bypass dispatch
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +231,9 @@ def _unwritten(operands: Sequence[Tensor], compute: Callable[[], Tensor]) -> Cal
 
 
 def _postpone(func: Any, leaves: list, spec: Any, first_lazy: LazyProduct) -> Tensor:
-    plain_operands = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, LazyProduct)]
+    plain_operands = [
+        leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, LazyProduct)
+    ]
 
     def compute() -> Tensor:
         value: Tensor = _apply(
@@ -203,13 +245,17 @@ def _postpone(func: Any, leaves: list, spec: Any, first_lazy: LazyProduct) -> Te
     if func.overloadpacket not in _SUMS or not all(_fits(leaf, meta) for leaf in leaves):
         meta = _apply(func, [_on_meta(leaf) for leaf in leaves], spec)
     collective = any(isinstance(leaf, LazyProduct) and leaf._collective for leaf in leaves)
-    return first_lazy._linears.make_lazy(meta, first_lazy.device, _unwritten(plain_operands, compute), collective)
+    return first_lazy._linears.make_lazy(
+        meta, first_lazy.device, _unwritten(plain_operands, compute), collective
+    )
 
 
 def _fits(leaf: Any, meta: Tensor) -> bool:
     """An operand that changes no shape and no dtype: the common case, and torch's own answer takes 100 us."""
     if isinstance(leaf, Tensor):
-        return leaf.shape == meta.shape and leaf.dtype == meta.dtype and leaf.stride() == meta.stride()
+        return (
+            leaf.shape == meta.shape and leaf.dtype == meta.dtype and leaf.stride() == meta.stride()
+        )
     return type(leaf) in (int, float) and meta.is_floating_point()
 
 
@@ -217,4 +263,6 @@ def _postpone_dropout(x: LazyProduct, p: float, train: bool | None) -> tuple[Ten
     """The mask is drawn now, because the generator's state must advance as in the first run."""
     _, mask = aten.native_dropout(_empty_like(x), p, train)
     scale = 1.0 if not train else 0.0 if p == 1 else 1 / (1 - p)
-    return x._linears.make_lazy(x._meta, x.device, lambda: x.value() * mask * scale, x._collective), mask
+    return x._linears.make_lazy(
+        x._meta, x.device, lambda: x.value() * mask * scale, x._collective
+    ), mask

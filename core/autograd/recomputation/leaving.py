@@ -21,7 +21,10 @@ from core.autograd.proxy import LinearProxy
 from core.autograd.recomputation.module_state import ModuleState
 
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
-_PLAIN_TYPES = (*(type(None), bool, int, float, str), *(torch.dtype, torch.device, torch.Size, slice))
+_PLAIN_TYPES = (
+    *(type(None), bool, int, float, str),
+    *(torch.dtype, torch.device, torch.Size, slice),
+)
 
 
 def is_plain(value: Any) -> bool:
@@ -68,8 +71,14 @@ class Submodules:
             # its own hooks and forward are around the region, not in it
             if submodule is not module:
                 replaced = "forward" in attributes
-                is_proxy = replaced and isinstance(getattr(attributes["forward"], "__self__", None), LinearProxy)
-                if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or (replaced and not is_proxy):
+                is_proxy = replaced and isinstance(
+                    getattr(attributes["forward"], "__self__", None), LinearProxy
+                )
+                if (
+                    attributes["_forward_hooks"]
+                    or attributes["_forward_pre_hooks"]
+                    or (replaced and not is_proxy)
+                ):
                     self.may_leak = True
             if attributes["_modules"]:
                 to_visit += reversed(attributes["_modules"].values())
@@ -86,7 +95,9 @@ class LeakWatch(TorchDispatchMode):
         self._tensor_refs: list[weakref.ref[Tensor]] = []
         self._collective = self.nested = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         self._collective = self._collective or "c10d" in func.namespace
         tensors = [tensor for tensor in pytree.tree_leaves(out) if isinstance(tensor, Tensor)]
@@ -110,11 +121,20 @@ class LeakWatch(TorchDispatchMode):
     def _unreturned_alive(self, results: list[Any]) -> bool:
         ids = {id(tensor) for tensor in results}
         # a result that is a view keeps its base alive
-        ids |= {id(tensor._base) for tensor in results if isinstance(tensor, Tensor) and tensor._is_view()}
+        ids |= {
+            id(tensor._base)
+            for tensor in results
+            if isinstance(tensor, Tensor) and tensor._is_view()
+        }
         for ref in self._tensor_refs:
             tensor = ref()
             # one without elements has no gradient to lose; torch's checkpoint keeps such a one until torch 2.11
-            if tensor is not None and tensor.requires_grad and id(tensor) not in ids and tensor.numel():
+            if (
+                tensor is not None
+                and tensor.requires_grad
+                and id(tensor) not in ids
+                and tensor.numel()
+            ):
                 return True
         return False
 
@@ -157,7 +177,9 @@ class RegionHistory:
     def note_outputs(self, results: Any, sources: Sequence[Tensor]) -> None:
         """After the first run: which of its results want a gradient, where these sources are trained."""
         self._source_trained = [t.requires_grad for t in sources]
-        self._output_wants_grad = [t.requires_grad for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+        self._output_wants_grad = [
+            t.requires_grad for t in pytree.tree_leaves(results) if isinstance(t, Tensor)
+        ]
 
     def constants(self, results: Sequence[Tensor], sources: Sequence[Tensor]) -> list[bool]:
         """For each result: whether no gradient can flow from it, as far as the first run showed."""
@@ -188,7 +210,9 @@ class _SecondRun:
 
     def __enter__(self) -> None:
         if self.was_written:
-            raise RuntimeError("recompute: an input of a region was modified by an inplace operation; clone it first")
+            raise RuntimeError(
+                "recompute: an input of a region was modified by an inplace operation; clone it first"
+            )
         self._entered = self._enter_second_run()
         self._entered.__enter__()
 
@@ -218,5 +242,7 @@ def call_with_graph(
         determinism_check="none",  # it knows no nested tensors
     )
     if second_run.was_written:
-        raise RuntimeError("recompute: the region writes into its input, so it cannot run again; clone it first")
+        raise RuntimeError(
+            "recompute: the region writes into its input, so it cannot run again; clone it first"
+        )
     return tensors

@@ -48,7 +48,9 @@ class _BufferBefore:
     def was_written(self) -> bool:
         """Whether it was written since: in place, by another tensor, or (with a copy) by `.data`, unseen by torch."""
         current = getattr(self.owner, self.name)
-        if current is not self.buffer or (not current.is_inference() and current._version != self.version):
+        if current is not self.buffer or (
+            not current.is_inference() and current._version != self.version
+        ):
             return True
         return self.copy is not None and not torch.equal(current, self.copy)
 
@@ -60,7 +62,9 @@ class StateBefore:
     """
 
     def __init__(
-        self, buffers: Sequence[_BufferBefore] = (), all_attributes: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
+        self,
+        buffers: Sequence[_BufferBefore] = (),
+        all_attributes: Sequence[tuple[nn.Module, dict[str, Any]]] = (),
     ) -> None:
         self.buffers, self.all_attributes = buffers, all_attributes
         self.attributes: list[tuple[nn.Module, str, Any]] = []
@@ -72,7 +76,9 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     if type(value) in _HOLDERS:
-        return any(isinstance(item, Tensor) for item in (value.values() if type(value) is dict else value))
+        return any(
+            isinstance(item, Tensor) for item in (value.values() if type(value) is dict else value)
+        )
     return False
 
 
@@ -126,7 +132,9 @@ class ModuleState:
                 if needs_copy and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 before.append(_BufferBefore(owner, name, buffer, copies.get(id(buffer))))
-        return StateBefore(before, [(submodule, submodule.__dict__.copy()) for submodule in self._modules])
+        return StateBefore(
+            before, [(submodule, submodule.__dict__.copy()) for submodule in self._modules]
+        )
 
     def after(self, before: StateBefore) -> None:
         """After the first run: only what the second one will need stays in `before`.
@@ -135,10 +143,15 @@ class ModuleState:
         """
         for module, attributes_before in before.all_attributes:
             current = module.__dict__
-            if len(current) == len(attributes_before) and all(map(is_, current.values(), attributes_before.values())):
+            if len(current) == len(attributes_before) and all(
+                map(is_, current.values(), attributes_before.values())
+            ):
                 continue
             for name in {**attributes_before, **current}:
-                old_value, new_value = attributes_before.get(name, _ABSENT), current.get(name, _ABSENT)
+                old_value, new_value = (
+                    attributes_before.get(name, _ABSENT),
+                    current.get(name, _ABSENT),
+                )
                 if old_value is new_value:
                     continue
                 before.leaks_tensors = before.leaks_tensors or _holds_tensor(new_value)
@@ -161,7 +174,10 @@ class ModuleState:
                 )
         needed = []
         for saved in before.buffers:
-            if saved.buffer.nbytes <= SMALL or (id(saved.owner), saved.name) in self._written_buffers:
+            if (
+                saved.buffer.nbytes <= SMALL
+                or (id(saved.owner), saved.name) in self._written_buffers
+            ):
                 needed.append(saved)  # noqa: PERF401
         before.buffers = needed
 
@@ -185,7 +201,9 @@ class ModuleState:
         for saved in before.buffers:
             current.append((saved.owner, saved.name, getattr(saved.owner, saved.name)))
             if saved.copy is not None:
-                _set_buffer(saved.owner, saved.name, copies.setdefault(id(saved.copy), saved.copy.clone()))
+                _set_buffer(
+                    saved.owner, saved.name, copies.setdefault(id(saved.copy), saved.copy.clone())
+                )
         attributes = [(m, name, m.__dict__.get(name, _ABSENT)) for m, name, _ in before.attributes]
         for submodule, name, value in before.attributes:
             _set_attribute(submodule, name, value)
@@ -206,7 +224,11 @@ class ModuleState:
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     """The CPU's, and the device's own."""
-    device_state = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
+    device_state = (
+        None
+        if device.type in ("cpu", "meta")
+        else torch.get_device_module(device).get_rng_state(device)
+    )
     return torch.get_rng_state(), device_state
 
 
@@ -217,9 +239,13 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
         torch.get_device_module(device).set_rng_state(state[1], device)
 
 
-def same_random_state(before: tuple[Tensor, Tensor | None], after: tuple[Tensor, Tensor | None]) -> bool:
+def same_random_state(
+    before: tuple[Tensor, Tensor | None], after: tuple[Tensor, Tensor | None]
+) -> bool:
     """Whether nothing was drawn between two calls of `random_state`."""
-    same_on_device = before[1] is None or (after[1] is not None and torch.equal(before[1], after[1]))
+    same_on_device = before[1] is None or (
+        after[1] is not None and torch.equal(before[1], after[1])
+    )
     return torch.equal(before[0], after[0]) and same_on_device
 
 

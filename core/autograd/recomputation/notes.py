@@ -29,7 +29,9 @@ class Notes:
 
     def __init__(self, *, keeps_activations: bool = False) -> None:
         self.keeps_activations = keeps_activations
-        self._noted: list[tuple[tuple[Any, ...], list[int]]] = []  # values; how often each tensor had been written
+        self._noted: list[
+            tuple[tuple[Any, ...], list[int]]
+        ] = []  # values; how often each tensor had been written
         self._next: int | None = None  # to be read by the second run
         self._noted_activations = False
         self._outer: Notes | None = None
@@ -77,11 +79,17 @@ class Notes:
         if self._next is None:
             made = make() if self._outer is None else self._outer.take(make, activation=activation)
             # aliases without a graph: a noted tensor must not keep alive what it was computed from
-            aliases = tuple(value.detach() if isinstance(value, Tensor) else value for value in made)
+            aliases = tuple(
+                value.detach() if isinstance(value, Tensor) else value for value in made
+            )
             self._noted_activations = self._noted_activations or activation
-            self._noted.append((aliases, [value._version for value in aliases if isinstance(value, Tensor)]))
+            self._noted.append(
+                (aliases, [value._version for value in aliases if isinstance(value, Tensor)])
+            )
             return made
-        if activation and not self._noted_activations:  # the first run was compiled, which notes none
+        if (
+            activation and not self._noted_activations
+        ):  # the first run was compiled, which notes none
             return make()
         if self._next >= len(self._noted):
             raise RuntimeError(
@@ -91,7 +99,9 @@ class Notes:
         values, versions = self._noted[self._next]
         self._next += 1
         if versions != [value._version for value in values if isinstance(value, Tensor)]:
-            raise RuntimeError("recompute: a result that was noted for the second run was written in place; clone it")
+            raise RuntimeError(
+                "recompute: a result that was noted for the second run was written in place; clone it"
+            )
         return tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
 
 

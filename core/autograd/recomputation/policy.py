@@ -20,7 +20,9 @@ Policy = str | Sequence[Selector]
 class _RecomputedForward(LinearProxy):
     """Runs the module's forward as a region."""
 
-    def __init__(self, module: nn.Module, stage: StageContext | None, *, keeps_activations: bool) -> None:
+    def __init__(
+        self, module: nn.Module, stage: StageContext | None, *, keeps_activations: bool
+    ) -> None:
         super().__init__(module)
         self.stage, self.history = stage, RegionHistory()
         self.history.keeps_activations = keeps_activations
@@ -32,7 +34,9 @@ class _RecomputedForward(LinearProxy):
         # found anew at every call: parameters are unfrozen, replaced, sharded after the model is built
         submodules = Submodules(self.module)
         self.history.update(submodules)
-        return run_region(self.call_replaced, args, kwargs, self.stage, submodules.parameters, self.history)
+        return run_region(
+            self.call_replaced, args, kwargs, self.stage, submodules.parameters, self.history
+        )
 
 
 def _is_region(module: nn.Module) -> bool:
@@ -73,7 +77,11 @@ def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
     return {
         name: child
         for name, child in module.named_modules()
-        if name and (getattr_static(type(child), "forward") is not nn.Module.forward or "forward" in child.__dict__)
+        if name
+        and (
+            getattr_static(type(child), "forward") is not nn.Module.forward
+            or "forward" in child.__dict__
+        )
     }
 
 
@@ -92,7 +100,11 @@ def outermost(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
             parents[f"{name}.{child_name}" if name else child_name] = parent
     matching: list[set[str]] = []
     for selector in selectors:
-        matched = {name for name, child in children.items() if rule(name, child, parents.get(name), selector)}
+        matched = {
+            name
+            for name, child in children.items()
+            if rule(name, child, parents.get(name), selector)
+        }
         matching.append(matched)
         if not matched:
             last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in children}))
@@ -111,11 +123,17 @@ KEEPS = ("attention", "nothing")
 def check_keeps(keeps: str) -> None:
     """Raise ValueError unless `keeps` is known."""
     if keeps not in KEEPS:
-        raise ValueError(f"recompute_keeps={keeps!r} is none of the {len(KEEPS)} known: {', '.join(KEEPS)}")
+        raise ValueError(
+            f"recompute_keeps={keeps!r} is none of the {len(KEEPS)} known: {', '.join(KEEPS)}"
+        )
 
 
 def apply_recompute(
-    module: nn.Module, policy: Policy, *, stage: StageContext | None = None, keeps: str = "attention"
+    module: nn.Module,
+    policy: Policy,
+    *,
+    stage: StageContext | None = None,
+    keeps: str = "attention",
 ) -> RecomputeHandle:
     """Recompute regions of any module, in place, parameter names unchanged.
 
@@ -130,8 +148,12 @@ def apply_recompute(
     if policy == "none":
         return RecomputeHandle([], [])
     if isinstance(policy, str) and policy not in ("layer", "selective"):
-        raise ValueError(f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names")
-    if wrapped := [name for name, child in _callable_submodules(module).items() if _is_region(child)]:
+        raise ValueError(
+            f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names"
+        )
+    if wrapped := [
+        name for name, child in _callable_submodules(module).items() if _is_region(child)
+    ]:
         raise ValueError(
             f"{', '.join(wrapped)}: recomputed already; call remove() on that policy's handle first (where one "
             "module is in two stages: recompute='stage')"
@@ -142,7 +164,10 @@ def apply_recompute(
         raise ValueError(f"recompute: {error}") from None
     names = list(chosen)
     keeps_activations = keeps == "attention" and policy != "selective"
-    forwards = [_RecomputedForward(child, stage, keeps_activations=keeps_activations) for child in chosen.values()]
+    forwards = [
+        _RecomputedForward(child, stage, keeps_activations=keeps_activations)
+        for child in chosen.values()
+    ]
     for forward in forwards:
         forward.install()
     return RecomputeHandle(names, forwards)

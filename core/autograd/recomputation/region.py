@@ -20,7 +20,13 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
 from core.autograd.recomputation.lazy_product import LazyProduct, RegionLinears, linears_of_region
-from core.autograd.recomputation.leaving import LeakWatch, RegionHistory, call_with_graph, in_torch_func, is_plain
+from core.autograd.recomputation.leaving import (
+    LeakWatch,
+    RegionHistory,
+    call_with_graph,
+    in_torch_func,
+    is_plain,
+)
 from core.autograd.recomputation.module_state import (
     Autocast,
     random_state,
@@ -42,10 +48,17 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _backward_ends(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list, list[Tensor]]:
+def _backward_ends(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[list, list[Tensor]]:
     """Where backward starts, and with which gradients; of an output without a value its gradient edge."""
-    with_gradient = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-    ends = [get_gradient_edge(output) if isinstance(output, LazyProduct) else output for output, _ in with_gradient]
+    with_gradient = [
+        (o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad
+    ]
+    ends = [
+        get_gradient_edge(output) if isinstance(output, LazyProduct) else output
+        for output, _ in with_gradient
+    ]
     return ends, [gradient for _, gradient in with_gradient]
 
 
@@ -94,7 +107,9 @@ class _Region:
         # bag, seed, step and microbatch: dropout draws the same mask in the second run
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
         self.random, self.draws = random_state(self.device), True
-        self.seed = torch.default_generator.initial_seed()  # what our dropout reads, which draws nothing
+        self.seed = (
+            torch.default_generator.initial_seed()
+        )  # what our dropout reads, which draws nothing
         self.autocast = Autocast(self.device)
 
     def call(self, tensors: Sequence[Tensor]) -> list:
@@ -125,7 +140,9 @@ class _Region:
         self.out_constants = [None if _is_tensor(out) else out for out in outputs]
         return [out for out in outputs if _is_tensor(out)]
 
-    def call_second(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> tuple[list, list[Tensor]]:
+    def call_second(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> tuple[list, list[Tensor]]:
         """The second run, which stops early where it may. Returns where backward starts, and with which gradients."""
         if not self.history.early_stop_tries:
             return _backward_ends(self._rerun_as_first(tensors, None), gradients)
@@ -141,9 +158,13 @@ class _Region:
         self.history.early_stop_tries -= self.linears.was_computed
         return ends
 
-    def _rerun_as_first(self, tensors: Sequence[Tensor], count: RegionLinears | None) -> list[Tensor]:
+    def _rerun_as_first(
+        self, tensors: Sequence[Tensor], count: RegionLinears | None
+    ) -> list[Tensor]:
         with self.as_first(count):
-            outputs = [out for out in self.autocast.rerun(lambda: self.call(tensors)) if _is_tensor(out)]
+            outputs = [
+                out for out in self.autocast.rerun(lambda: self.call(tensors)) if _is_tensor(out)
+            ]
         _check_constant(outputs, self.wants_no_gradient)
         return outputs
 
@@ -167,7 +188,11 @@ class _Region:
             bag.open = False
         token, outer_linears = recomputed_region.set(self), linears_of_region.set(count)
         try:
-            with torch.enable_grad(), self.history.state.with_state(self.state_before), self.notes.second_run():
+            with (
+                torch.enable_grad(),
+                self.history.state.with_state(self.state_before),
+                self.notes.second_run(),
+            ):
                 yield
         finally:
             recomputed_region.reset(token)
@@ -192,7 +217,9 @@ class _Region:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
-def _unnamed_parameter(ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tensor]) -> Tensor | None:
+def _unnamed_parameter(
+    ends: Sequence[Tensor | GradientEdge], sources: Sequence[Tensor]
+) -> Tensor | None:
     """A parameter that the region reads and nobody named: it would silently get no gradient."""
     named = {id(t) for t in sources}
     seen = {t.grad_fn for t in sources}  # behind a computed source its own graph continues
@@ -256,7 +283,9 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("recompute: no second derivatives through a region (create_graph=True)")
+            raise RuntimeError(
+                "recompute: no second derivatives through a region (create_graph=True)"
+            )
         region: _Region = ctx.region
         needs = ctx.needs_input_grad[1:]
         if all(gradient is None for gradient in gradients):
@@ -276,7 +305,9 @@ class _Recompute(torch.autograd.Function):
             # from here operations may put weight gradients past autograd: this backward passes everything on
             region.in_backward = True
             with _without_hooks(ctx.parameters):
-                gradients_found = list(torch.autograd.grad(ends, starts, output_gradients, allow_unused=True))
+                gradients_found = list(
+                    torch.autograd.grad(ends, starts, output_gradients, allow_unused=True)
+                )
         remaining = iter(gradients_found)
         return None, *(next(remaining) if requested else None for requested in is_requested)
 
@@ -287,7 +318,11 @@ class _NestedError(RuntimeError):
 
 @torch.compiler.disable
 def _run_with_graph(
-    region: _Region, args: tuple, kwargs: dict, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
+    region: _Region,
+    args: tuple,
+    kwargs: dict,
+    tensors: Sequence[Tensor],
+    parameters: Sequence[Tensor],
 ) -> Any:
     """The region as torch's checkpoint; its first run is watched for leaked tensors. Not inside compiled code,
     which cannot trace this checkpoint."""
@@ -331,13 +366,19 @@ def run_region(
     tensors, region.tensors = region.tensors, []
     if history.leaks_tensors is None and history.state.scripted:
         history.leaks_tensors = False
-    if history.leaks_tensors is not False or history.may_leak or not all(map(is_plain, region.constants)):
+    if (
+        history.leaks_tensors is not False
+        or history.may_leak
+        or not all(map(is_plain, region.constants))
+    ):
         try:
             return _run_with_graph(region, args, kwargs, tensors, parameters)
         except RuntimeError as error:
             if not isinstance(error, _NestedError) and "saved tensor hooks" not in str(error):
                 raise
-        history.leaks_tensors = False  # torch.func or nested tensors inside: torch's checkpoint knows neither
+        history.leaks_tensors = (
+            False  # torch.func or nested tensors inside: torch's checkpoint knows neither
+        )
         region.restore()
     results = _Recompute.apply(region, *tensors, *parameters)
     if not region.state_before.leaks_tensors:

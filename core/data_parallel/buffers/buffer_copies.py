@@ -43,15 +43,27 @@ class BufferCopies:
         self._hooks: list[Any] = []
         if self.enabled:
             # compare values, not versions: batch norm kernels write without changing a version
-            self._initial_values = {key: buffer.detach().clone() for key, buffer in self._tensors().items()}
-            self._hooks = [stage.register_forward_pre_hook(self._before_forward) for stage in stages]
+            self._initial_values = {
+                key: buffer.detach().clone() for key, buffer in self._tensors().items()
+            }
+            self._hooks = [
+                stage.register_forward_pre_hook(self._before_forward) for stage in stages
+            ]
 
     def _tensors(self) -> dict[Key, Tensor]:
-        return {key: buffer for key, module, name in self._watched if (buffer := module._buffers[name]) is not None}
+        return {
+            key: buffer
+            for key, module, name in self._watched
+            if (buffer := module._buffers[name]) is not None
+        }
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not module.training or module not in self._stages or torch._C._current_graph_task_id() != -1:
+        if (
+            not module.training
+            or module not in self._stages
+            or torch._C._current_graph_task_id() != -1
+        ):
             return
         run = which_run()
         if run == 2:  # on copies of the buffers as the first run found them

@@ -10,7 +10,12 @@ from torch.nn import Parameter
 
 from core.autograd.gradients import owner_changed
 from core.data_parallel.weights.weights import Interval, Storage, Weights, nan_placeholder
-from core.parallel_state.collectives import Group, all_reduce, start_gather_parts, start_sum_into_own
+from core.parallel_state.collectives import (
+    Group,
+    all_reduce,
+    start_gather_parts,
+    start_sum_into_own,
+)
 from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket, flat_intervals
 from core.parallel_state.layout import layout_of
@@ -84,7 +89,9 @@ class Buffer(Weights):
         self._grad_storage = Storage(flat)
         # Gradients that are still empty: the first contribution overwrites them, so no pass writes zeros.
         self._is_empty = [False] * len(self.parameters)
-        self._was_added_to = [False] * len(self.parameters)  # since the last zero(), through take() or add()
+        self._was_added_to = [False] * len(
+            self.parameters
+        )  # since the last zero(), through take() or add()
         self._first_sum = True  # stages 2, 3: whether no sum of this step has ended yet
         for parameter, view in zip(self.parameters, self._full_gradients, strict=True):
             parameter.main_grad = view  # type: ignore[attr-defined]
@@ -130,7 +137,11 @@ class Buffer(Weights):
     def take(self, index: int) -> Tensor:
         """The gradient of parameter `index`, to be added to."""
         self._was_added_to[index] = True
-        return self._begin_overwrite(index).zero_() if self._is_empty[index] else self._full_gradients[index]
+        return (
+            self._begin_overwrite(index).zero_()
+            if self._is_empty[index]
+            else self._full_gradients[index]
+        )
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add to the gradient of parameter `index`."""
@@ -144,7 +155,9 @@ class Buffer(Weights):
         """Drop what has come for parameter `index` in this step."""
         if self.stage >= 2 and not self._first_sum:
             slot, (first, last) = self.bucket.slots[index], self.updated_interval
-            self.gradients[max(first, slot.start) - first : max(first, min(last, slot.stop)) - first].zero_()
+            self.gradients[
+                max(first, slot.start) - first : max(first, min(last, slot.stop)) - first
+            ].zero_()
         if not self._is_empty[index]:
             self._mark_empty(index)
 
@@ -196,7 +209,10 @@ class Buffer(Weights):
         if self.stage or self.ranks is None:
             return None
         return start_gather_parts(
-            self._grad_storage.flat, self.ranks, tag=2 * self.number + 1, label=f"the gradients of {self.label}"
+            self._grad_storage.flat,
+            self.ranks,
+            tag=2 * self.number + 1,
+            label=f"the gradients of {self.label}",
         )
 
     def zero(self) -> None:
@@ -227,7 +243,9 @@ class Buffer(Weights):
             start, stop = max(first, slot.start), min(last, slot.stop)
             if start < stop:
                 interval = start - slot.start, stop - slot.start
-                inside.append(Segment(slot.name, parameter, interval, (start - first, stop - first)))
+                inside.append(
+                    Segment(slot.name, parameter, interval, (start - first, stop - first))
+                )
         return tuple(inside)
 
     def _in_shard(self, intervals: Sequence[Interval]) -> list[Interval]:
@@ -258,7 +276,9 @@ class Buffer(Weights):
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
             layout = layout_of(parameter)
             if layout.owned_by(data_coordinate):
-                box = tuple((0, s.stop - s.start) for s in layout.box(self.ps.coordinate, self.ps.sizes))
+                box = tuple(
+                    (0, s.stop - s.start) for s in layout.box(self.ps.coordinate, self.ps.sizes)
+                )
                 shape = tuple(parameter.shape)
                 inside += [(a + slot.start, b + slot.start) for a, b in flat_intervals(shape, box)]
         return self._in_shard(inside)
@@ -269,14 +289,18 @@ class Buffer(Weights):
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
             for name in layout_of(parameter).gradient_groups[1:]:
                 intervals_here = self._in_shard([(slot.start, slot.stop)])
-                inside.setdefault(name, []).extend(self.gradients[start:stop] for start, stop in intervals_here)
+                inside.setdefault(name, []).extend(
+                    self.gradients[start:stop] for start, stop in intervals_here
+                )
         return inside
 
     def remove(self) -> None:
         """Give parameters memory of their own with full values; take `main_grad` away."""
         self.gather()
         self.take_weights()
-        for parameter, view, kind in zip(self.parameters, self._full_weights, self._classes, strict=True):
+        for parameter, view, kind in zip(
+            self.parameters, self._full_weights, self._classes, strict=True
+        ):
             parameter.__class__ = kind
             parameter.data = view.clone()
             del parameter.main_grad  # type: ignore[attr-defined]

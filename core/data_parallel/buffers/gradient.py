@@ -40,7 +40,9 @@ UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 NORMS = {aten._foreach_norm.Scalar, aten.linalg_vector_norm.default}
 ZEROES = {aten.zero_.default, aten._foreach_zero_.default}
 ADDS = {aten.add_.Tensor, aten.add.Tensor}
-_OWN_REFERENCES = 2  # references to an object that one attribute holds: the attribute, and getrefcount's argument
+_OWN_REFERENCES = (
+    2  # references to an object that one attribute holds: the attribute, and getrefcount's argument
+)
 
 
 class Sums(Protocol):
@@ -131,7 +133,9 @@ class ParameterSlot:
         """
         if torch._C._current_graph_task_id() != -1:
             return False
-        if self.sums.phase is not Phase.OPEN:  # of a summed gradient it may also be the first half of a change
+        if (
+            self.sums.phase is not Phase.OPEN
+        ):  # of a summed gradient it may also be the first half of a change
             self.sums.zeroed_by_hand.add(self)
             return self.sums.phase is Phase.STEPPED
         self.sums.changes.add_call("zero_", [self.place])
@@ -145,7 +149,10 @@ class ParameterSlot:
         Nobody has kept it if only this slot refers to it; then the object is used again.
         """
         self.step += 1
-        if self.parameter.grad is self.gradient or sys.getrefcount(self.gradient) == _OWN_REFERENCES:
+        if (
+            self.parameter.grad is self.gradient
+            or sys.getrefcount(self.gradient) == _OWN_REFERENCES
+        ):
             self.gradient.step = self.step
         else:
             self.gradient = BucketGradient(self)
@@ -172,9 +179,13 @@ class BucketGradient(Tensor):
     Raises RuntimeError: its values asked for inside of a backward, or after the optimizer has used them up.
     """
 
-    _slot: weakref.ref[ParameterSlot]  # Python's collector sees no `p.grad`: strong, it would free no model
+    _slot: weakref.ref[
+        ParameterSlot
+    ]  # Python's collector sees no `p.grad`: strong, it would free no model
     step: int  # the number of the step whose gradient it is
-    listener: Callable[[Any, Any], None] | None = None  # hears of functions by hand and their results (`by_hand`)
+    listener: Callable[[Any, Any], None] | None = (
+        None  # hears of functions by hand and their results (`by_hand`)
+    )
 
     def __new__(cls, slot: ParameterSlot) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""
@@ -279,7 +290,9 @@ class BucketGradient(Tensor):
         plain_args, plain_kwargs = pytree.tree_unflatten(plain_leaves, spec)
         result = func(*plain_args, **plain_kwargs)
         if func is UNSCALE:
-            all_reduce(plain_args[1], ours[0].slot.buffer.ps.world, "max")  # found_inf: one rank's skips all steps
+            all_reduce(
+                plain_args[1], ours[0].slot.buffer.ps.world, "max"
+            )  # found_inf: one rank's skips all steps
         # a function in place returns its argument: ours again, not the plain tensor
         original_of = {id(plain_of[id(leaf)]): leaf for leaf in ours}
         result = pytree.tree_map(lambda leaf: original_of.get(id(leaf), leaf), result)
@@ -313,7 +326,9 @@ def _one_norm_per_tensor(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _only_scalars_beside(leaves: Sequence[Any], cls: type) -> bool:
-    return all(type(leaf) is cls or not isinstance(leaf, Tensor) or not leaf.dim() for leaf in leaves)
+    return all(
+        type(leaf) is cls or not isinstance(leaf, Tensor) or not leaf.dim() for leaf in leaves
+    )
 
 
 def meet(slots: Sequence[ParameterSlot], function: str) -> None:
@@ -325,7 +340,9 @@ def meet(slots: Sequence[ParameterSlot], function: str) -> None:
         if slot.divided_now or {"tp", "ep"} & layout_of(slot.parameter).split.keys():
             places = [slot.place for slot in slots]
             more = f" and {len(slots) - 1} more" if len(slots) > 1 else ""
-            slot.sums.meet(f"{function.removeprefix('aten.')} of {slot.name}{more}", (function, places))
+            slot.sums.meet(
+                f"{function.removeprefix('aten.')} of {slot.name}{more}", (function, places)
+            )
             return
 
 

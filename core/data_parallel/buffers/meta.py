@@ -40,11 +40,15 @@ def allocate_from_meta(module: Modules, ps: ParallelState) -> dict[int, str]:
         for submodule in stage.modules():
             for name, parameter in submodule._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    if id(parameter) not in replacements:  # tied weights are one parameter, also afterwards
+                    if (
+                        id(parameter) not in replacements
+                    ):  # tied weights are one parameter, also afterwards
                         replacements[id(parameter)] = _without_memory_like(parameter, ps.device)
                     submodule._parameters[name] = replacements[id(parameter)]
     ids = {id(parameter) for parameter in replacements.values()}
-    return {id(parameter): name for name, parameter in named_parameters(module) if id(parameter) in ids}
+    return {
+        id(parameter): name for name, parameter in named_parameters(module) if id(parameter) in ids
+    }
 
 
 def _without_memory_like(parameter: Parameter, device: torch.device) -> Parameter:
@@ -70,17 +74,26 @@ def fill_all(
     `reset_parameters`, nor parameters that carry their own initial values.
     """
     seed = all_gather_objects(torch.initial_seed(), ps.group("dp-cp"))[0]
-    buffer_of = {id(parameter): (buffer, i) for buffer in buffers for i, parameter in enumerate(buffer.parameters)}
+    buffer_of = {
+        id(parameter): (buffer, i)
+        for buffer in buffers
+        for i, parameter in enumerate(buffer.parameters)
+    }
     filled: set[int] = set()
     with torch.random.fork_rng(devices=[] if ps.device.type == "cpu" else [ps.device]):
         torch.manual_seed(seed)
         for stage in modules_of(module).values():
             for submodule in list(stage.modules()):
                 present = {name: p for name, p in submodule._parameters.items() if p is not None}
-                own_parameters = {name: p for name, p in present.items() if id(p) in name_of_unfilled}
+                own_parameters = {
+                    name: p for name, p in present.items() if id(p) in name_of_unfilled
+                }
                 ids = {id(parameter) for parameter in own_parameters.values()}
                 if ids - filled:
-                    how = {"seed": getattr(stage, "seed", seed), "draw_on_cpu": getattr(stage, "draws_on_cpu", True)}
+                    how = {
+                        "seed": getattr(stage, "seed", seed),
+                        "draw_on_cpu": getattr(stage, "draws_on_cpu", True),
+                    }
                     _fill_module(submodule, own_parameters, name_of_unfilled, ps, init, how)
                     for name, parameter in own_parameters.items():
                         # the full tensor goes as soon as this rank has its elements of it
@@ -94,8 +107,12 @@ def fill_all(
                         else:  # frozen: every rank has it in full
                             parameter.data = full.data
                     filled |= ids
-                elif any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
-                    remake: Any = submodule.reset_parameters  # `allocate_from_meta` has checked that it is there
+                elif any(
+                    buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()
+                ):
+                    remake: Any = (
+                        submodule.reset_parameters
+                    )  # `allocate_from_meta` has checked that it is there
                     remake()
 
 
@@ -109,14 +126,21 @@ def _fill_module(
 ) -> None:
     """Put real parameters into the module, with values; how: seed and draw_on_cpu of `fill`."""
     for name, parameter in own_parameters.items():
-        full = Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=ps.device), requires_grad=False)
+        full = Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=ps.device),
+            requires_grad=False,
+        )
         full.__dict__.update(parameter.__dict__)
         submodule._parameters[name] = full
     for name, buffer in submodule._buffers.items():
         if buffer is not None and buffer.is_meta:
-            submodule._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=ps.device)
+            submodule._buffers[name] = torch.empty(
+                buffer.shape, dtype=buffer.dtype, device=ps.device
+            )
     with_initial = [
-        parameter for parameter in own_parameters.values() if getattr(parameter, "initial", None) is not None
+        parameter
+        for parameter in own_parameters.values()
+        if getattr(parameter, "initial", None) is not None
     ]
     if init is not None:
         init(submodule)
@@ -124,7 +148,14 @@ def _fill_module(
         for name, parameter in own_parameters.items():
             tensor: Tensor = submodule._parameters[name]  # type: ignore[assignment]
             initial = parameter.initial  # type: ignore[attr-defined]
-            fill(tensor, name_of[id(parameter)], initial, coordinate=ps.coordinate, sizes=ps.sizes, **how)
+            fill(
+                tensor,
+                name_of[id(parameter)],
+                initial,
+                coordinate=ps.coordinate,
+                sizes=ps.sizes,
+                **how,
+            )
     elif callable(reset := getattr(submodule, "reset_parameters", None)):
         reset()
     else:

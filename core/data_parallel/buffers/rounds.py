@@ -44,7 +44,10 @@ class Round:
 
     def advance(self) -> None:
         """Start what is complete, up to the first bucket that is not: the order is part of the agreement."""
-        while self._next < len(self.buffers) and self._missing_parameters[self.buffers[self._next]] <= 0:
+        while (
+            self._next < len(self.buffers)
+            and self._missing_parameters[self.buffers[self._next]] <= 0
+        ):
             self._start(self.buffers[self._next])
 
     def counts_now(self, buffer: Buffer) -> bool:

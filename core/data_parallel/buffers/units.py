@@ -62,11 +62,15 @@ class StageUnits:
     (ZeRO-2, 3); backward_begins is called when one reaches the stage.
     """
 
-    def __init__(self, root: Unit, layers: list[Unit], *, frees: bool, divided: bool, backward_begins: Any) -> None:
+    def __init__(
+        self, root: Unit, layers: list[Unit], *, frees: bool, divided: bool, backward_begins: Any
+    ) -> None:
         self.root, self.layers = root, layers
         self.split = self.unsharded = False
         self._frees, self._divided, self._backward_begins = frees, divided, backward_begins
-        self._in_backward: list[Unit] = []  # units whose backward has begun and that are not freed yet
+        self._in_backward: list[
+            Unit
+        ] = []  # units whose backward has begun and that are not freed yet
         self._last_backward = -1  # number of the last backward that came to the root
         self._in_root_forward = False  # between the hooks of the root
         self._hooks: list[Any] = []
@@ -95,7 +99,9 @@ class StageUnits:
                 if module is unit.module:
                     self._in_root_forward = False
 
-            self._hooks.append(unit.module.register_forward_hook(leave, always_call=True))  # of a forward that raised
+            self._hooks.append(
+                unit.module.register_forward_hook(leave, always_call=True)
+            )  # of a forward that raised
 
     def _before_forward(self, unit: Unit, position: int | None) -> None:
         if position is None:
@@ -112,9 +118,13 @@ class StageUnits:
         if with_graph and (self._frees or (self._divided and position is None)):
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(lambda gradient: self._before_backward(unit, position, without_root))
+                    leaf.register_hook(
+                        lambda gradient: self._before_backward(unit, position, without_root)
+                    )
         # backward follows at once and begins with the last layer and the root: gathering them again would be waste
-        backward_is_next = with_graph and not self.split and (position is None or position == len(self.layers) - 1)
+        backward_is_next = (
+            with_graph and not self.split and (position is None or position == len(self.layers) - 1)
+        )
         # a recomputed forward runs inside of its own backward, which still needs the weights
         is_recomputed = unit in self._in_backward and _backward_now() == unit.last_backward
         if self._frees and not (self.unsharded or backward_is_next or is_recomputed):
@@ -122,7 +132,9 @@ class StageUnits:
 
     def _before_backward(self, unit: Unit, position: int | None, without_root: bool) -> None:
         current = _backward_now()
-        if (position is None or without_root) and current != self._last_backward:  # else this is another output
+        if (
+            position is None or without_root
+        ) and current != self._last_backward:  # else this is another output
             self._last_backward = current
             self._in_backward.clear()  # leftovers of a backward that failed, or did not reach every parameter
             is_plain_loop = self._backward_begins()
@@ -132,10 +144,16 @@ class StageUnits:
                 torch.autograd.Variable._execution_engine.queue_callback(self.free)
         if position is None:
             return
-        if not self._frees or (unit in self._in_backward and unit.last_backward == current):  # another output
+        if not self._frees or (
+            unit in self._in_backward and unit.last_backward == current
+        ):  # another output
             return
         # Units behind this one are finished when every parameter has its gradient.
-        finished = [other for other in self._in_backward if not other.missing_gradients and not self.unsharded]
+        finished = [
+            other
+            for other in self._in_backward
+            if not other.missing_gradients and not self.unsharded
+        ]
         for other in finished:
             self._in_backward.remove(other)
             other.free()
@@ -179,7 +197,9 @@ class StageUnits:
     @property
     def may_wait_at_use(self) -> bool:
         """Whether gathers that are under way may stay so until the weights are used."""
-        return any(_runs_beside_us(buffer) for unit in (self.root, *self.layers) for buffer in unit.buffers)
+        return any(
+            _runs_beside_us(buffer) for unit in (self.root, *self.layers) for buffer in unit.buffers
+        )
 
     def remove(self) -> None:
         """Take the hooks out."""

@@ -26,7 +26,12 @@ class KeptMemory:
                 continue
             storage = parameter.untyped_storage()
             if torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES:
-                where = parameter.shape, parameter.stride(), parameter.storage_offset(), parameter.dtype
+                where = (
+                    parameter.shape,
+                    parameter.stride(),
+                    parameter.storage_offset(),
+                    parameter.dtype,
+                )
                 self._held.append((name, StorageWeakRef(storage), where, checksum(parameter)))
 
     def look(self, step: int) -> None:
@@ -37,7 +42,9 @@ class KeptMemory:
         for name, reference, (shape, strides, offset, dtype), before in self._held:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
-                now = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+                now = torch.empty(0, dtype=dtype, device=storage.device).set_(
+                    storage, offset, shape, strides
+                )
                 if not torch.equal(checksum(now), before):
                     written.append(name)
         if written:

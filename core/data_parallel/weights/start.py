@@ -22,8 +22,12 @@ def check_parts(module: Modules, ps: ParallelState) -> None:
     """
     wrong = []
     for name, parameter in named_parameters(module):
-        if has_layout(parameter) and tuple(parameter.shape) != layout_of(parameter).local_shape(ps.sizes):
-            wrong.append((name, list(parameter.shape), list(layout_of(parameter).local_shape(ps.sizes))))
+        if has_layout(parameter) and tuple(parameter.shape) != layout_of(parameter).local_shape(
+            ps.sizes
+        ):
+            wrong.append(
+                (name, list(parameter.shape), list(layout_of(parameter).local_shape(ps.sizes)))
+            )
     if wrong:
         name, shape, part = wrong[0]
         raise ValueError(
@@ -48,7 +52,9 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
     for rank, sizes in enumerate(others, 1):
         if list(sizes.items()) != list(first.items()):
             assert group is not None
-            different = sorted(name for name in first.keys() | sizes.keys() if first.get(name) != sizes.get(name))
+            different = sorted(
+                name for name in first.keys() | sizes.keys() if first.get(name) != sizes.get(name)
+            )
             raise ValueError(
                 f"DataParallel: ranks {group.ranks[0]} and {group.ranks[rank]} do not train the same parameters: "
                 f"{', '.join(different[:3]) or 'their order'} ({len(different)} of {len(first)}) frozen, missing or "
@@ -77,14 +83,20 @@ def new_parameters(stages: Sequence[nn.Module], known: Collection[int]) -> list[
 
 @torch.no_grad()
 def _broadcast_first(module: Modules, ps: ParallelState) -> None:
-    tensors: list[tuple[str, Tensor]] = [(layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)]
-    tensors += [("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()]
+    tensors: list[tuple[str, Tensor]] = [
+        (layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)
+    ]
+    tensors += [
+        ("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()
+    ]
     for name, tensor in tensors:
         group = ps.group(name)
         if without_memory(tensor):  # built on meta: every rank will draw the same values
             continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()
-            broadcast(values.reshape(-1).view(torch.uint8), group)  # as bytes: backends do not send every dtype
+            broadcast(
+                values.reshape(-1).view(torch.uint8), group
+            )  # as bytes: backends do not send every dtype
             if not tensor.is_contiguous():
                 tensor.copy_(values)

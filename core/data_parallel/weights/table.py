@@ -43,19 +43,25 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
     problems = []
     for number, module in modules_of(modules).items():
         try:
-            chosen = outermost(module, units if units == "layer" or not isinstance(units, str) else [units])
+            chosen = outermost(
+                module, units if units == "layer" or not isinstance(units, str) else [units]
+            )
         except ValueError as error:
             chosen = {}
             problems.append(error)
         if units == "layer":
             chosen |= _blocks(module, chosen)
         stages[number] = Members(module, chosen)
-    if units != "layer" and len(problems) == len(stages):  # a single stage may lack some of the names
+    if units != "layer" and len(problems) == len(
+        stages
+    ):  # a single stage may lack some of the names
         raise ValueError(f"shard_units: {problems[0]}")
     uses: dict[Parameter, set[tuple[int, str]]] = {}
     for number, stage in stages.items():
         for path, module in stage.module.named_modules(remove_duplicate=False):
-            is_inside = next((unit for unit in stage.units if f"{path}.".startswith(f"{unit}.")), "")
+            is_inside = next(
+                (unit for unit in stage.units if f"{path}.".startswith(f"{unit}.")), ""
+            )
             for parameter in module.parameters(recurse=False):
                 uses.setdefault(parameter, set()).add((number, is_inside))
     for stage in stages.values():
@@ -71,7 +77,9 @@ def _blocks(module: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.
     such ones, where no chosen layer is inside or around."""
     blocks: dict[str, nn.Module] = {}
     for path, parent in module.named_modules():
-        if not isinstance(parent, nn.Sequential) or any(f"{path}.".startswith(f"{name}.") for name in chosen):
+        if not isinstance(parent, nn.Sequential) or any(
+            f"{path}.".startswith(f"{name}.") for name in chosen
+        ):
             continue
         for name, child in parent.named_children():
             full_name = f"{path}.{name}" if path else name
@@ -96,7 +104,9 @@ def _has_inner_blocks(module: nn.Module) -> bool:
 
 def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
     """The trainable parameters, in the order of execution. Raises ValueError: parameters that share memory."""
-    names = {parameter: name for name, parameter in named_parameters(modules) if parameter.requires_grad}
+    names = {
+        parameter: name for name, parameter in named_parameters(modules) if parameter.requires_grad
+    }
     _refuse_overlap(names)
     entries: dict[str, Entry] = {}
     for number, stage in stages.items():

@@ -71,7 +71,9 @@ class Weights:
     _gathering: PendingCollective | None
 
     def _build_weights(self, device: torch.device) -> None:
-        on_meta = all(map(without_memory, self.parameters))  # see core/data_parallel/buffers/meta.py
+        on_meta = all(
+            map(without_memory, self.parameters)
+        )  # see core/data_parallel/buffers/meta.py
         # empty memory that is never written costs nothing, and a model on meta may be too large for one device
         new_tensor = torch.empty if on_meta and self.stage == 3 else torch.zeros
         flat = new_tensor(self.bucket.size, dtype=self.dtype, device=device)
@@ -80,15 +82,21 @@ class Weights:
             for view, parameter in zip(self._full_weights, self.parameters, strict=True):
                 if not on_meta:
                     view.copy_(parameter)
-        self._placeholders = [nan_placeholder(p.detach()) for p in self.parameters] if self.stage == 3 else []
+        self._placeholders = (
+            [nan_placeholder(p.detach()) for p in self.parameters] if self.stage == 3 else []
+        )
         self._parameter_tuple = tuple(self.parameters)
         self._classes = [type(p) for p in self.parameters]
         self._storage = Storage(flat)
         # Stage 3. lent: gathered until the next step, because code outside of its unit reads it. unsharded: by
         # `DataParallel.unshard`. data_was_read: a program has its `.data`, whose writes change no version counter.
         self.lent = self.unsharded = self.data_was_read = False
-        self.updates = 0  # a graph of before an update is refused by autograd, which compares versions
-        self.loan_warnings: list[str] = []  # shared by all buckets of one DataParallel: it warns once
+        self.updates = (
+            0  # a graph of before an update is refused by autograd, which compares versions
+        )
+        self.loan_warnings: list[
+            str
+        ] = []  # shared by all buckets of one DataParallel: it warns once
         self.weights = flat[slice(*self.updated_interval)]
         self.gathered = True
         self.written = False  # whether `take_weights` found anything that the program wrote since the last step
@@ -101,7 +109,9 @@ class Weights:
             self.free()
         else:
             self._set_data(self._full_weights)
-        self._versions_published = sum(parameter._version for parameter in self.parameters)  # stages 0 to 2
+        self._versions_published = sum(
+            parameter._version for parameter in self.parameters
+        )  # stages 0 to 2
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         pairs = zip(self.bucket.slots, self.parameters, strict=True)
@@ -116,7 +126,9 @@ class Weights:
 
         With another version they raise an error; reading a freed storage would crash the process.
         """
-        torch._C._autograd._unsafe_set_version_counter(self._parameter_tuple, (version,) * len(self._parameter_tuple))
+        torch._C._autograd._unsafe_set_version_counter(
+            self._parameter_tuple, (version,) * len(self._parameter_tuple)
+        )
 
     @cached_property
     def label(self) -> str:
@@ -185,7 +197,9 @@ class Weights:
         """Stage 3: code outside of the unit reads the values: full until the next step. All-gather."""
         if self.gathered:
             return
-        if not self.loan_warnings:  # warn before the gather: if other ranks do not read, it waits in vain
+        if (
+            not self.loan_warnings
+        ):  # warn before the gather: if other ranks do not read, it waits in vain
             self.loan_warnings.append(self.label)
             warnings.warn(
                 f"ZeRO stage 3: {self.label} was read outside of its module's forward: gathered, which every rank "
@@ -270,7 +284,10 @@ class Weights:
             self._versions_published = sum(versions)
         if self.stage in (1, 2) and self.ranks is not None:
             self._gathering = start_gather_parts(
-                self._storage.flat, self.ranks, tag=2 * self.number, label=f"the gather of {self.label}"
+                self._storage.flat,
+                self.ranks,
+                tag=2 * self.number,
+                label=f"the gather of {self.label}",
             )
         elif self.stage == 3:
             if self.lent:

@@ -17,7 +17,9 @@ from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 
 DOCUMENTS = ("file", "paragraph", "line")
-LEARNED_BYTES = 256 << 20  # of text a tokenizer is trained on: the first files in the order of the corpus
+LEARNED_BYTES = (
+    256 << 20
+)  # of text a tokenizer is trained on: the first files in the order of the corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +105,22 @@ def prepare_files(
     prefix.parent.mkdir(parents=True, exist_ok=True)
     end = tokenizer.end_of_text if append_end_of_text else None
     with TokenFileWriter(
-        prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, end_of_text=end, sources=text.inputs
+        prefix,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
+        end_of_text=end,
+        sources=text.inputs,
     ) as writer:
-        encoder = Encoder(tokenizer=tokenizer, dtype=writer.dtype, end_of_text=end, text_key=text.text_key)
+        encoder = Encoder(
+            tokenizer=tokenizer, dtype=writer.dtype, end_of_text=end, text_key=text.text_key
+        )
         # results come in the order of the jobs, so that the file does not depend on the number of workers
         jobs = _jobs(text.chunks(writer.skipped))
         with closing(encode_all(jobs, encoder, _processes(workers, text.num_bytes))) as results:
             for job, result in results:
-                writer.add_documents(result.tokens, result.lengths.tolist(), continued=result.continued)
+                writer.add_documents(
+                    result.tokens, result.lengths.tolist(), continued=result.continued
+                )
                 writer.text_bytes += result.text_bytes
                 writer.skipped.update(result.skipped)
                 advance(sum(chunk.size for chunk in job))
@@ -121,17 +131,27 @@ def prepare_files(
             )
     card = read_card(prefix)
     assert card is not None
-    files = [path for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix)) if path.exists()]
-    return CorpusFiles(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
+    files = [
+        path
+        for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix))
+        if path.exists()
+    ]
+    return CorpusFiles(
+        prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin
+    )
 
 
 def checked_prefix(output: str | Path) -> Path:
     """The prefix of the files to write; raises `ValueError` if it is a directory, or the name of one of the files."""
     prefix = Path(output)
     if str(output).endswith("/") or prefix.is_dir():
-        raise ValueError(f"output {output} is a directory, a prefix of files is needed; write {prefix / 'corpus'}")
+        raise ValueError(
+            f"output {output} is a directory, a prefix of files is needed; write {prefix / 'corpus'}"
+        )
     if prefix.suffix in (".bin", ".idx"):
-        raise ValueError(f"output {prefix} is a prefix of several files; write {prefix.with_suffix('')}")
+        raise ValueError(
+            f"output {prefix} is a prefix of several files; write {prefix.with_suffix('')}"
+        )
     return prefix
 
 

@@ -20,8 +20,13 @@ from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _FORMAT = 1
-_FEW_FILES = 3  # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
-_POLL_S, _PATIENCE_S = 0.3, 120.0  # a process that waits looks so often, and so long for one that prepares
+_FEW_FILES = (
+    3  # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
+)
+_POLL_S, _PATIENCE_S = (
+    0.3,
+    120.0,
+)  # a process that waits looks so often, and so long for one that prepares
 
 
 def is_text(name: str) -> bool:
@@ -51,7 +56,9 @@ def prepared_text(
     chats = are_conversations(text.sources)
     if not chats and len(text.sources) < _FEW_FILES:
         text = TextFiles(inputs=(name,), documents="paragraph")
-    prefix = Path(directory) / f"{Path(name).resolve().stem}-{_key(text, tokenizer, vocab_size, chats)}"
+    prefix = (
+        Path(directory) / f"{Path(name).resolve().stem}-{_key(text, tokenizer, vocab_size, chats)}"
+    )
     waited = 0.0
     while not _is_ready(prefix):
         if not writes:
@@ -109,7 +116,9 @@ def _prepare(
             tokenizer = ByteTokenizer() if chats else _learned(text, vocab_size, say)
         with progress("tokenising", text.num_bytes) as advance:
             if chats:
-                corpus = prepare_conversations(text, prefix, tokenizer, template_folder=folder, advance=advance)
+                corpus = prepare_conversations(
+                    text, prefix, tokenizer, template_folder=folder, advance=advance
+                )
             else:
                 corpus = prepare_files(text, prefix, tokenizer, advance=advance)
         card = corpus.card
@@ -126,7 +135,9 @@ def _learned(text: TextFiles, vocab_size: int, say: Callable[[str], None]) -> An
     from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
 
     say(f"learning {vocab_size:,} tokens from it (data.tokenizer=FILE takes others)")
-    reader = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key)
+    reader = Encoder(
+        tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key
+    )
     return train_tokenizer(text.texts(reader), vocab_size)
 
 

@@ -26,7 +26,11 @@ _NEITHER = 'rows without "messages" or a "prompt" with its "response"'
 _NO_ROLES = "chats whose messages lack a role or a content"
 _NO_ANSWER = "chats without an answer of the assistant"
 _REWRITTEN = "chats of which the chat template rewrites earlier turns"
-_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")  # where a template may stand
+_FILES = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)  # where a template may stand
 
 
 class Conversation(NamedTuple):
@@ -55,10 +59,14 @@ class ChatTemplate:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ImportError("chat templates need transformers: pip install transformers") from error
+            raise ImportError(
+                "chat templates need transformers: pip install transformers"
+            ) from error
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.chat_template is None:
-            raise ValueError(f"the tokenizer of {folder} has no chat template; give rows of prompt and response")
+            raise ValueError(
+                f"the tokenizer of {folder} has no chat template; give rows of prompt and response"
+            )
 
     def encode(self, messages: list[Mapping[str, Any]], tools: Any = None) -> Conversation:
         """A chat as the template writes it; answers are what it writes for the assistant after its header."""
@@ -71,12 +79,15 @@ class ChatTemplate:
             before = render(messages[:number], add_generation_prompt=True)
             # the end of the turn is the answer's, the white space before the next header is not
             through = render(messages[: number + 1]).rstrip()
-            if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
+            if not (
+                text.startswith(before) and text.startswith(through) and len(before) < len(through)
+            ):
                 raise _UnusableRowError(_REWRITTEN)
             spans.append((len(before), len(through)))
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         answers = [
-            any(start <= first < last <= stop for start, stop in spans) for first, last in encoded["offset_mapping"]
+            any(start <= first < last <= stop for start, stop in spans)
+            for first, last in encoded["offset_mapping"]
         ]
         return Conversation(encoded["input_ids"], answers)
 
@@ -86,7 +97,11 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
 
     Raises ValueError: that is so for some of the files only.
     """
-    found = [source for source in sources if source.kind == "jsonl" and _is_conversation(_first_row(source.path))]
+    found = [
+        source
+        for source in sources
+        if source.kind == "jsonl" and _is_conversation(_first_row(source.path))
+    ]
     if found and len(found) < len(sources):
         other = next(source for source in sources if source not in found)
         raise ValueError(
@@ -108,7 +123,9 @@ def _first_row(path: Path) -> Any:
 
 
 def _is_conversation(row: Any) -> bool:
-    return isinstance(row, dict) and ("messages" in row or ("prompt" in row and any(key in row for key in ANSWERS)))
+    return isinstance(row, dict) and (
+        "messages" in row or ("prompt" in row and any(key in row for key in ANSWERS))
+    )
 
 
 class ConversationEncoder:
@@ -123,7 +140,9 @@ class ConversationEncoder:
         if isinstance(row, dict) and "messages" in row:
             return self._closed(self._chat(row["messages"], row.get("tools")))
         prompt = row.get("prompt") if isinstance(row, dict) else None
-        answer = next((row[key] for key in ANSWERS if key in row), None) if prompt is not None else None
+        answer = (
+            next((row[key] for key in ANSWERS if key in row), None) if prompt is not None else None
+        )
         if isinstance(prompt, list) and isinstance(answer, list):
             return self._closed(self._chat([*prompt, *answer], row.get("tools")))
         if not isinstance(prompt, str) or not isinstance(answer, str):
@@ -136,7 +155,11 @@ class ConversationEncoder:
         if not isinstance(messages, list) or not messages:
             raise _UnusableRowError(_NEITHER)
         for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            if (
+                not isinstance(message, dict)
+                or not isinstance(message.get("role"), str)
+                or "content" not in message
+            ):
                 raise _UnusableRowError(_NO_ROLES)
         if not any(message["role"] == "assistant" for message in messages):
             raise _UnusableRowError(_NO_ANSWER)
@@ -151,7 +174,9 @@ class ConversationEncoder:
             return self._template.encode(messages, tools)
         except _UnusableRowError:
             raise
-        except Exception as error:  # a template raises what it likes about roles that it does not know
+        except (
+            Exception
+        ) as error:  # a template raises what it likes about roles that it does not know
             raise _UnusableRowError(
                 f"chats that the chat template refuses ({' '.join(str(error).split())})"
             ) from None
@@ -205,8 +230,14 @@ def prepare_conversations(
             )
     card = read_card(prefix)
     assert card is not None
-    files = [path for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix)) if path.exists()]
-    return CorpusFiles(prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin)
+    files = [
+        path
+        for path in (*file_paths(prefix), card_path(prefix), tokenizer_path(prefix))
+        if path.exists()
+    ]
+    return CorpusFiles(
+        prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin
+    )
 
 
 def _rows(content: Any, skipped: Counter[str]) -> Iterator[Any]:

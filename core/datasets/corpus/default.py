@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from core.datasets.corpus.standard_library import SourceFiles, read_texts, split_by_hash, standard_library
+from core.datasets.corpus.standard_library import (
+    SourceFiles,
+    read_texts,
+    split_by_hash,
+    standard_library,
+)
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
 
 if TYPE_CHECKING:
-    from core.datasets.tokenizers.trained import Tokenizer  # needs an extra: imported where it is used
+    from core.datasets.tokenizers.trained import (
+        Tokenizer,
+    )  # needs an extra: imported where it is used
 
 _FORMAT = 3
 _TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch
@@ -86,7 +93,14 @@ def _key(sources: SourceFiles, vocab_size: int, valid_fraction: float) -> str:
     """Everything the result depends on, as one hash."""
     from core.datasets.tokenizers.trained import LIBRARY_VERSION
 
-    inputs = [_FORMAT, sys.version, LIBRARY_VERSION, vocab_size, valid_fraction, sources.fingerprint()]
+    inputs = [
+        _FORMAT,
+        sys.version,
+        LIBRARY_VERSION,
+        vocab_size,
+        valid_fraction,
+        sources.fingerprint(),
+    ]
     return _sha256(json.dumps(inputs).encode())
 
 
@@ -106,11 +120,17 @@ def _reusable(directory: Path, key: str) -> _Figures | None:
 
 
 def _build(
-    directory: Path, sources: SourceFiles, sides: tuple[list[str], list[str]], vocab_size: int, key: str
+    directory: Path,
+    sources: SourceFiles,
+    sides: tuple[list[str], list[str]],
+    vocab_size: int,
+    key: str,
 ) -> _Figures:
     from core.datasets.tokenizers.trained import train_tokenizer
 
-    (train, train_skipped), (valid, valid_skipped) = (read_texts(sources.root, names) for names in sides)
+    (train, train_skipped), (valid, valid_skipped) = (
+        read_texts(sources.root, names) for names in sides
+    )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "corpus.json").unlink(missing_ok=True)  # from here on the directory is incomplete
     # from the training side only: the validation text must be new to the tokenizer, too
@@ -137,11 +157,17 @@ def _build(
     return figures
 
 
-def _write(prefix: Path, texts: Sequence[str], tokenizer: "Tokenizer", sources: Sequence[str]) -> None:
+def _write(
+    prefix: Path, texts: Sequence[str], tokenizer: "Tokenizer", sources: Sequence[str]
+) -> None:
     """One document per text, closed by the end of text."""
     end = tokenizer.end_of_text
     with TokenFileWriter(
-        prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, end_of_text=end, sources=sources
+        prefix,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
+        end_of_text=end,
+        sources=sources,
     ) as writer:
         writer.text_bytes = sum(len(text.encode()) for text in texts)
         for ids in _encode(texts, tokenizer):

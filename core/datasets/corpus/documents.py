@@ -18,7 +18,9 @@ from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 CHUNK_BYTES = 1 << 20
-_BATCH_BYTES = 1 << 16  # tokenised at a time: more is slower, and takes 100 bytes of memory for a token
+_BATCH_BYTES = (
+    1 << 16
+)  # tokenised at a time: more is slower, and takes 100 bytes of memory for a token
 PARAGRAPH_ENDS = (b"\n\n", b"\n\r\n")
 _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
@@ -88,9 +90,13 @@ class Encoder:
         arrays: list[Ids]
         if isinstance(self.tokenizer, ByteTokenizer):
             # tokens are the bytes: no library, and no list of Python integers
-            arrays = [np.frombuffer(text, np.uint8).astype(self.dtype, copy=False) for text in texts]
+            arrays = [
+                np.frombuffer(text, np.uint8).astype(self.dtype, copy=False) for text in texts
+            ]
         else:
-            arrays = [np.fromiter(ids, self.dtype, len(ids)) for ids in _encode(self.tokenizer, texts)]
+            arrays = [
+                np.fromiter(ids, self.dtype, len(ids)) for ids in _encode(self.tokenizer, texts)
+            ]
         closing = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
         sections: list[Ids] = [np.zeros(0, self.dtype)]  # so that there is one to concatenate
         counts = []
@@ -159,7 +165,9 @@ def _document_lengths(counts: npt.NDArray[np.int64], ends: list[bool]) -> npt.ND
     """Tokens of each document, from the tokens of each text; the last document may be without its end."""
     if not ends:
         return np.zeros(0, np.int64)
-    tokens_before = np.concatenate([[0], np.cumsum(counts)])  # the tokens before each text, and of all
+    tokens_before = np.concatenate(
+        [[0], np.cumsum(counts)]
+    )  # the tokens before each text, and of all
     boundaries = [0, *(np.flatnonzero(ends) + 1).tolist()]
     if not ends[-1]:
         boundaries.append(len(ends))
@@ -235,6 +243,8 @@ def _between_words(content: bytes, start: int, stop: int) -> int:
 
 
 def _between_characters(content: bytes, start: int, stop: int) -> int:
-    while stop > start + 1 and content[stop] & 0xC0 == 0x80:  # inside of a character: UTF-8's continuation bytes
+    while (
+        stop > start + 1 and content[stop] & 0xC0 == 0x80
+    ):  # inside of a character: UTF-8's continuation bytes
         stop -= 1
     return stop

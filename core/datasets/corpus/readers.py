@@ -11,7 +11,14 @@ from importlib import import_module
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple
 
-from core.datasets.corpus.documents import CHUNK_BYTES, PARAGRAPH_ENDS, TextChunk, cut_position, cuts, last_end
+from core.datasets.corpus.documents import (
+    CHUNK_BYTES,
+    PARAGRAPH_ENDS,
+    TextChunk,
+    cut_position,
+    cuts,
+    last_end,
+)
 from core.datasets.corpus.sources import TextSource
 
 PORTION_BYTES = 64 << 20  # read at once; a larger text file becomes several documents
@@ -19,7 +26,11 @@ _ROWS = 512
 
 
 def read_chunks(
-    sources: Sequence[TextSource], skipped: Counter[str], *, documents: str = "file", text_key: str = "text"
+    sources: Sequence[TextSource],
+    skipped: Counter[str],
+    *,
+    documents: str = "file",
+    text_key: str = "text",
 ) -> Iterator[TextChunk]:
     """The content of the sources, in their order, in chunks of about 1 MB.
 
@@ -102,7 +113,9 @@ class _Unpacked(io.RawIOBase):
         if self.damage is not None:
             return 0
         try:
-            return self._reader.readinto1(buffer)  # not `readinto`, which loses what precedes an error
+            return self._reader.readinto1(
+                buffer
+            )  # not `readinto`, which loses what precedes an error
         except self._errors as error:
             self.damage = error
             return 0
@@ -123,7 +136,10 @@ def _lines(opened: _OpenedText) -> Iterator[TextChunk]:
 def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Chunks of a text file. A file larger than a portion is cut where `documents` allows it."""
     file, raw = opened.content, opened.raw
-    previous_position, rest = 0, b""  # in the file on disk; what a cut left over of the last portion
+    previous_position, rest = (
+        0,
+        b"",
+    )  # in the file on disk; what a cut left over of the last portion
     if not file.peek(1) and opened.damage() is None:  # type: ignore[attr-defined]
         skipped["empty documents"] += 1
     is_beginning = True
@@ -182,7 +198,9 @@ def _parquet(source: TextSource, text_key: str) -> Iterator[TextChunk]:
                 return
             # only the column of texts, a few rows at a time: row groups may be larger than memory
             for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
-                yield TextChunk("texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows))
+                yield TextChunk(
+                    "texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows)
+                )
     except _extra("pyarrow", source).ArrowInvalid as error:
         raise _Damaged(str(error)) from error
 

@@ -13,7 +13,9 @@ TEXT = (".txt", ".md", ".rst", ".py")
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst")
 READ = (*TEXT, *LINES, ".parquet")
-_DATASET = "dataset_info.json"  # of a directory that `datasets.save_to_disk` wrote, beside state.json
+_DATASET = (
+    "dataset_info.json"  # of a directory that `datasets.save_to_disk` wrote, beside state.json
+)
 _SPLITS = "dataset_dict.json"
 _OTHER_SUFFIX = "files of another suffix"
 
@@ -32,7 +34,9 @@ class TextSource:
     size: int
 
 
-def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tuple[list[TextSource], Counter[str]]:
+def find_sources(
+    inputs: Sequence[str | Path], globs: Sequence[str] = ()
+) -> tuple[list[TextSource], Counter[str]]:
     """The sources below the inputs, and why files there were skipped.
 
     A file that is named is read whatever its suffix (as text, if it is none of those known). In a directory, all
@@ -65,7 +69,9 @@ def find_sources(inputs: Sequence[str | Path], globs: Sequence[str] = ()) -> tup
             f"{', '.join(map(str, inputs))}: 0 files to read, {other_suffixes} of other suffixes than "
             f"{' '.join(READ)} (also {' '.join(PACKED)}){rest}; name a pattern, for example --glob '*.html'"
         )
-    return [source for *_, source in sorted(hashed_sources, key=lambda entry: entry[:2])], search.skipped
+    return [
+        source for *_, source in sorted(hashed_sources, key=lambda entry: entry[:2])
+    ], search.skipped
 
 
 class _SourceSearch:
@@ -90,7 +96,9 @@ class _SourceSearch:
                 entered.add(resolved)
                 folder = Path(directory)
                 yield from self._directory(root, folder, resolved, subdirectories, files)
-                waiting += [folder / entry for entry in subdirectories if (folder / entry).is_symlink()]
+                waiting += [
+                    folder / entry for entry in subdirectories if (folder / entry).is_symlink()
+                ]
 
     def _unreadable(self, error: OSError) -> None:
         self.skipped["directories that cannot be read"] += 1
@@ -102,14 +110,20 @@ class _SourceSearch:
         name = folder.relative_to(root).as_posix()
         if _SPLITS in files:
             splits = ", ".join(str(folder / entry) for entry in sorted(subdirectories))
-            raise ValueError(f"{folder} is a dataset of {len(subdirectories)} splits; name those to read: {splits}")
+            raise ValueError(
+                f"{folder} is a dataset of {len(subdirectories)} splits; name those to read: {splits}"
+            )
         # a saved dataset is one source, not the files it consists of
         if _DATASET in files and "state.json" in files:
             subdirectories.clear()
             if self._is_new(resolved):
-                yield TextSource(folder, name, "dataset", sum((folder / file).stat().st_size for file in files))
+                yield TextSource(
+                    folder, name, "dataset", sum((folder / file).stat().st_size for file in files)
+                )
             return
-        subdirectories[:] = sorted(entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS")
+        subdirectories[:] = sorted(
+            entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS"
+        )
         for file in sorted(files):
             if not file.startswith("."):
                 path = folder / file
@@ -138,7 +152,9 @@ class _SourceSearch:
         return True
 
 
-def _source(path: Path, name: str, size: int, globs: Sequence[str], *, named: bool) -> TextSource | None:
+def _source(
+    path: Path, name: str, size: int, globs: Sequence[str], *, named: bool
+) -> TextSource | None:
     """None: not to be read."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED:  # `.jsonl.gz` is read as `.jsonl`

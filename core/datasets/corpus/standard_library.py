@@ -11,7 +11,16 @@ from pathlib import Path
 # because they are not the standard library. `encodings` and `pydoc_data` are generated: near-copies of one
 # table would sit on both sides of the split, and one 0.75 MB file of help text would be most of a side.
 _EXCLUDED_DIRECTORIES = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+    }
 )
 _EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # the build settings of one machine
 
@@ -50,11 +59,17 @@ def standard_library(root: Path | None = None) -> SourceFiles:
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     names = []
     for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if _belongs(name)]  # pruned: site-packages can be huge
+        subdirectories[:] = [
+            name for name in subdirectories if _belongs(name)
+        ]  # pruned: site-packages can be huge
         folder = Path(directory).relative_to(root)
-        names += [(folder / file).as_posix() for file in files if file.endswith(".py") and _belongs(file)]
+        names += [
+            (folder / file).as_posix() for file in files if file.endswith(".py") and _belongs(file)
+        ]
     if not names:
-        raise ValueError(f"{root} holds 0 Python files, at least 1 is needed; pass a directory of sources")
+        raise ValueError(
+            f"{root} holds 0 Python files, at least 1 is needed; pass a directory of sources"
+        )
     return SourceFiles(root, tuple(sorted(names)))
 
 
@@ -78,14 +93,18 @@ def read_texts(root: Path, names: Iterable[str]) -> tuple[list[str], int]:
     return texts, skipped
 
 
-def split_by_hash(names: Sequence[str], valid_fraction: float = 0.05) -> tuple[list[str], list[str]]:
+def split_by_hash(
+    names: Sequence[str], valid_fraction: float = 0.05
+) -> tuple[list[str], list[str]]:
     """(training names, validation names), each in the given order.
 
     A file's side depends on nothing but its own name, so adding files never moves another from
     validation to training. Raises `ValueError` unless 0 < valid_fraction < 1.
     """
     if not 0 < valid_fraction < 1:
-        raise ValueError(f"valid_fraction={valid_fraction} must lie between 0 and 1, for example 0.05")
+        raise ValueError(
+            f"valid_fraction={valid_fraction} must lie between 0 and 1, for example 0.05"
+        )
     sides: tuple[list[str], list[str]] = ([], [])
     for name in names:
         sides[_unit_hash(name) < valid_fraction].append(name)

@@ -17,14 +17,18 @@ _AHEAD = 4  # jobs per worker that may wait for a slower one before them: bounds
 Job = Sequence[TextChunk]
 
 
-def encode_all(jobs: Iterable[Job], encoder: Encoder, workers: int) -> Generator[tuple[Job, Encoded], None, None]:
+def encode_all(
+    jobs: Iterable[Job], encoder: Encoder, workers: int
+) -> Generator[tuple[Job, Encoded], None, None]:
     """Each job with its tokens, in the order of the jobs, computed by up to `workers` processes.
 
     One worker, or one job, needs no process. Close the iterator (`contextlib.closing`) to end the processes early.
     Raises `ValueError` if `workers` is not positive, `ChildProcessError` if a process died.
     """
     if workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1; this machine has {available_cores()} cores")
+        raise ValueError(
+            f"workers={workers} must be at least 1; this machine has {available_cores()} cores"
+        )
     remaining = iter(jobs)
     first_two = list(islice(remaining, 2))
     remaining = chain(first_two, remaining)
@@ -69,7 +73,9 @@ class _WorkerPool:
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
         """Each job with its tokens, in order; a few jobs are ahead of the next one that is yielded."""
-        for _ in range(self._workers):  # all before the first job, which waits until its process can read
+        for _ in range(
+            self._workers
+        ):  # all before the first job, which waits until its process can read
             self._start()
         sent: dict[int, Job] = {}
         done: dict[int, Encoded] = {}
@@ -77,11 +83,16 @@ class _WorkerPool:
         job = next(jobs, None)
         while job is not None or sent:
             while (
-                job is not None and number - written < _AHEAD * self._workers and (connection := self._idle_worker())
+                job is not None
+                and number - written < _AHEAD * self._workers
+                and (connection := self._idle_worker())
             ):
                 self._send(connection, number, job)
                 sent[number] = job
-                number, job = number + 1, next(jobs, None)  # the next one is read while the workers work
+                number, job = (
+                    number + 1,
+                    next(jobs, None),
+                )  # the next one is read while the workers work
             # a slow job holds back the results behind it; `_AHEAD` bounds how many
             while written in done:
                 yield sent.pop(written), done.pop(written)
@@ -92,7 +103,9 @@ class _WorkerPool:
                     done[self._busy.pop(ready)] = self._receive(ready)
 
     def _idle_worker(self) -> Connection | None:
-        return next((connection for connection in self._processes if connection not in self._busy), None)
+        return next(
+            (connection for connection in self._processes if connection not in self._busy), None
+        )
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

@@ -10,13 +10,17 @@ from core.datasets.shards.manifest import SUFFIX, Manifest
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 where a shard cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m core.datasets.shards", description=__doc__)
-    parser.add_argument("shards", nargs="+", help="prefixes of token files, or their .idx, in the order of reading")
+    parser.add_argument(
+        "shards", nargs="+", help="prefixes of token files, or their .idx, in the order of reading"
+    )
     parser.add_argument("--output", required=True, help=f"the list, whose name ends with {SUFFIX}")
     options = parser.parse_args(arguments)
     if not options.output.endswith(SUFFIX):
         parser.error(f"--output {options.output} must end with {SUFFIX}, by which a run knows it")
     try:
-        manifest = Manifest.of([name.removesuffix(".idx").removesuffix(".bin") for name in options.shards])
+        manifest = Manifest.of(
+            [name.removesuffix(".idx").removesuffix(".bin") for name in options.shards]
+        )
         manifest.write(options.output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -17,7 +17,9 @@ from core.datasets.prefix_lock import LockedError, release_lock, take_lock
 from core.datasets.shards.manifest import Manifest
 from core.datasets.token_file import TokenFile, file_paths
 
-Fetch = Callable[[str, Path], None]  # (name of the shard, folder): puts name.bin, name.idx and what lies beside there
+Fetch = Callable[
+    [str, Path], None
+]  # (name of the shard, folder): puts name.bin, name.idx and what lies beside there
 _POLL_S = 0.2  # how often a process looks that waits for the one that fetches
 
 
@@ -36,7 +38,9 @@ class CommandFetch:
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             said = (done.stderr or done.stdout).strip()[-500:]
-            raise ValueError(f"data.fetch ended with {done.returncode} for shard {name}: {said or 'it said nothing'}")
+            raise ValueError(
+                f"data.fetch ended with {done.returncode} for shard {name}: {said or 'it said nothing'}"
+            )
 
 
 class LocalShards:
@@ -46,7 +50,9 @@ class LocalShards:
     so one fetches, the others wait, and none is removed while another process opens it.
     """
 
-    def __init__(self, manifest: Manifest, directory: str | Path, fetch: Fetch | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, directory: str | Path, fetch: Fetch | None = None
+    ) -> None:
         self.manifest, self.directory, self.fetch = manifest, Path(directory), fetch
         self._ahead: dict[int, threading.Thread] = {}
 
@@ -65,11 +71,18 @@ class LocalShards:
 
     def bring_ahead(self, number: int) -> None:
         """Fetch shard `number` beside the training; what goes wrong is told when it is needed."""
-        if self.fetch is None or number in self._ahead or file_paths(self._prefix(number))[1].is_file():
+        if (
+            self.fetch is None
+            or number in self._ahead
+            or file_paths(self._prefix(number))[1].is_file()
+        ):
             return
 
         def bring() -> None:
-            with contextlib.suppress(Exception), self._locked(number):  # `open` tries again, and tells
+            with (
+                contextlib.suppress(Exception),
+                self._locked(number),
+            ):  # `open` tries again, and tells
                 if self._here(number) is None:
                     self._brought(number)
 
@@ -98,7 +111,9 @@ class LocalShards:
     @contextlib.contextmanager
     def _locked(self, number: int, wait: bool = True) -> Iterator[None]:
         """Alone with the shard on this machine. Raises LockedError: without `wait`, where another has it."""
-        if self.fetch is None:  # then nothing is written or removed, and the folder may be read-only
+        if (
+            self.fetch is None
+        ):  # then nothing is written or removed, and the folder may be read-only
             yield
             return
         prefix = self._prefix(number)
@@ -111,9 +126,7 @@ class LocalShards:
                 if not wait:
                     raise
                 time.sleep(_POLL_S)
-            except (
-                OSError
-            ):  # a folder that is read-only: nothing is removed there, and what cannot be fetched is told
+            except OSError:  # a folder that is read-only: nothing is removed there, and what cannot be fetched is told
                 lock = None
                 break
         try:
@@ -130,12 +143,17 @@ class LocalShards:
     def _brought(self, number: int) -> TokenFile:
         prefix, name = self._prefix(number), self.manifest.shards[number].name
         if self.fetch is None:
-            raise ValueError(f"shard {name} is not in {self.directory}; copy it there, or say how: data.fetch")
+            raise ValueError(
+                f"shard {name} is not in {self.directory}; copy it there, or say how: data.fetch"
+            )
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.directory) as folder:
             self.fetch(name, Path(folder))
             TokenFile(Path(folder) / name)
             index = f"{name}.idx"
-            for path in (*sorted({*os.listdir(folder)} - {index}), index):  # without the index nothing opens
+            for path in (
+                *sorted({*os.listdir(folder)} - {index}),
+                index,
+            ):  # without the index nothing opens
                 if path == index:
                     self._mark(number).touch()
                 os.replace(Path(folder) / path, self.directory / path)

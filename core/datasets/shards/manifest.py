@@ -30,14 +30,20 @@ class Manifest:
 
     def __post_init__(self) -> None:
         names = [shard.name for shard in self.shards]
-        problems = [f"{name!r} is no file name" for name in names if not re.fullmatch(r"[\w-][\w.-]*", name)]
+        problems = [
+            f"{name!r} is no file name" for name in names if not re.fullmatch(r"[\w-][\w.-]*", name)
+        ]
         twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         problems += [f"{name} is there {names.count(name)} times" for name in twice]
         problems += [
-            f"{shard.name} has {shard.tokens} tokens, 2 or more" for shard in self.shards if shard.tokens < 2
+            f"{shard.name} has {shard.tokens} tokens, 2 or more"
+            for shard in self.shards
+            if shard.tokens < 2
         ]
         if problems or not names:
-            raise ValueError(f"shards: {'; '.join(problems) or '0 are listed, at least 1'}; write the list anew")
+            raise ValueError(
+                f"shards: {'; '.join(problems) or '0 are listed, at least 1'}; write the list anew"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +56,9 @@ class Manifest:
         shards = []
         for prefix in prefixes:
             file = TokenFile(prefix)
-            hash_of_tokens = file.card.bin_hash if file.card is not None else sampled_hash(file_paths(prefix)[0])
+            hash_of_tokens = (
+                file.card.bin_hash if file.card is not None else sampled_hash(file_paths(prefix)[0])
+            )
             shards.append(Shard(Path(prefix).name, file.num_tokens, hash_of_tokens))
         return cls(tuple(shards))
 
@@ -61,7 +69,12 @@ class Manifest:
             content = json.loads(Path(path).read_text())
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}, this reads {FORMAT!r}")
-            return cls(tuple(Shard(str(s["name"]), int(s["tokens"]), str(s["hash"])) for s in content["shards"]))
+            return cls(
+                tuple(
+                    Shard(str(s["name"]), int(s["tokens"]), str(s["hash"]))
+                    for s in content["shards"]
+                )
+            )
         except (ValueError, KeyError, TypeError) as error:
             remedy = "write it with python -m core.datasets.shards"
             raise ValueError(f"{path} is no list of shards ({error}); {remedy}") from None

@@ -28,7 +28,9 @@ class StreamedBatches:
     global_batch_size: int
     seed: int
     packing: Packing = field(default_factory=Packing)
-    _open: dict[int, GPTBatches] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _open: dict[int, GPTBatches] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -75,7 +77,9 @@ class StreamedBatches:
         """Keep what this batch and the last one read, and the shard that comes next, which is returned."""
         # other ranks of the machine may still be at the last batch
         needed = list(
-            dict.fromkeys(shard for shard, _, _ in self._pieces(range(max(0, first - count), first + count)))
+            dict.fromkeys(
+                shard for shard, _, _ in self._pieces(range(max(0, first - count), first + count))
+            )
         )
         following = (needed[-1] + 1) % len(self._ends)
         for shard in self._open.keys() - {*needed}:

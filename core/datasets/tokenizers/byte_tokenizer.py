@@ -31,7 +31,9 @@ class ByteTokenizer:
         Raises `ValueError` on an id that does not exist.
         """
         if len(ids) and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise ValueError(f"ids {min(ids)} to {max(ids)}, bytes and the end of text are 0 to {END_OF_TEXT_ID}")
+            raise ValueError(
+                f"ids {min(ids)} to {max(ids)}, bytes and the end of text are 0 to {END_OF_TEXT_ID}"
+            )
         return bytes(i for i in ids if i != END_OF_TEXT_ID).decode(errors="replace")
 
     def save(self, path: str | Path) -> None:

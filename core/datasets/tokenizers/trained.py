@@ -12,7 +12,9 @@ from core.datasets.tokenizers.byte_tokenizer import refuse_surrogates
 try:
     import tokenizers as hf
 except ImportError as error:
-    raise ImportError("the tokenizer needs the package tokenizers: pip install tokenizers") from error
+    raise ImportError(
+        "the tokenizer needs the package tokenizers: pip install tokenizers"
+    ) from error
 
 END_OF_TEXT = "<|endoftext|>"
 LIBRARY_VERSION: str = hf.__version__
@@ -22,7 +24,12 @@ _ENDS_OF_TEXT = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>"),
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eod|>", "<eod>", "[SEP]", "<sep>"),
 )
-_DECIDE_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # the rest is for decoding and for pairs
+_DECIDE_IDS = (
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "model",
+)  # the rest is for decoding and for pairs
 
 
 class Tokenizer:
@@ -44,15 +51,21 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path, end_of_text: str | int | None = None) -> "Tokenizer":
         """The tokenizer in a `tokenizer.json`; raises `ValueError` if the file is none."""
-        return cls.from_text(Path(path).read_text(encoding="utf-8", errors="replace"), end_of_text, name=str(path))
+        return cls.from_text(
+            Path(path).read_text(encoding="utf-8", errors="replace"), end_of_text, name=str(path)
+        )
 
     @classmethod
-    def from_text(cls, text: str, end_of_text: str | int | None = None, name: str = "the text") -> "Tokenizer":
+    def from_text(
+        cls, text: str, end_of_text: str | int | None = None, name: str = "the text"
+    ) -> "Tokenizer":
         """The tokenizer in the content of a `tokenizer.json`, which errors call `name`; raises `ValueError`."""
         try:
             inner = hf.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{name} ({len(text)} characters) is no tokenizer.json: {error}") from error
+            raise ValueError(
+                f"{name} ({len(text)} characters) is no tokenizer.json: {error}"
+            ) from error
         try:
             return cls(inner, end_of_text)
         except ValueError as error:
@@ -105,7 +118,9 @@ def _find_end_of_text(inner: hf.Tokenizer, requested: str | int | None) -> int:
     """The id of the token that ends a document: the requested one, else the first special token of a known name."""
     if isinstance(requested, int):
         if inner.id_to_token(requested) is None:
-            raise ValueError(f"end_of_text={requested} is no id of the tokenizer's {inner.get_vocab_size()} tokens")
+            raise ValueError(
+                f"end_of_text={requested} is no id of the tokenizer's {inner.get_vocab_size()} tokens"
+            )
         return requested
     if requested is not None:
         token_id = inner.token_to_id(requested)
@@ -128,7 +143,11 @@ def _find_end_of_text(inner: hf.Tokenizer, requested: str | int | None) -> int:
 def _essence(content: Any) -> Any:
     """Without settings that are off or unset, which later versions of the library add."""
     if isinstance(content, dict):
-        return {key: _essence(value) for key, value in content.items() if value is not None and value is not False}
+        return {
+            key: _essence(value)
+            for key, value in content.items()
+            if value is not None and value is not False
+        }
     if isinstance(content, list):
         return [_essence(value) for value in content]
     return content
@@ -141,7 +160,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises `ValueError` if `vocab_size` is too small to hold every byte.
     """
     if vocab_size < _MIN_VOCABULARY:
-        raise ValueError(f"vocab_size={vocab_size} cannot hold every byte; use {_MIN_VOCABULARY} or more")
+        raise ValueError(
+            f"vocab_size={vocab_size} cannot hold every byte; use {_MIN_VOCABULARY} or more"
+        )
     inner = hf.Tokenizer(hf.models.BPE())
     # byte-level: every text can be written, and comes back byte for byte
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -92,7 +92,15 @@ class ArrayInfo:
     def to_json(self) -> list[Any]:
         """Plain values, for comparing catalogues across ranks."""
         more = [list(self.layers), self.depth, self.axis]
-        return [list(self.shape), self.dtype, self.tp_dim, self.stacked, self.ragged, self.stack, *more]
+        return [
+            list(self.shape),
+            self.dtype,
+            self.tp_dim,
+            self.stacked,
+            self.ragged,
+            self.stack,
+            *more,
+        ]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> "ArrayInfo":

@@ -9,7 +9,13 @@ from typing import Any
 from core.dist_checkpointing.format.arrays import ITEMSIZE, STORED_DTYPES
 from core.dist_checkpointing.format.digest import json_crc
 from core.dist_checkpointing.format.json_files import canonical_json
-from core.dist_checkpointing.format.zarr_metadata import Json, check_metadata, check_path, difference, group_metadata
+from core.dist_checkpointing.format.zarr_metadata import (
+    Json,
+    check_metadata,
+    check_path,
+    difference,
+    group_metadata,
+)
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED, Files, grid_shape
 
 
@@ -34,12 +40,16 @@ class Contents:
             facts = root["attributes"]["paracore"]
             all_nodes = root["consolidated_metadata"]["metadata"]
             version, objects, derived = facts["format"], facts["objects"], facts["derived"]
-            metadata = {key: node for key, node in all_nodes.items() if node["node_type"] == "array"}
+            metadata = {
+                key: node for key, node in all_nodes.items() if node["node_type"] == "array"
+            }
             sound = isinstance(objects, dict) and _is_derivable(derived, metadata)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no group of a checkpoint: {error!r} is missing") from None
         if type(version) is not int or version not in (FORMAT, TAGGED):
-            raise ValueError(f"format {version!r}, this version reads {TAGGED}; install a newer one")
+            raise ValueError(
+                f"format {version!r}, this version reads {TAGGED}; install a newer one"
+            )
         if not sound:
             raise ValueError("objects or derived arrays that no checkpoint has; use another")
         # every key becomes a path: none may lead out of the checkpoint
@@ -60,7 +70,11 @@ class Contents:
 def _is_derivable(derived: Mapping[str, Any], metadata: Mapping[str, Any]) -> bool:
     """Whether each derived array comes from a stored one, in a known dtype, and is not stored itself."""
     for key, recipe in derived.items():
-        if recipe["from"] not in metadata or recipe["torch_dtype"] not in STORED_DTYPES or key in metadata:
+        if (
+            recipe["from"] not in metadata
+            or recipe["torch_dtype"] not in STORED_DTYPES
+            or key in metadata
+        ):
             return False
     return True
 
@@ -75,7 +89,9 @@ def _check_nodes(nodes: Mapping[str, Json], files: Files) -> None:
             expected[file] = len(text), json_crc(text)
     listed = {file: entry for file, entry in files.items() if file.endswith("/zarr.json")}
     # missing on one side, or another size or checksum
-    unequal = sorted(file for file in expected.keys() | listed.keys() if expected.get(file) != listed.get(file))
+    unequal = sorted(
+        file for file in expected.keys() | listed.keys() if expected.get(file) != listed.get(file)
+    )
     if not unequal:
         return
     file = unequal[0]
@@ -105,7 +121,9 @@ class ListedFiles:
         cell_count = prod(grid_shape(node))
         nbytes = prod(node["shape"]) * ITEMSIZE[node["data_type"]]
         if nbytes > self._bytes[key]:
-            raise ValueError(f"array {key!r} is said to have {nbytes} bytes, its files have {self._bytes[key]}")
+            raise ValueError(
+                f"array {key!r} is said to have {nbytes} bytes, its files have {self._bytes[key]}"
+            )
         if cell_count > self._count[key]:
             raise ValueError(
                 f"array {key!r} is said to have {cell_count} cells, the manifest lists {self._count[key]}"

@@ -13,7 +13,10 @@ from typing import Any
 from core.dist_checkpointing.format.zarr_metadata import CRC_BYTES, Chunking
 from core.dist_checkpointing.storage.fs import open_regular
 
-_OUTSIDE = (2**64 - 1, 2**64 - 1)  # the index entry of an inner chunk that lies outside of the array
+_OUTSIDE = (
+    2**64 - 1,
+    2**64 - 1,
+)  # the index entry of an inner chunk that lies outside of the array
 
 
 def json_crc(data: bytes) -> int:
@@ -49,7 +52,9 @@ def file_crc(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> tuple
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
-        return size, cell_crc(lambda offset, length: os.pread(descriptor, length, offset), size, metadata)
+        return size, cell_crc(
+            lambda offset, length: os.pread(descriptor, length, offset), size, metadata
+        )
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
     finally:
@@ -59,7 +64,9 @@ def file_crc(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> tuple
 def _chunk_offsets(index: bytes, units: int, stride: int) -> range:
     """Where the inner chunks of a cell begin: one behind the other from 0, in whatever order, or ValueError."""
     numbers = struct.unpack_from(f"<{2 * units}Q", index)
-    entries = [entry for entry in zip(numbers[::2], numbers[1::2], strict=True) if entry != _OUTSIDE]
+    entries = [
+        entry for entry in zip(numbers[::2], numbers[1::2], strict=True) if entry != _OUTSIDE
+    ]
     offsets = range(0, len(entries) * stride, stride)
     if not entries or sorted(entries) != [(offset, stride) for offset in offsets]:
         raise ValueError(f"the index does not list pieces of {stride} bytes one behind the other")

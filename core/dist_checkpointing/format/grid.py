@@ -17,7 +17,12 @@ ROWS = 16  # a ragged dim is cut at multiples of it, so that its cells divide fu
 
 
 def cell_shape(
-    shape: tuple[int, ...], tp_dim: int | None, *, stacked: bool = False, ragged: bool = False, tp_sizes: int = 8
+    shape: tuple[int, ...],
+    tp_dim: int | None,
+    *,
+    stacked: bool = False,
+    ragged: bool = False,
+    tp_sizes: int = 8,
 ) -> tuple[int, ...]:
     """The shape of an array's cells; the last ones along a dim may be short.
 
@@ -62,7 +67,9 @@ def inner_shape(cell: tuple[int, ...]) -> tuple[int, ...] | None:
     return _limited(cell, MIN) if prod(cell) > MIN else None
 
 
-def cells(shape: tuple[int, ...], cell: tuple[int, ...], box: Box | None = None) -> Iterator[tuple[Index, Box]]:
+def cells(
+    shape: tuple[int, ...], cell: tuple[int, ...], box: Box | None = None
+) -> Iterator[tuple[Index, Box]]:
     """Index and box of every cell that touches `box` (default: of all), clipped to the array, in C order."""
     touched = whole(shape) if box is None else box
     positions_by_dim = []
@@ -101,10 +108,14 @@ def read_bytes(info: ArrayInfo, boxes: Iterable[Box]) -> tuple[int, int]:
 def _check(shape: tuple[int, ...], tp_dim: int | None, stacked: bool) -> None:
     for dim, size in enumerate(shape):
         if size < 1:
-            raise ValueError(f"dim {dim} of {shape} has size {size}: nothing to store; leave the tensor out")
+            raise ValueError(
+                f"dim {dim} of {shape} has size {size}: nothing to store; leave the tensor out"
+            )
     if (stacked and not shape) or (tp_dim is not None and not stacked <= tp_dim < len(shape)):
         axis = "with a stack axis" if stacked else "without a stack axis"
-        raise ValueError(f"tensor-parallel dim {tp_dim} does not fit the shape {shape} {axis}; dims count from 0")
+        raise ValueError(
+            f"tensor-parallel dim {tp_dim} does not fit the shape {shape} {axis}; dims count from 0"
+        )
 
 
 def _limited(cell: Iterable[int], limit: int, min_elements: int = 0) -> tuple[int, ...]:

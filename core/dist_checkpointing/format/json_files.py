@@ -21,11 +21,15 @@ def canonical_json(value: Any) -> bytes:
 def parse_json(data: bytes, file: str) -> Any:
     """The value of a JSON file. ValueError naming `file`: it is damaged, or too large (parsed it is larger still)."""
     if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{file} has {len(data)} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step")
+        raise ValueError(
+            f"{file} has {len(data)} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
+        )
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: no JSON ({error}); restore the file from a copy, or use another step") from None
+        raise ValueError(
+            f"{file}: no JSON ({error}); restore the file from a copy, or use another step"
+        ) from None
 
 
 def _finite(text: str) -> float:
@@ -50,5 +54,7 @@ def unseal(data: bytes, file: str) -> dict[str, Any]:
     # the whole text is compared, not the number alone: a byte that JSON does not mind would else pass unnoticed
     if data != seal(value):
         actual_crc = zlib.crc32(canonical_json(value))
-        raise ValueError(f"{file}: its crc is {stated_crc}, its content has {actual_crc}: damaged; use another step")
+        raise ValueError(
+            f"{file}: its crc is {stated_crc}, its content has {actual_crc}: damaged; use another step"
+        )
     return value

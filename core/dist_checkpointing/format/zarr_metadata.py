@@ -76,7 +76,10 @@ class Chunking:
 
 
 def array_metadata(
-    info: ArrayInfo, cell: tuple[int, ...], inner: tuple[int, ...] | None, attributes: Json | None = None
+    info: ArrayInfo,
+    cell: tuple[int, ...],
+    inner: tuple[int, ...] | None,
+    attributes: Json | None = None,
 ) -> Json:
     """The zarr.json of an array in cells of this shape, each with chunks of shape `inner` if that is not None.
 
@@ -86,7 +89,12 @@ def array_metadata(
     data_type, fill_value = STORED_DTYPES[info.dtype]
     codecs = [_BYTES, _CRC32C]
     if inner is not None:
-        sharding = {"chunk_shape": list(inner), "codecs": codecs, "index_codecs": codecs, "index_location": "end"}
+        sharding = {
+            "chunk_shape": list(inner),
+            "codecs": codecs,
+            "index_codecs": codecs,
+            "index_location": "end",
+        }
         codecs = [{"name": "sharding_indexed", "configuration": sharding}]
     all_attributes = dict(attributes or {})
     if data_type != info.dtype:
@@ -118,13 +126,17 @@ def info_of(metadata: Mapping[str, Any]) -> ArrayInfo:
     dtype, tp_dim = attributes.get("torch_dtype", metadata["data_type"]), attributes.get("tp_dim")
     stacked = "stack" in attributes
     axis = attributes.get("axis", "tp")
-    ragged = not stacked and tp_dim == 0 and axis == "tp"  # rows cut over tp, outside of stacks: a vocabulary
+    ragged = (
+        not stacked and tp_dim == 0 and axis == "tp"
+    )  # rows cut over tp, outside of stacks: a vocabulary
     stack, layers, depth = (
         attributes.get("stack", ""),
         tuple(attributes.get("layers", ())),
         attributes.get("depth", 0),
     )
-    return ArrayInfo(tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, stack, layers, depth, axis)
+    return ArrayInfo(
+        tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, stack, layers, depth, axis
+    )
 
 
 def group_metadata(arrays: Mapping[str, Json], attributes: Json) -> dict[str, Json]:
@@ -139,10 +151,15 @@ def group_metadata(arrays: Mapping[str, Json], attributes: Json) -> dict[str, Js
         for length in range(1, len(names)):
             path = "/".join(names[:length])
             if path in arrays:
-                raise ValueError(f"the array {key!r} lies inside the array {path!r}: rename one of them")
+                raise ValueError(
+                    f"the array {key!r} lies inside the array {path!r}: rename one of them"
+                )
             groups[path] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     # An empty table in a group within says to zarr-python: complete, do not look at the files.
-    subgroups = {path: {**group, "consolidated_metadata": _consolidated({})} for path, group in groups.items()}
+    subgroups = {
+        path: {**group, "consolidated_metadata": _consolidated({})}
+        for path, group in groups.items()
+    }
     groups[""] = {
         "zarr_format": 3,
         "node_type": "group",
@@ -159,9 +176,16 @@ def _consolidated(entries: Json) -> Json:
 def check_path(key: str) -> None:
     """Raises ValueError: a key from a file that is not a path of plain names below a checkpoint."""
     for name in key.split("/"):
-        plain = name.isprintable() and "\\" not in name and not name.startswith("__") and name != "zarr.json"
+        plain = (
+            name.isprintable()
+            and "\\" not in name
+            and not name.startswith("__")
+            and name != "zarr.json"
+        )
         if not plain or not name.strip("."):
-            raise ValueError(f"array {_short(key)}: {_short(name)} cannot be a part of a key: use names between '/'")
+            raise ValueError(
+                f"array {_short(key)}: {_short(name)} cannot be a part of a key: use names between '/'"
+            )
 
 
 def check_metadata(key: str, metadata: Any) -> None:
@@ -175,16 +199,22 @@ def check_metadata(key: str, metadata: Any) -> None:
         dtype = attributes.get("torch_dtype", chunking.data_type)
         is_stored = dtype in STORED_DTYPES
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"array {key!r}: zarr.json is not an array's ({error!r}); {_NEWER}") from None
+        raise ValueError(
+            f"array {key!r}: zarr.json is not an array's ({error!r}); {_NEWER}"
+        ) from None
     if not is_stored:
         types = ", ".join(STORED_DTYPES)
         raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {types}; {_NEWER}")
     # what a save writes for these facts, all fields of it
-    expected = array_metadata(ArrayInfo(chunking.shape, dtype), chunking.cell, chunking.inner, attributes)
+    expected = array_metadata(
+        ArrayInfo(chunking.shape, dtype), chunking.cell, chunking.inner, attributes
+    )
     if problem := difference("zarr.json", metadata, expected):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
     if problem := _impossible_sizes(chunking):
-        raise ValueError(f"array {key!r}: {problem}; shape {_short(chunking.shape)}, cells {_short(chunking.cell)}")
+        raise ValueError(
+            f"array {key!r}: {problem}; shape {_short(chunking.shape)}, cells {_short(chunking.cell)}"
+        )
     if problem := _impossible_attributes(key, chunking.shape, attributes):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
     tp_dim = attributes.get("tp_dim")
@@ -229,7 +259,9 @@ def _impossible_sizes(chunking: Chunking) -> str | None:
     cell_count = prod(-(-size // cell_size) for size, cell_size in zip(shape, cell, strict=True))
     units, unit_bytes = chunking.units_per_cell, chunking.unit_bytes
     if cell_count > _MAX_CELLS or units > _MAX_INNER_CHUNKS or unit_bytes > _MAX_CHUNK_BYTES:
-        return f"{cell_count} cells of {units} pieces of {unit_bytes} bytes are too many or too large"
+        return (
+            f"{cell_count} cells of {units} pieces of {unit_bytes} bytes are too many or too large"
+        )
     return None
 
 
@@ -248,7 +280,9 @@ def _impossible_attributes(key: str, shape: tuple[int, ...], attributes: Json) -
     if "axis" in attributes and not ("tp_dim" in attributes and attributes["axis"] == "ep"):
         return f"the axis {_short(attributes['axis'])} cuts no dim of it"
     if "layers" in attributes or "depth" in attributes:
-        return _impossible_layers(shape[0] if stacked else 0, attributes.get("layers"), attributes.get("depth"))
+        return _impossible_layers(
+            shape[0] if stacked else 0, attributes.get("layers"), attributes.get("depth")
+        )
     return None
 
 

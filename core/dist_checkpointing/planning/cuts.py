@@ -21,7 +21,10 @@ def cuts(info: ArrayInfo, tp: int, pp: int) -> list[Intervals]:
     if info.stacked:
         # of layers by their numbers in the model: a stage may hold none that has this parameter
         cuts_of_model, numbers = _even_cuts(info.model_layers, pp), info.layer_numbers
-        intervals[0] = [(bisect_left(numbers, start), bisect_left(numbers, stop)) for start, stop in cuts_of_model]
+        intervals[0] = [
+            (bisect_left(numbers, start), bisect_left(numbers, stop))
+            for start, stop in cuts_of_model
+        ]
     if info.cut_dim is not None:
         size = info.shape[info.cut_dim]
         intervals[info.cut_dim] = _padded_cuts(size, tp) if info.ragged else _even_cuts(size, tp)
@@ -55,7 +58,9 @@ def check_layout(arrays: Arrays, tp: int, pp: int) -> None:
         # the sizes that divide every array are the divisors of their greatest common divisor
         common = gcd(*cut_sizes.values())
         valid = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
-        raise ValueError(f"tp={tp} does not divide {_listed(undivided)}; all arrays can be cut in {valid}")
+        raise ValueError(
+            f"tp={tp} does not divide {_listed(undivided)}; all arrays can be cut in {valid}"
+        )
     if too_short := {key: layers for key, layers in layer_counts.items() if layers < pp}:
         raise ValueError(
             f"pp={pp} stages are more than there are layers in {_listed(too_short)}; "
@@ -71,7 +76,9 @@ def _listed(sizes: Mapping[str, int]) -> str:
     return text
 
 
-def read_amplification(arrays: Iterable[tuple[ArrayInfo, tuple[int, ...]]], tp: int, pp: int) -> float:
+def read_amplification(
+    arrays: Iterable[tuple[ArrayInfo, tuple[int, ...]]], tp: int, pp: int
+) -> float:
     """Bytes that all ranks together read, divided by the bytes that they need; 1.0 at best.
 
     arrays: each with the shape of what shares one checksum, which is read as a whole.

@@ -56,7 +56,9 @@ def owned_cells(
     yield from exchanged_cells(plan, arrays, shards, rank, group, device)
 
 
-def local_cells(plan: WritePlan, arrays: Arrays, shards: ShardsByKey, rank: int) -> Iterator[OwnedCell]:
+def local_cells(
+    plan: WritePlan, arrays: Arrays, shards: ShardsByKey, rank: int
+) -> Iterator[OwnedCell]:
     """The cells that `rank` owns and holds: views (any strides) of a shard on the CPU that covers the cell.
 
     Raises ValueError: a shard that is not of its array's dtype or not of its box's shape, shards that are not what
@@ -65,7 +67,9 @@ def local_cells(plan: WritePlan, arrays: Arrays, shards: ShardsByKey, rank: int)
     return (cell.owned() for cell in held_cells(plan, arrays, shards, rank))
 
 
-def held_cells(plan: WritePlan, arrays: Arrays, shards: ShardsByKey, rank: int) -> Iterator["LocalCell"]:
+def held_cells(
+    plan: WritePlan, arrays: Arrays, shards: ShardsByKey, rank: int
+) -> Iterator["LocalCell"]:
     """`local_cells` before anything is copied. Raises ValueError: as that, for a shard."""
     local_shards = shards_as_bits(arrays, shards)
     # cells that others send something of are left to `exchanged_cells`
@@ -101,7 +105,9 @@ def exchanged_cells(
             key, index = transfer.key, transfer.cell
             cell = key, index
             if cell not in incomplete:
-                incomplete[cell], missing[cell] = _assemble(arrays[key], local_shards.get(key, ()), boxes[cell])
+                incomplete[cell], missing[cell] = _assemble(
+                    arrays[key], local_shards.get(key, ()), boxes[cell]
+                )
             inside = slices(relative(transfer.box, boxes[cell]))
             incomplete[cell][inside] = _as_stored(elements, arrays[key])
             missing[cell] -= volume(transfer.box)
@@ -148,7 +154,10 @@ class ShardBits:
         """The elements of `box` in the stored dtype: a view on the CPU, else a copy."""
         if self.array is None:
             return _as_stored(self.cut(box), info)
-        index: Any = (*slices(relative(box, self.box)), ...)  # the dots: a view even of an array without dims
+        index: Any = (
+            *slices(relative(box, self.box)),
+            ...,
+        )  # the dots: a view even of an array without dims
         return self.array[index]
 
 
@@ -169,13 +178,22 @@ class LocalCell:
 
     def owned(self) -> OwnedCell:
         """As `local_cells` yields it: a view of the shard that covers it, else assembled in new memory."""
-        return self.key, self.index, self.box, _local_cell(self.key, self.info, self.shards, self.box)
+        return (
+            self.key,
+            self.index,
+            self.box,
+            _local_cell(self.key, self.info, self.shards, self.box),
+        )
 
     def pieces(self) -> list[ShardBits]:
         """All that makes up the cell, cut to it: one piece where one shard covers it."""
         shared = [(intersect(shard.box, self.box), shard) for shard in self.shards]
         whole = [(box, shard) for box, shard in shared if box == self.box][:1]
-        return [replace(shard, box=box, bits=shard.cut(box)) for box, shard in whole or shared if box is not None]
+        return [
+            replace(shard, box=box, bits=shard.cut(box))
+            for box, shard in whole or shared
+            if box is not None
+        ]
 
     def on_host(self, pieces: Iterable[tuple[Box, Tensor]]) -> "LocalCell":
         """The same cell, of copies of its pieces' bits in host memory."""
@@ -252,7 +270,9 @@ def exchange(
     Raises ValueError: transfers without a group to send them in.
     """
     if group is None:
-        raise ValueError(f"the plan moves {len(wave)} transfers between ranks; pass the group of all of them")
+        raise ValueError(
+            f"the plan moves {len(wave)} transfers between ranks; pass the group of all of them"
+        )
     outgoing: list[list[Transfer]] = [[] for _ in range(group.size)]
     incoming: list[list[Transfer]] = [[] for _ in range(group.size)]
     for transfer in wave:
@@ -265,7 +285,9 @@ def exchange(
     receive_bytes = [_message_bytes(transfers, arrays) for transfers in incoming]
     message = _packed(outgoing, sum(send_bytes), arrays, shards, device)
     received = all_to_all(message, group, send_rows=send_bytes, receive_rows=receive_bytes)
-    received = received if received.device.type == "cpu" else to_host(received)  # pinned: ten times as fast
+    received = (
+        received if received.device.type == "cpu" else to_host(received)
+    )  # pinned: ten times as fast
     del message  # its memory is free while the caller writes
     yield from _unpacked(received, incoming, arrays)
 
@@ -282,7 +304,9 @@ def _packed(
     for transfer, elements in _unpacked(message, outgoing, arrays):
         # a transfer was cut from one shard of its source, so one of them covers it
         candidates = shards[transfer.key]
-        source = next(shard for shard in candidates if intersect(shard.box, transfer.box) == transfer.box)
+        source = next(
+            shard for shard in candidates if intersect(shard.box, transfer.box) == transfer.box
+        )
         elements.copy_(source.cut(transfer.box))
     return message
 

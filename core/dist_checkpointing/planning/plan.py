@@ -17,7 +17,9 @@ from core.dist_checkpointing.format.grid import cell_name, cell_of, cells
 from core.parallel_state.flat import Box, intersect, volume
 
 WAVE_BYTES = 64 << 20
-TRANSFER_ALIGN = 16  # bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
+TRANSFER_ALIGN = (
+    16  # bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
+)
 
 Holders = dict[Box, tuple[int, ...]]  # of one cell: each box of it that ranks hold -> those ranks
 
@@ -75,7 +77,9 @@ class _PlannedCell:
         return _candidates(self.holders)
 
 
-def plan_writes(arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int = WAVE_BYTES) -> WritePlan:
+def plan_writes(
+    arrays: Arrays, holdings: Sequence[Holdings], *, wave_bytes: int = WAVE_BYTES
+) -> WritePlan:
     """Owners balanced by bytes, and the exchange in waves of at most `wave_bytes` sent and received per rank.
 
     holdings: of every rank, in rank order. A rank writes what it holds: among the ranks that hold at least half as
@@ -124,7 +128,9 @@ def plan_gathering(
         for cell in _cells_of_class(keys, arrays, holdings, grid_of):
             received = _received(cell, rank)
             for key in keys:
-                transfers = [Transfer(key, cell.index, box, source, rank) for box, source in received]
+                transfers = [
+                    Transfer(key, cell.index, box, source, rank) for box, source in received
+                ]
                 waves = _waves(transfers, arrays, len(holdings), wave_bytes)
                 plans[key, cell.index] = WritePlan({key: [(cell.index, cell.box, rank)]}, waves)
     return plans
@@ -144,7 +150,9 @@ def _array_classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, li
     """First key -> all keys of each class. Raises ValueError: a rank holds an array that is not among `arrays`."""
     for rank, rank_holdings in enumerate(holdings):
         if unknown := sorted(rank_holdings.keys() - arrays.keys()):
-            raise ValueError(f"rank {rank} holds {', '.join(unknown)}, not among the {len(arrays)} arrays to save")
+            raise ValueError(
+                f"rank {rank} holds {', '.join(unknown)}, not among the {len(arrays)} arrays to save"
+            )
     classes: dict[tuple, list[str]] = defaultdict(list)
     for key in sorted(arrays):
         info = arrays[key]
@@ -193,9 +201,13 @@ def _check_boxes(key: str, shape: tuple[int, ...], boxes: tuple[Box, ...], rank:
     # sorted by first row, a box can only overlap earlier ones that reach into its rows: a sweep, not all pairs
     reaching: list[Box] = []
     for box in sorted(boxes):
-        inside = all(0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=False))
+        inside = all(
+            0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=False)
+        )
         if len(box) != len(shape) or not inside:
-            raise ValueError(f"rank {rank} holds {box} of {key}, which is empty or not inside its shape {shape}")
+            raise ValueError(
+                f"rank {rank} holds {box} of {key}, which is empty or not inside its shape {shape}"
+            )
         if box:
             reaching = [earlier for earlier in reaching if earlier[0][1] > box[0][0]]
         for earlier in reaching:
@@ -231,7 +243,8 @@ def _received(cell: _PlannedCell, owner: int) -> list[tuple[Box, int]]:
         return received
     # what the owner holds itself counts first, then the large boxes: few transfers
     by_preference = sorted(
-        cell.holders.items(), key=lambda holding: (owner not in holding[1], -volume(holding[0]), holding[0])
+        cell.holders.items(),
+        key=lambda holding: (owner not in holding[1], -volume(holding[0]), holding[0]),
     )
     covered: list[Box] = []
     for box, ranks in by_preference:
@@ -272,7 +285,9 @@ def _difference(box: Box, other: Box) -> list[Box]:
     return rest
 
 
-def _waves(transfers: list[Transfer], arrays: Arrays, world: int, wave_bytes: int) -> list[list[Transfer]]:
+def _waves(
+    transfers: list[Transfer], arrays: Arrays, world: int, wave_bytes: int
+) -> list[list[Transfer]]:
     """Transfers in waves that no rank sends or receives more than `wave_bytes` in.
 
     Each destination receives its cells in order and all destinations take turns, so that at any time at most one
@@ -286,7 +301,9 @@ def _waves(transfers: list[Transfer], arrays: Arrays, world: int, wave_bytes: in
     waves: list[list[Transfer]] = []
     sent: list[list[int]] = []  # wave -> bytes of each rank
     received: list[list[int]] = []
-    last_wave = [0] * world  # of each destination: where its last transfer is, earlier ones would break the order
+    last_wave = [
+        0
+    ] * world  # of each destination: where its last transfer is, earlier ones would break the order
     for _, destination, transfer in sorted(queue):
         size = transfer_bytes(transfer.box, arrays[transfer.key])
         # the first wave with room on both sides, not before the one of the destination's last transfer

@@ -104,7 +104,9 @@ class SavePlanner:
             if key in arrays:
                 shards[key] = [tensor.shard for tensor in tensors]
         # rank 0's uuid names the attempt on all ranks
-        return SavePlan(reports[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, shards, holdings)
+        return SavePlan(
+            reports[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, shards, holdings
+        )
 
     def _report(self, local_state: LocalState, catalog: LocalCatalog) -> dict[str, Any]:
         """What this rank sends at every save: fingerprints of what is long and seldom changes."""

@@ -17,7 +17,10 @@ class DamagedCheckpoint(ValueError):
 # error types that travel between ranks by name
 _ERROR_TYPES: dict[str, type[Exception]] = {
     DiskFullError.__name__: OSError,
-    **{kind.__name__: kind for kind in (DamagedCheckpoint, FileNotFoundError, OSError, TimeoutError, ValueError)},
+    **{
+        kind.__name__: kind
+        for kind in (DamagedCheckpoint, FileNotFoundError, OSError, TimeoutError, ValueError)
+    },
 }
 
 
@@ -34,7 +37,9 @@ def agree(problem: Exception | None, ps: ParallelState) -> None:
     """
     report = None
     if problem is not None:
-        known_types = [kind.__name__ for kind in type(problem).__mro__ if kind.__name__ in _ERROR_TYPES]
+        known_types = [
+            kind.__name__ for kind in type(problem).__mro__ if kind.__name__ in _ERROR_TYPES
+        ]
         report = [known_types[:1], str(problem)]
     reports = gather_json(report, ps.world, ps.device)
     if problem is not None:

@@ -19,7 +19,9 @@ from core.parallel_state.flat import Box, flat_boxes, flat_intervals, intersect,
 
 ROUND_BYTES = 64 << 20
 
-Requesters = dict[Box, tuple[int, ...]]  # of one cell: each requested box of it -> the ranks that request it
+Requesters = dict[
+    Box, tuple[int, ...]
+]  # of one cell: each requested box of it -> the ranks that request it
 Deliveries = tuple[tuple[Box, tuple[int, ...]], ...]  # (box, the ranks that request it)
 
 
@@ -43,7 +45,9 @@ class ReadPlan:
 
     rounds: dict[int, list[SharedRead]] = field(default_factory=lambda: defaultdict(list))
     shared: dict[str, set[Index]] = field(default_factory=lambda: defaultdict(set))
-    alone: dict[tuple[str, Index], list[tuple[Box, int]]] = field(default_factory=lambda: defaultdict(list))
+    alone: dict[tuple[str, Index], list[tuple[Box, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     count: int = 0
 
 
@@ -133,7 +137,9 @@ def _plan_cell(
                 if single:
                     plan.alone[key, index].append((box, receivers.ranks[0]))
                     continue
-                deliveries = tuple([(inside, requesters[request]) for inside, request in boxes_inside])
+                deliveries = tuple(
+                    [(inside, requesters[request]) for inside, request in boxes_inside]
+                )
                 # all ranks' rounds are counted, also where `rank` is not concerned: the numbers must agree
                 reader, number = rounds.add(receivers, box, deliveries, chunks.itemsize)
                 if concerned:
@@ -146,7 +152,9 @@ def _is_shared(requesters: Requesters) -> bool:
     return any(len(ranks) > 1 or ranks[0] != first_rank for ranks in requesters.values())
 
 
-def _array_classes(chunks: Mapping[str, Chunking], requested: Sequence[Holdings]) -> list[list[str]]:
+def _array_classes(
+    chunks: Mapping[str, Chunking], requested: Sequence[Holdings]
+) -> list[list[str]]:
     """The keys of arrays of one geometry that the ranks request alike: their cells are cut once."""
     keys: set[str] = set()
     for rank_requests in requested:
@@ -155,11 +163,15 @@ def _array_classes(chunks: Mapping[str, Chunking], requested: Sequence[Holdings]
     for key in sorted(keys):
         geometry = chunks[key]
         boxes_by_rank = tuple([rank_requests.get(key, ()) for rank_requests in requested])
-        classes[geometry.shape, geometry.cell, geometry.unit, geometry.itemsize, boxes_by_rank].append(key)
+        classes[
+            geometry.shape, geometry.cell, geometry.unit, geometry.itemsize, boxes_by_rank
+        ].append(key)
     return list(classes.values())
 
 
-def _cells_of_class(chunks: Chunking, boxes_by_rank: Sequence[tuple[Box, ...]]) -> Iterator[tuple[Index, Requesters]]:
+def _cells_of_class(
+    chunks: Chunking, boxes_by_rank: Sequence[tuple[Box, ...]]
+) -> Iterator[tuple[Index, Requesters]]:
     """Every requested cell, with which boxes of it are requested, and by which ranks."""
     # replicas request equal boxes: these are cut into cells once for all of them
     ranks_by_boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
@@ -177,16 +189,22 @@ def _cells_of_class(chunks: Chunking, boxes_by_rank: Sequence[tuple[Box, ...]]) 
     yield from sorted(requesters_by_cell.items())
 
 
-def _unit_runs(chunks: Chunking, index: Index, requesters: Requesters) -> Iterator[tuple[tuple[int, int], list[Box]]]:
+def _unit_runs(
+    chunks: Chunking, index: Index, requesters: Requesters
+) -> Iterator[tuple[tuple[int, int], list[Box]]]:
     """Runs of units in C order that the same requests touch, as ((first, end), the requested boxes).
 
     A sweep: each requested box opens and closes at unit numbers; between two of these the open boxes do not change.
     """
     unit_grid = tuple([size // unit for size, unit in zip(chunks.cell, chunks.unit, strict=True)])
-    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(list)  # unit number -> (opens there, box)
+    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(
+        list
+    )  # unit number -> (opens there, box)
     for box in sorted(requesters):
         touched = []
-        for (start, stop), position, size, unit in zip(box, index, chunks.cell, chunks.unit, strict=True):
+        for (start, stop), position, size, unit in zip(
+            box, index, chunks.cell, chunks.unit, strict=True
+        ):
             origin = position * size
             touched.append(((start - origin) // unit, -(-(stop - origin) // unit)))
         for first, end in flat_intervals(unit_grid, tuple(touched)):
@@ -218,7 +236,9 @@ def _blocks(
     for first in range(*units, units_per_block):
         for box_of_units in flat_boxes(unit_grid, first, min(first + units_per_block, units[1])):
             scaled = zip(box_of_units, chunks.unit, origin, strict=True)
-            block = tuple([(start * unit + o, stop * unit + o) for (start, stop), unit, o in scaled])
+            block = tuple(
+                [(start * unit + o, stop * unit + o) for (start, stop), unit, o in scaled]
+            )
             overlaps = [(intersect(box, block), box) for box in boxes]
             served = [(overlap, box) for overlap, box in overlaps if overlap is not None]
             yield _bounding_box([overlap for overlap, _ in served]), served
@@ -263,7 +283,9 @@ class _Rounds:
             self._receivers[sets_of_ranks] = _Receivers(sets_of_ranks)
         return self._receivers[sets_of_ranks]
 
-    def add(self, receivers: _Receivers, box: Box, deliveries: Deliveries, itemsize: int) -> tuple[int, int]:
+    def add(
+        self, receivers: _Receivers, box: Box, deliveries: Deliveries, itemsize: int
+    ) -> tuple[int, int]:
         """(reader, round) of one read: the rank that has read least, and the first round with room for all."""
         total_read = receivers.pick(self._total_read)
         reader = receivers.ranks[total_read.index(min(total_read))]
@@ -274,13 +296,20 @@ class _Rounds:
             size = padded_bytes(part_box, itemsize)
             receive_bytes += size
             send_bytes += size * (len(ranks) - (reader in ranks))
-        send_bytes = max(read_bytes, send_bytes)  # the larger of two buffers limits the round: read, and sent
+        send_bytes = max(
+            read_bytes, send_bytes
+        )  # the larger of two buffers limits the round: read, and sent
         # all receivers take part in one all-to-all: those in an earlier round move on to the latest one of them
         current = receivers.pick(self._current)
         number = max(current)
         if min(current) < number:
             self._enter(
-                number, [rank for rank, its_round in zip(receivers.ranks, current, strict=True) if its_round < number]
+                number,
+                [
+                    rank
+                    for rank, its_round in zip(receivers.ranks, current, strict=True)
+                    if its_round < number
+                ],
             )
         busiest = max(receivers.pick(self._received))
         # an empty round takes everything: what is larger than a round has one of its own

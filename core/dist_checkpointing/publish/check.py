@@ -26,14 +26,23 @@ from core.dist_checkpointing.storage.zarr_store import Reader
 from core.dist_checkpointing.tools.console import printable
 from core.parallel_state.flat import Box, extent, volume
 
-_MALFORMED = (KeyError, TypeError, ValueError, ZeroDivisionError)  # what reading strange metadata may raise
+_MALFORMED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    ZeroDivisionError,
+)  # what reading strange metadata may raise
 _MAX_READ_BYTES = 64 << 20  # of a cell, at once; ours have 16 MiB
 Problems = dict[str, str]  # file -> what is wrong with it
-ForEach = Callable[[Callable[[str], str | None], Iterable[str]], Problems]  # (check of one file, files) -> problems
+ForEach = Callable[
+    [Callable[[str], str | None], Iterable[str]], Problems
+]  # (check of one file, files) -> problems
 Node = dict[str, Any]  # the content of a zarr.json
 
 
-def check(directory: CheckpointDir, *, digests: bool = False, full: bool = False, jobs: int = 32) -> list[str]:
+def check(
+    directory: CheckpointDir, *, digests: bool = False, full: bool = False, jobs: int = 32
+) -> list[str]:
     """What is wrong with a checkpoint, each line naming its file; empty: nothing.
 
     Always: the manifest, and the size of every file. `digests`: also the crc of every file, which reads a few bytes
@@ -51,7 +60,9 @@ def check(directory: CheckpointDir, *, digests: bool = False, full: bool = False
         nodes = _read_nodes(for_each, directory, manifest, problems)
         problems |= _check_contents(manifest, nodes, problems)
         metadata = {path: node for path, node in nodes.items() if node["node_type"] == "array"}
-        cell_files = [path for path in manifest.files if not path.endswith(".json") and path not in problems]
+        cell_files = [
+            path for path in manifest.files if not path.endswith(".json") and path not in problems
+        ]
         problems |= for_each(partial(_check_digest, directory, manifest, metadata), cell_files)
     if full:
         listed = ListedFiles(manifest.files)
@@ -78,7 +89,9 @@ def check_before_reading(directory: CheckpointDir) -> list[str]:
 def _for_each(jobs: int, check_file: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
     """What `check_file` says of the paths, in threads: each is mostly waiting for a disk or a network."""
     paths = list(paths)
-    jobs = max(1, min(jobs, len(paths) // 8))  # a thread for less than eight files costs more than it saves
+    jobs = max(
+        1, min(jobs, len(paths) // 8)
+    )  # a thread for less than eight files costs more than it saves
 
     def check_share(first: int) -> Problems:
         problems = {}
@@ -111,7 +124,9 @@ def _check_size(directory: CheckpointDir, manifest: Manifest, path: str) -> str 
 def _check_json(directory: CheckpointDir, manifest: Manifest, path: str) -> str | None:
     """By all its bytes: JSON files are small."""
     expected, crc = manifest.files[path][1], json_crc(directory.read(path))
-    return None if crc == expected else f"is damaged: its crc is {crc}, the manifest says {expected}"
+    return (
+        None if crc == expected else f"is damaged: its crc is {crc}, the manifest says {expected}"
+    )
 
 
 def _read_nodes(
@@ -146,7 +161,9 @@ def _files_of_node(path: str, node: Node, manifest: Manifest) -> set[str]:
     if node["node_type"] == "array":
         check_metadata(path, node)
         if prod(grid_shape(node)) > len(manifest.files):
-            raise ValueError(f"shape {node['shape']}: more cells than the manifest has files, {len(manifest.files)}")
+            raise ValueError(
+                f"shape {node['shape']}: more cells than the manifest has files, {len(manifest.files)}"
+            )
     return planned_files({path: node})
 
 
@@ -183,7 +200,11 @@ def _check_digest(
         _, crc = crc_of(directory, path, array, size=size)
     except (OSError, *_MALFORMED) as error:
         return f"is damaged ({error})"
-    return None if crc == expected else f"is damaged: its digest is {crc}, the manifest says {expected}"
+    return (
+        None
+        if crc == expected
+        else f"is damaged: its digest is {crc}, the manifest says {expected}"
+    )
 
 
 def _check_payload(
@@ -210,7 +231,9 @@ def _check_payload(
     return damaged
 
 
-def _read_error(directory: CheckpointDir, key: str, array: Node, boxes: Iterable[Box]) -> str | None:
+def _read_error(
+    directory: CheckpointDir, key: str, array: Node, boxes: Iterable[Box]
+) -> str | None:
     """Why boxes of an array cannot be read; None if they can."""
     reader, dtype = Reader(directory, {key: array}), np.dtype(array["data_type"])
     try:
@@ -224,7 +247,9 @@ def _read_error(directory: CheckpointDir, key: str, array: Node, boxes: Iterable
     return None
 
 
-def crc_of(directory: CheckpointDir, name: str, metadata: Mapping[str, Any], *, size: int = 1) -> tuple[int, int]:
+def crc_of(
+    directory: CheckpointDir, name: str, metadata: Mapping[str, Any], *, size: int = 1
+) -> tuple[int, int]:
     """(size, digest) of a cell's file; `size`: what is expected, which saves requests to object stores.
 
     Raises FileNotFoundError; ValueError naming the file: it cannot be a cell.

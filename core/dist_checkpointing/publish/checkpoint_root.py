@@ -45,7 +45,11 @@ class CheckpointRoot:
     """The checkpoints of one run. `stale_s`: a temporary not written for so long has no writer any more."""
 
     def __init__(
-        self, url: str | os.PathLike[str] | KvCheckpointDir, *, stale_s: float = 60.0, fs: Fs | None = None
+        self,
+        url: str | os.PathLike[str] | KvCheckpointDir,
+        *,
+        stale_s: float = 60.0,
+        fs: Fs | None = None,
     ) -> None:
         self.files = url if isinstance(url, KvCheckpointDir) else open_dir(url, fs)
         self.url, self.stale_s = self.files.url, stale_s
@@ -94,7 +98,11 @@ class CheckpointRoot:
         return True
 
     def beating(
-        self, name: int | str, uuid: str, every: float = 1.0, orphaned: Callable[[], bool] = lambda: False
+        self,
+        name: int | str,
+        uuid: str,
+        every: float = 1.0,
+        orphaned: Callable[[], bool] = lambda: False,
     ) -> Heartbeat:
         """Keeps the temporary from being swept while it is written, unless it is orphaned. A context."""
         name = self._checked_name(name)
@@ -102,7 +110,9 @@ class CheckpointRoot:
 
     def other_ranks(self, name: int | str, uuid: str, orphaned: Callable[[], bool]) -> OtherRanks:
         """To be called while one waits for other ranks: raises Orphaned when none of them writes any more."""
-        return OtherRanks(orphaned, partial(self._strategy.last_beat, self._checked_name(name), uuid))
+        return OtherRanks(
+            orphaned, partial(self._strategy.last_beat, self._checked_name(name), uuid)
+        )
 
     def publish(self, name: int | str, uuid: str, manifest: bytes, files: Iterable[str]) -> None:
         """Gives the temporary its name, durably. Raises RuntimeError: it was swept, or another attempt was faster."""
@@ -110,7 +120,9 @@ class CheckpointRoot:
         # before the commit: a crash behind it must not leave the old step's time and metrics
         self._forget(name)
         try:
-            replaces = parse_json(self._strategy.note(name, uuid), f"the heartbeat of {name}")["replaces"]
+            replaces = parse_json(self._strategy.note(name, uuid), f"the heartbeat of {name}")[
+                "replaces"
+            ]
             published = self._strategy.publish(name, uuid, replaces, manifest, files)
         except FileNotFoundError as error:
             raise RuntimeError(
@@ -127,7 +139,9 @@ class CheckpointRoot:
         """Makes a local temporary a directory that is no checkpoint. ValueError: the name is taken."""
         assert isinstance(self._strategy, RenameCommit)
         if not self._strategy.publish_folder(name, uuid):
-            raise ValueError(f"{self.url}{name} was made by another program meanwhile; choose another name")
+            raise ValueError(
+                f"{self.url}{name} was made by another program meanwhile; choose another name"
+            )
 
     def abandon(self, name: int | str, uuid: str) -> None:
         """Removes the temporary of an attempt that failed, but nothing that was committed after all."""
@@ -135,7 +149,11 @@ class CheckpointRoot:
             self._strategy.abandon(self._checked_name(name), uuid)
 
     def wait_for(
-        self, name: int | str, uuid: str, timeout_s: float, waiting: Callable[[], None] = lambda: None
+        self,
+        name: int | str,
+        uuid: str,
+        timeout_s: float,
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """Returns when that attempt is committed, seen from a rank that does not commit.
 
@@ -145,9 +163,13 @@ class CheckpointRoot:
         while self._strategy.identity(name) != uuid:
             # the identity again: it may have been committed between the two looks
             if not self._strategy.exists(name, uuid) and self._strategy.identity(name) != uuid:
-                raise RuntimeError(f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why")
+                raise RuntimeError(
+                    f"{self.url}{name}: the attempt {uuid} was given up; rank 0 tells why"
+                )
             if time.monotonic() > end:
-                raise TimeoutError(f"{self.url}{name}: not committed after {timeout_s} s; rank 0 tells why")
+                raise TimeoutError(
+                    f"{self.url}{name}: not committed after {timeout_s} s; rank 0 tells why"
+                )
             waiting()
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
@@ -164,7 +186,9 @@ class CheckpointRoot:
         directory = self._strategy.open(self._checked_name(name))
         if directory is None:
             steps = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"{self.url} has no checkpoint {self._checked_name(name)}; steps there: {steps}")
+            raise ValueError(
+                f"{self.url} has no checkpoint {self._checked_name(name)}; steps there: {steps}"
+            )
         return directory
 
     def latest(self) -> int | None:
@@ -257,17 +281,24 @@ class CheckpointRoot:
     def facts(self, steps: Collection[int]) -> dict[int, StepFacts]:
         """What the manifests of steps say; those without a valid one are left out. Remembered beside the steps."""
         remembered = self._remembered()
-        facts = {step: step_facts for step, step_facts in (remembered or {}).items() if step in steps}
+        facts = {
+            step: step_facts for step, step_facts in (remembered or {}).items() if step in steps
+        }
         for step in set(steps) - facts.keys():
             with contextlib.suppress(OSError, ValueError):
                 facts[step] = StepFacts.from_run(read_manifest(self.open(step)).run)
         self._remember(facts, remembered)
         return facts
 
-    def _remember(self, facts: Mapping[int, StepFacts], before: Mapping[int, StepFacts] | None) -> None:
+    def _remember(
+        self, facts: Mapping[int, StepFacts], before: Mapping[int, StepFacts] | None
+    ) -> None:
         """Writes `.retention.json` if it changed; `before`: what it says now, None if it is not ours."""
         if before is not None and facts != before:
-            steps = {str(step): [step_facts.time, dict(step_facts.metrics)] for step, step_facts in facts.items()}
+            steps = {
+                str(step): [step_facts.time, dict(step_facts.metrics)]
+                for step, step_facts in facts.items()
+            }
             self.files.write(_FACTS, seal({"format": 1, "steps": steps}))
 
     def _forget(self, name: str) -> None:
@@ -293,7 +324,9 @@ class CheckpointRoot:
 
         `name`: in an object store only what belongs to it. `thorough`: there also what the index does not list.
         """
-        return self._strategy.sweep(self.stale_s, "" if name is None else self._checked_name(name), thorough=thorough)
+        return self._strategy.sweep(
+            self.stale_s, "" if name is None else self._checked_name(name), thorough=thorough
+        )
 
     def leftovers(self, *, thorough: bool = False) -> list[str]:
         """What `sweep` would remove."""
@@ -312,7 +345,9 @@ class CheckpointRoot:
         end, logged = time.monotonic() + timeout_s, False
         while live := self._live_attempts():
             if time.monotonic() > end:
-                raise TimeoutError(f"{self.url}: after {timeout_s} s still being written: {', '.join(live)}")
+                raise TimeoutError(
+                    f"{self.url}: after {timeout_s} s still being written: {', '.join(live)}"
+                )
             if not logged and time.monotonic() > end - timeout_s + PATIENCE_S:
                 text = "%s: waits for a writer that a killed job left, %s; at most %.0f s after its last heartbeat"
                 log.warning(text, self.url, live[0], self.stale_s)

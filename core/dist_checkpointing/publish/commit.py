@@ -14,7 +14,14 @@ from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import Files, Manifest, is_entry, planned_files
 from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 
-__all__ = ["commit", "merge_receipts", "planned_files", "receipts_folder", "write_failure", "write_receipt"]
+__all__ = [
+    "commit",
+    "merge_receipts",
+    "planned_files",
+    "receipts_folder",
+    "write_failure",
+    "write_receipt",
+]
 
 FOLDER = "receipts"
 FAN_IN = 64  # receipts that one rank merges
@@ -104,12 +111,16 @@ def commit(
 
     # 1. every rank's receipt, or the merged one of each 64: all files are durable then
     ranks = range(0, world_size, FAN_IN if merged else 1)
-    receipts = _wait(directory, FOLDER, ranks, world_size, timeout_s, waiting=waiting, silent_ranks=silent_ranks)
+    receipts = _wait(
+        directory, FOLDER, ranks, world_size, timeout_s, waiting=waiting, silent_ranks=silent_ranks
+    )
     # 2. the files are exactly those of the plan
     files = _union(_parsed(directory, receipts))
     _check_planned(files, planned, world_size)
     if merged:
-        directory.remove_folder(f"{uuid}.{FOLDER}")  # it is empty: the merging ranks removed what was in it
+        directory.remove_folder(
+            f"{uuid}.{FOLDER}"
+        )  # it is empty: the merging ranks removed what was in it
     for rank, data in receipts.items():
         files[_receipt(rank)] = len(data), json_crc(data)
     # 3. the manifest, and the atomic rename or conditional put after which the checkpoint exists
@@ -136,7 +147,9 @@ def _wait(
     end, pause = time.monotonic() + timeout_s, 0.002
     while True:
         present = set(directory.names(folder))
-        _raise_failures(directory, present if folder == FOLDER else directory.names(FOLDER), world_size)
+        _raise_failures(
+            directory, present if folder == FOLDER else directory.names(FOLDER), world_size
+        )
         missing = [rank for rank in ranks if _receipt(rank, folder) not in present]
         if not missing:
             return {rank: directory.read(_receipt(rank, folder)) for rank in ranks}
@@ -158,13 +171,18 @@ def _raise_failures(directory: CheckpointDir, names: Collection[str], world_size
     """Raises RuntimeError: a rank has written a failure."""
     failed = sorted(name for name in names if name.endswith(".failed"))
     if failed:
-        reasons = [f"rank {_rank(name)}: {directory.read(name).decode(errors='replace')}" for name in failed]
+        reasons = [
+            f"rank {_rank(name)}: {directory.read(name).decode(errors='replace')}"
+            for name in failed
+        ]
         raise RuntimeError(
             f"{directory.url} was not saved, {len(failed)} of {world_size} ranks failed: {'; '.join(reasons)}"
         )
 
 
-def _silent_in_groups(directory: CheckpointDir, uuid: str, first_ranks: list[int], world_size: int) -> list[int]:
+def _silent_in_groups(
+    directory: CheckpointDir, uuid: str, first_ranks: list[int], world_size: int
+) -> list[int]:
     """The ranks that whoever merges has no receipt of; if it has all, or merged them already, itself."""
     silent: list[int] = []
     for first in first_ranks:
@@ -180,8 +198,13 @@ def _rank(name: str) -> int:
     return int(name.removeprefix(f"{FOLDER}/").partition(".")[0])
 
 
-def _parsed(directory: CheckpointDir, receipts: Mapping[int, bytes], folder: str = FOLDER) -> dict[int, Any]:
-    return {rank: parse_json(data, directory.url + _receipt(rank, folder)) for rank, data in receipts.items()}
+def _parsed(
+    directory: CheckpointDir, receipts: Mapping[int, bytes], folder: str = FOLDER
+) -> dict[int, Any]:
+    return {
+        rank: parse_json(data, directory.url + _receipt(rank, folder))
+        for rank, data in receipts.items()
+    }
 
 
 def _union(receipts: Mapping[int, Any]) -> dict[str, tuple[int, int]]:
@@ -190,11 +213,17 @@ def _union(receipts: Mapping[int, Any]) -> dict[str, tuple[int, int]]:
     owner: dict[str, int] = {}
     problems = []
     for rank, receipt in receipts.items():
-        if not isinstance(receipt, dict) or receipt.get("rank") != rank or not isinstance(receipt.get("files"), dict):
+        if (
+            not isinstance(receipt, dict)
+            or receipt.get("rank") != rank
+            or not isinstance(receipt.get("files"), dict)
+        ):
             raise ValueError(f"{_receipt(rank)} is no receipt of rank {rank}: save again")
         for path, entry in receipt["files"].items():
             if not is_entry(entry):
-                raise ValueError(f"{_receipt(rank)}: {entry!r} of {path} is no [size, crc]: save again")
+                raise ValueError(
+                    f"{_receipt(rank)}: {entry!r} of {path} is no [size, crc]: save again"
+                )
             if path in owner:
                 problems.append(f"{path} was written by rank {owner[path]} and by rank {rank}")
             files[path], owner[path] = (entry[0], entry[1]), rank
@@ -205,13 +234,20 @@ def _union(receipts: Mapping[int, Any]) -> dict[str, tuple[int, int]]:
 def _check_planned(files: Files, planned: Set[str], world_size: int) -> None:
     """ValueError: they are not every planned file."""
     problems = []
-    for kind, paths in (("missing", planned - files.keys()), ("unexpected", files.keys() - planned)):
+    for kind, paths in (
+        ("missing", planned - files.keys()),
+        ("unexpected", files.keys() - planned),
+    ):
         if paths:
-            problems.append(f"{len(paths)} of {len(planned)} files are {kind}, the first is {min(paths)}")
+            problems.append(
+                f"{len(paths)} of {len(planned)} files are {kind}, the first is {min(paths)}"
+            )
     _refuse(problems, world_size)
 
 
 def _refuse(problems: list[str], count: int) -> None:
     if problems:
         details = "; ".join(problems[:8])
-        raise ValueError(f"the receipts of {count} ranks are not the plan, nothing is saved: {details}")
+        raise ValueError(
+            f"the receipts of {count} ranks are not the plan, nothing is saved: {details}"
+        )

@@ -16,7 +16,9 @@ from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
 _COMPLETE = ".index.json"
 _TAKEN = re.compile(r"\.index/([^./][^/]*)/taken")
-_MARK = re.compile(r"(?:\.index/)?([^./][^/]*)/([0-9a-f]{32})\.(heartbeat|trash)")  # all else is not ours
+_MARK = re.compile(
+    r"(?:\.index/)?([^./][^/]*)/([0-9a-f]{32})\.(heartbeat|trash)"
+)  # all else is not ours
 _POINTER = "/manifest.json"
 
 
@@ -114,7 +116,9 @@ class Watch:
     """How long an object did not change, by the clock of this process: those of other hosts may be hours off."""
 
     def __init__(self) -> None:
-        self._contents: dict[str, tuple[bytes, float]] = {}  # url -> content, and when it was first read
+        self._contents: dict[
+            str, tuple[bytes, float]
+        ] = {}  # url -> content, and when it was first read
 
     def unchanged(self, url: str, content: bytes) -> float:
         """Seconds since this content was first read; 0 for what is new."""
@@ -130,4 +134,6 @@ class Watch:
         self._contents.pop(url, None)
 
 
-WATCH = Watch()  # of the process: each save, and each look of a manager, has a CheckpointRoot of its own
+WATCH = (
+    Watch()
+)  # of the process: each save, and each look of a manager, has a CheckpointRoot of its own

@@ -20,7 +20,9 @@ _LOCK = ".lock"
 MAX_TRIES = 100  # while other jobs take it and give it back
 POLL_S = 0.1
 PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it logs that it waits
-SILENT_S = 5.0  # some beats, and what an NFS client may not see of them: then an orphan is the last one
+SILENT_S = (
+    5.0  # some beats, and what an NFS client may not see of them: then an orphan is the last one
+)
 
 
 class Heartbeat:
@@ -37,7 +39,10 @@ class Heartbeat:
                 self._beat()
             except FileNotFoundError:
                 return
-            except (OSError, ValueError):  # a hiccup of the file system or of the network: the next may do
+            except (
+                OSError,
+                ValueError,
+            ):  # a hiccup of the file system or of the network: the next may do
                 continue
 
     def stop(self) -> None:
@@ -49,7 +54,10 @@ class Heartbeat:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -80,7 +88,9 @@ class OtherRanks:
         if beat != self._latest_beat:
             self._latest_beat, self._latest_time = beat, time.monotonic()
         elif time.monotonic() - self._latest_time > self._silent_s:
-            raise Orphaned(f"the job is gone, and no other rank was heard of for {self._silent_s:.0f} s")
+            raise Orphaned(
+                f"the job is gone, and no other rank was heard of for {self._silent_s:.0f} s"
+            )
 
 
 class Lock:
@@ -90,9 +100,16 @@ class Lock:
     did not touch its lock while this one watched for `stale_s`; then its lock is taken over.
     """
 
-    def __init__(self, directory: CheckpointDir, *, stale_s: float = 60.0, every: float = 1.0) -> None:
+    def __init__(
+        self, directory: CheckpointDir, *, stale_s: float = 60.0, every: float = 1.0
+    ) -> None:
         self._directory, self._uuid = directory, uuid4().hex
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "space": _process_space(), "time": time.time()}
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "space": _process_space(),
+            "time": time.time(),
+        }
         content = canonical_json(owner | {"uuid": self._uuid})
         # compare and swap: the lock is taken only if it still is what was judged to be abandoned
         abandoned: bytes | None = None
@@ -101,14 +118,18 @@ class Lock:
                 break
             abandoned = self._abandoned_lock(stale_s)
         else:  # a link that leads nowhere can be neither read nor made
-            raise ValueError(f"{directory.url}{_LOCK} cannot be taken; remove it, or choose another directory")
+            raise ValueError(
+                f"{directory.url}{_LOCK} cannot be taken; remove it, or choose another directory"
+            )
         self._heartbeat = Heartbeat(self._beat, every)
 
     def check(self) -> None:
         """Raises ValueError if another job has taken over: this one was silent for too long."""
         content = _read(self._directory)
         if content is None:
-            raise ValueError(f"the lock {self._directory.url}{_LOCK} is gone: was the directory removed? start again")
+            raise ValueError(
+                f"the lock {self._directory.url}{_LOCK} is gone: was the directory removed? start again"
+            )
         if not self._is_own(content):
             raise ValueError(
                 f"the lock {self._directory.url}{_LOCK} now is that of {_owner_text(_owner(content))}: it was taken "

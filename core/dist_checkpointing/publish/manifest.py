@@ -38,17 +38,29 @@ def read_manifest(directory: CheckpointDir) -> Manifest:
     try:
         value = unseal(directory.read(MANIFEST), file)
     except FileNotFoundError:
-        raise ValueError(f"{file} is missing: no checkpoint, or an unfinished one; use another step") from None
+        raise ValueError(
+            f"{file} is missing: no checkpoint, or an unfinished one; use another step"
+        ) from None
     # the format first: a newer one may have other fields
     version = value.get("format")
     if not isinstance(version, int) or version > FORMAT:
-        raise ValueError(f"{file}: format {version}, this version reads up to {FORMAT}; update paracore")
+        raise ValueError(
+            f"{file}: format {version}, this version reads up to {FORMAT}; update paracore"
+        )
     files, run = value.get("files"), value.get("run")
-    if not isinstance(files, dict) or not isinstance(run, dict) or not isinstance(value.get("uuid"), str):
-        raise ValueError(f"{file}: one of `files`, `run`, `uuid` is missing or of a wrong type; use another step")
+    if (
+        not isinstance(files, dict)
+        or not isinstance(run, dict)
+        or not isinstance(value.get("uuid"), str)
+    ):
+        raise ValueError(
+            f"{file}: one of `files`, `run`, `uuid` is missing or of a wrong type; use another step"
+        )
     _check_paths(file, files)
     if bad := sorted(path for path, entry in files.items() if not is_entry(entry)):
-        raise ValueError(f"{file}: {files[bad[0]]!r} of {bad[0]} is no [size, crc]; use another step")
+        raise ValueError(
+            f"{file}: {files[bad[0]]!r} of {bad[0]} is no [size, crc]; use another step"
+        )
     return Manifest(value["uuid"], {path: (size, crc) for path, (size, crc) in files.items()}, run)
 
 
@@ -84,7 +96,9 @@ def planned_files(metadata: Mapping[str, Mapping[str, Any]]) -> set[str]:
         prefix = f"{path}/" if path else ""
         files.add(f"{prefix}zarr.json")
         if node["node_type"] == "array":
-            files.update(prefix + cell_name(index) for index in product(*map(range, grid_shape(node))))
+            files.update(
+                prefix + cell_name(index) for index in product(*map(range, grid_shape(node)))
+            )
     return files
 
 

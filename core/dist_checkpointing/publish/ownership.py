@@ -56,7 +56,11 @@ def foreign_files(directory: PosixCheckpointDir) -> list[str]:
         while path := os.path.dirname(path):
             folders.add(path)
     entries = directory.fs.entries(directory.path)
-    return [entry for entry in entries if entry not in files and entry not in folders and not _LATE.fullmatch(entry)]
+    return [
+        entry
+        for entry in entries
+        if entry not in files and entry not in folders and not _LATE.fullmatch(entry)
+    ]
 
 
 def is_remains(directory: PosixCheckpointDir) -> bool:
@@ -64,7 +68,9 @@ def is_remains(directory: PosixCheckpointDir) -> bool:
     if os.path.islink(directory.path) or not os.path.isdir(directory.path):
         return False
     try:
-        return any(map(_MARK.fullmatch, directory.fs.listdir(directory.path))) or not foreign_files(directory)
+        return any(map(_MARK.fullmatch, directory.fs.listdir(directory.path))) or not foreign_files(
+            directory
+        )
     except OSError:  # another user's
         return False
 

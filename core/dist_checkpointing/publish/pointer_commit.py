@@ -60,7 +60,9 @@ class PointerCommit:
 
     def create(self, name: str, uuid: str, note: bytes) -> None:
         """Announces the attempt. ValueError: its pointer would replace an object that is not ours."""
-        if self.identity(name) == "damaged" and not any(map(_COMMITTED.fullmatch, self.files.below(name).names())):
+        if self.identity(name) == "damaged" and not any(
+            map(_COMMITTED.fullmatch, self.files.below(name).names())
+        ):
             raise ValueError(
                 f"{self.files.url}{name}{_POINTER} is there and belongs to no checkpoint: a save would replace it; "
                 "choose another name"
@@ -95,7 +97,9 @@ class PointerCommit:
         """
         return self._silent_seconds(self._index.marks(name, thorough=thorough))
 
-    def _silent_seconds(self, attempts: Mapping[tuple[str, str], Iterable[str]]) -> dict[tuple[str, str], float]:
+    def _silent_seconds(
+        self, attempts: Mapping[tuple[str, str], Iterable[str]]
+    ) -> dict[tuple[str, str], float]:
         """As `ages`, of the attempts that have marks at these keys."""
         seconds: dict[tuple[str, str], float] = {}
         for attempt, keys in attempts.items():
@@ -107,11 +111,14 @@ class PointerCommit:
             if contents:
                 beats = [key for key in contents if key.endswith(".heartbeat")]
                 seconds[attempt] = min(
-                    (WATCH.unchanged(self.files.url + key, contents[key]) for key in beats), default=math.inf
+                    (WATCH.unchanged(self.files.url + key, contents[key]) for key in beats),
+                    default=math.inf,
                 )
         # only now: what lost its heartbeat to a commit meanwhile has its pointer
         identities = {name: self.identity(name) for name, _ in seconds}
-        uncommitted = [(name, uuid) for name, uuid in seconds if identities[name] not in (uuid, "damaged")]
+        uncommitted = [
+            (name, uuid) for name, uuid in seconds if identities[name] not in (uuid, "damaged")
+        ]
         return {attempt: seconds[attempt] for attempt in uncommitted}
 
     def watch(self, stale_s: float, poll_s: float = 1.0) -> None:
@@ -121,7 +128,9 @@ class PointerCommit:
         begin = time.monotonic()
         while (passed := time.monotonic() - begin) < stale_s:
             # younger than this watch: it has beaten since
-            if all(age < passed or age == math.inf for age in self._silent_seconds(attempts).values()):
+            if all(
+                age < passed or age == math.inf for age in self._silent_seconds(attempts).values()
+            ):
                 return
             time.sleep(min(poll_s, stale_s))
 
@@ -129,7 +138,9 @@ class PointerCommit:
         """Whether the attempt has begun, and is neither committed nor given up."""
         return self.files.size(heartbeat(name, uuid)) is not None
 
-    def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
+    def publish(
+        self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]
+    ) -> bool:
         """Makes the attempt the checkpoint `name`. False: another one took the name meanwhile.
 
         The second beat is for a sweep: it removes the heartbeat it judged, so it fails from here on, or this does.
@@ -148,7 +159,9 @@ class PointerCommit:
         if replaces:  # as long as the pointer names it nobody removes what has this mark
             self._mark_as_trash(name, replaces)
         # 3. the commit: a conditional put, which of several attempts one does
-        if self.identity(name) != replaces or not self.files.swap(name + _POINTER, old_pointer, pointer):
+        if self.identity(name) != replaces or not self.files.swap(
+            name + _POINTER, old_pointer, pointer
+        ):
             return False
         # 4. what is left of the attempt, and what it replaced
         try:
@@ -156,7 +169,12 @@ class PointerCommit:
             if replaces:
                 self._remove_all(name, replaces)
         except (OSError, ValueError, RuntimeError) as error:  # it is committed
-            log.warning("%s%s: what it replaced is left to be removed later: %s", self.files.url, name, error)
+            log.warning(
+                "%s%s: what it replaced is left to be removed later: %s",
+                self.files.url,
+                name,
+                error,
+            )
         return True
 
     def remove(self, name: str) -> None:
@@ -187,7 +205,9 @@ class PointerCommit:
         return [f"{name}/{uuid}" for name, uuid in self._stale(stale_s, "", thorough)]
 
     def _stale(self, stale_s: float, name: str, thorough: bool) -> list[tuple[str, str]]:
-        return [attempt for attempt, age in self.ages(name, thorough=thorough).items() if age >= stale_s]
+        return [
+            attempt for attempt, age in self.ages(name, thorough=thorough).items() if age >= stale_s
+        ]
 
     def _end_attempt(self, name: str, uuid: str, stale_s: float) -> bool:
         """Removes the heartbeat of an attempt, if it still is the one that was judged. False: it beats after all."""
@@ -195,7 +215,9 @@ class PointerCommit:
             note = self._read_mark(key)
             if note is None:
                 continue
-            if WATCH.unchanged(self.files.url + key, note) < stale_s or not self.files.swap(key, note, None):
+            if WATCH.unchanged(self.files.url + key, note) < stale_s or not self.files.swap(
+                key, note, None
+            ):
                 return False
         return True
 
@@ -203,7 +225,9 @@ class PointerCommit:
         """The content of a heartbeat, or of a trash mark; None: there is none, or not one of ours."""
         try:
             data = self.files.read(key)
-            is_ours = data == _TRASH or (key.endswith(".heartbeat") and json.loads(data).keys() >= _NOTE_KEYS)
+            is_ours = data == _TRASH or (
+                key.endswith(".heartbeat") and json.loads(data).keys() >= _NOTE_KEYS
+            )
         except (FileNotFoundError, ValueError, AttributeError):
             return None
         return data if is_ours else None

@@ -16,7 +16,12 @@ from uuid import uuid4
 
 from core.dist_checkpointing.format.json_files import unseal
 from core.dist_checkpointing.publish.manifest import MANIFEST
-from core.dist_checkpointing.publish.ownership import foreign_files, is_lock, is_remains, listed_files
+from core.dist_checkpointing.publish.ownership import (
+    foreign_files,
+    is_lock,
+    is_remains,
+    listed_files,
+)
 from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 
 log = logging.getLogger(__name__)
@@ -109,7 +114,9 @@ class RenameCommit:
         """ValueError: what has the name is more than a checkpoint of ours, or none."""
         path = self.files.url + name
         if self._is_no_directory(name):
-            raise ValueError(f"{path} is a file or a link, a checkpoint is a directory; choose another name")
+            raise ValueError(
+                f"{path} is a file or a link, a checkpoint is a directory; choose another name"
+            )
         foreign = self.foreign_files(name)
         if not foreign:
             return
@@ -119,7 +126,9 @@ class RenameCommit:
                 f"{path} is a checkpoint and holds {len(foreign)} more ({example}), which a save would remove; move "
                 "that, or choose another name"
             )
-        checkpoints = [entry for entry in foreign if self._fs.stat(f"{path}/{entry}/{MANIFEST}") is not None]
+        checkpoints = [
+            entry for entry in foreign if self._fs.stat(f"{path}/{entry}/{MANIFEST}") is not None
+        ]
         if checkpoints:
             raise ValueError(
                 f"{path} holds other checkpoints ({checkpoints[0]}, …), which a save there would remove; choose "
@@ -166,7 +175,9 @@ class RenameCommit:
         entry = f".tmp-{name}-{uuid}"
         return min(self.files.age(f"{entry}/{_heartbeat(uuid)}"), self.files.age(entry))
 
-    def publish(self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]) -> bool:
+    def publish(
+        self, name: str, uuid: str, replaces: str, manifest: bytes, files: Iterable[str]
+    ) -> bool:
         """Makes the temporary the checkpoint `name`. False: another one took the name meanwhile.
 
         What it needs is durable before the rename, and the rename before anything of the old checkpoint goes.
@@ -221,7 +232,9 @@ class RenameCommit:
         leftovers, ownerless = self._leftovers(stale_s)
         for name, entry in ownerless:
             if not self._exists(name):
-                with contextlib.suppress(OSError):  # another job does the same; it counts as the step anyhow
+                with contextlib.suppress(
+                    OSError
+                ):  # another job does the same; it counts as the step anyhow
                     self._fs.rename(self.files.url + entry, self.files.url + name)
         self._discard(entry for entry in leftovers if not _TRASH.fullmatch(entry))
         for entry in filter(_TRASH.fullmatch, leftovers):

@@ -46,7 +46,9 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError):
-            raise ValueError(f"metrics[{name!r}] is a {type(value).__name__}, no number; give a float") from None
+            raise ValueError(
+                f"metrics[{name!r}] is a {type(value).__name__}, no number; give a float"
+            ) from None
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
@@ -71,9 +73,15 @@ class Retention:
         hours, mode = self.keep_hours, self.keep_best_mode
         rules = [
             (self.keep_last >= 1, f"keep_last={self.keep_last} must be at least 1"),
-            (self.keep_every is None or self.keep_every >= 1, f"keep_every={self.keep_every} must be at least 1"),
+            (
+                self.keep_every is None or self.keep_every >= 1,
+                f"keep_every={self.keep_every} must be at least 1",
+            ),
             (hours is None or hours > 0, f"keep_hours={hours} must be above 0"),
-            (self.keep_best_count >= 1, f"keep_best_count={self.keep_best_count} must be at least 1"),
+            (
+                self.keep_best_count >= 1,
+                f"keep_best_count={self.keep_best_count} must be at least 1",
+            ),
             (mode in MODES, f"unknown keep_best_mode {mode!r}; known: {', '.join(MODES)}"),
         ]
         raise_all("Retention", rules)
@@ -90,7 +98,9 @@ class Retention:
         if self.keep_every is not None:
             protected.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_hours is not None:
-            protected.update(self._spaced([(facts[step].time, step) for step in steps if step in facts]))
+            protected.update(
+                self._spaced([(facts[step].time, step) for step in steps if step in facts])
+            )
         if self.keep_best is not None:
             protected.update(self._best(steps, facts))
         return protected
@@ -99,7 +109,9 @@ class Retention:
         assert self.keep_best is not None
         # the smallest values of the metric, or of its negative; equal values: the older step
         sign = 1 if self.keep_best_mode == "min" else -1
-        known_steps = [step for step in steps if step in facts and self.keep_best in facts[step].metrics]
+        known_steps = [
+            step for step in steps if step in facts and self.keep_best in facts[step].metrics
+        ]
         measured = [(sign * facts[step].metrics[self.keep_best], step) for step in known_steps]
         return [step for _, step in sorted(measured)[: self.keep_best_count]]
 

@@ -30,7 +30,9 @@ from core.parallel_state.flat import Box, intersect, relative, slices, volume
 try:
     import google_crc32c
 
-    FAST = google_crc32c.implementation == "c" and sys.byteorder == "little" and hasattr(os, "preadv")
+    FAST = (
+        google_crc32c.implementation == "c" and sys.byteorder == "little" and hasattr(os, "preadv")
+    )
 except ImportError:
     FAST = False
 
@@ -40,7 +42,11 @@ _MAX_BUFFERS = 512  # of one system call (the system's limit is 1024)
 
 
 def fastest_reader(
-    directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None, *, budget_bytes: int
+    directory: CheckpointDir,
+    metadata: Mapping[str, Json],
+    files: Files | None,
+    *,
+    budget_bytes: int,
 ) -> "Reader | DirectReader":
     """The fastest reader for a directory. files: what the manifest says, to be checked by a reader that can."""
     if FAST:
@@ -51,7 +57,9 @@ def fastest_reader(
 class DirectReader:
     """See `zarr_store.Reader`. files: path -> (size, digest); each file read must be that one. None: unchecked."""
 
-    def __init__(self, directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None = None) -> None:
+    def __init__(
+        self, directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None = None
+    ) -> None:
         self._directory, self._files = directory, files
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
         threads = THREADS if isinstance(directory, PosixCheckpointDir) else REQUESTS
@@ -70,13 +78,17 @@ class DirectReader:
             box_in_cell = relative(overlap, origin)
             target = _view(into, relative(overlap, box))
             name = f"{key}/{cell_name(index)}"
-            self._running.append(self._pool.submit(self._read_cell, name, chunks, box_in_cell, target))
+            self._running.append(
+                self._pool.submit(self._read_cell, name, chunks, box_in_cell, target)
+            )
 
     def finish(self) -> None:
         """Waits for all. Raises ValueError: the first cell that is missing or damaged."""
         # emptied first: after a failure the reader can be used again
         running, self._running = self._running, []
-        errors = [future.exception() for future in running]  # waits for every one: their memory is the caller's
+        errors = [
+            future.exception() for future in running
+        ]  # waits for every one: their memory is the caller's
         for error in errors:
             if error is None:
                 continue
@@ -126,7 +138,9 @@ class DirectReader:
         cell.read(box_in_cell, into, self._scratch)
         # after reading: the checksums of the chunks that were read are known then
         if expected is not None and cell.digest() != expected[1]:
-            raise ValueError("it is not the cell that was saved there, by its digest in the manifest")
+            raise ValueError(
+                "it is not the cell that was saved there, by its digest in the manifest"
+            )
 
     def _scratch(self, count: int) -> np.ndarray:
         """`count` bytes of this thread, which keeps them: new memory costs more than what is read into it."""
@@ -222,8 +236,14 @@ class _CellFile:
         data = np.frombuffer(self._index, np.uint8)
         _verify(data[:-CRC_BYTES], self._index[-CRC_BYTES:], "its index")
         entries = data[:-CRC_BYTES].view("<u8").reshape(-1, 2).tolist()
-        stored_bytes = self._chunks.unit_bytes + CRC_BYTES  # entries of another length lie outside of the array
-        return {number: offset for number, (offset, chunk_bytes) in enumerate(entries) if chunk_bytes == stored_bytes}
+        stored_bytes = (
+            self._chunks.unit_bytes + CRC_BYTES
+        )  # entries of another length lie outside of the array
+        return {
+            number: offset
+            for number, (offset, chunk_bytes) in enumerate(entries)
+            if chunk_bytes == stored_bytes
+        }
 
     def digest(self) -> int:
         """See `digest.cell_crc`; the checksums of what was read are known."""
@@ -232,7 +252,9 @@ class _CellFile:
 
     def _crc_at(self, offset: int) -> bytes:
         """The checksum behind the inner chunk at `offset`."""
-        return self._crcs.get(offset) or self._file.read_at(CRC_BYTES, offset + self._chunks.unit_bytes)
+        return self._crcs.get(offset) or self._file.read_at(
+            CRC_BYTES, offset + self._chunks.unit_bytes
+        )
 
     def read(self, box: Box, into: np.ndarray, scratch: Callable[[int], np.ndarray]) -> None:
         """Every inner chunk that `box` touches: straight to its target if that is contiguous, else via scratch."""
@@ -269,7 +291,9 @@ class _CellFile:
         for number, _ in units:
             if number not in self._offsets:
                 raise ValueError(f"piece {number} is not in its index")
-        by_offset = sorted([(self._offsets[number], memory) for number, memory in units], key=lambda unit: unit[0])
+        by_offset = sorted(
+            [(self._offsets[number], memory) for number, memory in units], key=lambda unit: unit[0]
+        )
         runs: list[list[tuple[int, np.ndarray, bytearray]]] = []
         end = -1
         for offset, memory in by_offset:

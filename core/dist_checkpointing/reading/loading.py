@@ -14,7 +14,12 @@ from torch import Tensor
 
 from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.planning.exchange import gather_json
-from core.dist_checkpointing.planning.ranks import DamagedCheckpoint, agree, default_state, problem_of
+from core.dist_checkpointing.planning.ranks import (
+    DamagedCheckpoint,
+    agree,
+    default_state,
+    problem_of,
+)
 from core.dist_checkpointing.publish.manifest import TAGGED
 from core.dist_checkpointing.reading.optimizer_loading import OptimizerLoads
 from core.dist_checkpointing.reading.read import Target, read, torch_dtype
@@ -127,7 +132,9 @@ class _OpenedLoad:
     values: Mapping[str, Any]
 
     @classmethod
-    def begin(cls, state_dict: Any, stored: StoredCheckpoint, key_mapping: KeyMapping) -> "_OpenedLoad":
+    def begin(
+        cls, state_dict: Any, stored: StoredCheckpoint, key_mapping: KeyMapping
+    ) -> "_OpenedLoad":
         """Raises ValueError: a state that cannot be loaded, a mapping that gives what is no key."""
         state = map_leaves(state_dict, lambda path, leaf: _writable(leaf))
         optimizers = OptimizerLoads(state, stored, key_mapping)
@@ -193,11 +200,15 @@ def _decoded(stored: StoredCheckpoint, key: str) -> Any:
         raise ValueError(f"{stored.directory.url}: {key}: {error}") from error
 
 
-def _compare(local: LocalState, stored: StoredCheckpoint, ps: ParallelState, key_mapping: KeyMapping) -> Report:
+def _compare(
+    local: LocalState, stored: StoredCheckpoint, ps: ParallelState, key_mapping: KeyMapping
+) -> Report:
     """Collective: where the states of all ranks and the checkpoint do not fit."""
     # key here -> the keys of the checkpoint that it is read from
     stored_keys = {key: [key_mapping.value_key(key)] for key in local.objects}
-    missing = [key for key, (stored_key,) in stored_keys.items() if stored_key not in stored.objects]
+    missing = [
+        key for key, (stored_key,) in stored_keys.items() if stored_key not in stored.objects
+    ]
     mismatched: dict[str, str] = {}
     for key, info in local.arrays().items():
         source = key_mapping.source_of_array(key)
@@ -256,7 +267,9 @@ def _without_misfits(local: LocalState, report: Report) -> LocalState:
     return LocalState(shards, local.objects)
 
 
-def _targets(local: LocalState, stored: StoredCheckpoint, key_mapping: KeyMapping) -> dict[str, list[Target]]:
+def _targets(
+    local: LocalState, stored: StoredCheckpoint, key_mapping: KeyMapping
+) -> dict[str, list[Target]]:
     """Stored key -> the boxes that are read from it, each with the memory that it goes to."""
     targets: dict[str, list[Target]] = {}
     for key, shards in local.shards.items():
@@ -284,10 +297,14 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     return {key: _decoded(stored, key) for key in stored.objects}
 
 
-def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def load_tensors_metadata(
+    checkpoint_dir: str | Path,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """key -> (global shape, dtype) of every array; every rank by itself."""
     stored = open_stored(checkpoint_dir, sizes=False)
-    return {key_of(key): (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata}
+    return {
+        key_of(key): (stored.shape(key), torch_dtype(stored.dtype(key))) for key in stored.metadata
+    }
 
 
 def load_plain_tensors(checkpoint_dir: str | Path, *, keys: str = "*") -> dict[str, Tensor]:

@@ -40,7 +40,12 @@ class OptimizerLoad:
         stored: StoredCheckpoint,
         key_mapping: KeyMapping,
     ) -> None:
-        self._path, self._optimizer, self._stored, self._key_mapping = path, optimizer, stored, key_mapping
+        self._path, self._optimizer, self._stored, self._key_mapping = (
+            path,
+            optimizer,
+            stored,
+            key_mapping,
+        )
         self._parameters = list(parameters(path, optimizer, state))
         self._kinds = self._possible_kinds()
         # parameter -> kind -> the memory that is filled, or the object whose value is set
@@ -93,7 +98,9 @@ class OptimizerLoad:
             # an array, a value of its own per parameter, or nothing: then the optimizer starts without this state
             source = self._key_mapping.source(key)
             if set(paths(source)) <= self._stored.metadata.keys():
-                tensor = states[kind] = self._memory_for(assemble(source, self._stored), kind, parameter)
+                tensor = states[kind] = self._memory_for(
+                    assemble(source, self._stored), kind, parameter
+                )
                 self.template[f"{kind}/{parameter.name}"] = parameter.laid_out(key, tensor)
             elif getattr(self._key_mapping.source(value.key), "key", None) in self._stored.objects:
                 self.template[f"{kind}/{parameter.name}"] = states[kind] = value
@@ -109,7 +116,11 @@ class OptimizerLoad:
             dtype = tensor.dtype
         local_shape = tuple(tensor.shape) if like_parameter else shape
         existing = self._optimizer.state.get(parameter.tensor, {}).get(kind)
-        if isinstance(existing, Tensor) and tuple(existing.shape) == local_shape and existing.dtype == dtype:
+        if (
+            isinstance(existing, Tensor)
+            and tuple(existing.shape) == local_shape
+            and existing.dtype == dtype
+        ):
             return existing
         if like_parameter:
             return torch.zeros_like(tensor, dtype=dtype)
@@ -130,7 +141,9 @@ class OptimizerLoad:
                 continue
             name, options = first.setdefault(id(parameter.group), (parameter.name, values[key]))
             if not isinstance(options, Mapping):
-                raise ValueError(f"{key} is {options!r}, not the options of a group; use another checkpoint")
+                raise ValueError(
+                    f"{key} is {options!r}, not the options of a group; use another checkpoint"
+                )
             if values[key] != options:
                 raise ValueError(
                     f"{key}: in one group with {name} here, whose options are {options} in the checkpoint, and not "
@@ -152,7 +165,9 @@ class OptimizerLoad:
             loaded: dict[str, Any] = {}
             for kind, state in states.items():
                 loaded[kind] = values.get(state.key) if isinstance(state, ShardedObject) else state
-            optimizer_state.pop(tensor, None)  # what the checkpoint does not have must not stay from before
+            optimizer_state.pop(
+                tensor, None
+            )  # what the checkpoint does not have must not stay from before
             if loaded:
                 optimizer_state[tensor] = loaded
         for parameter in self._parameters:
@@ -166,7 +181,9 @@ class OptimizerLoads:
     def __init__(self, state: Any, stored: StoredCheckpoint, key_mapping: KeyMapping) -> None:
         self._original = state
         self._loads: dict[str, OptimizerLoad] = {}
-        self._core_states: dict[str, Any] = {}  # of optimizers of `core.optimizer`, which lay out states themselves
+        self._core_states: dict[
+            str, Any
+        ] = {}  # of optimizers of `core.optimizer`, which lay out states themselves
 
         def template_of(path: str, optimizer: Any) -> Any:
             if is_ours(optimizer):
@@ -180,7 +197,9 @@ class OptimizerLoads:
         for load in self._loads.values():
             load.check(values)
 
-    def finish(self, loaded_leaf: Callable[[tuple[str, ...], Any], Any], values: Mapping[str, Any]) -> Any:
+    def finish(
+        self, loaded_leaf: Callable[[tuple[str, ...], Any], Any], values: Mapping[str, Any]
+    ) -> Any:
         """The original state with `loaded_leaf(path, leaf)` for each leaf, and the optimizers that were filled."""
 
         def finished(path: tuple[str, ...], leaf: Any) -> Any:

@@ -15,7 +15,9 @@ from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
 
 BUDGET = 64 << 20  # bytes in flight, and bytes staged
-Target = tuple[Box, Tensor]  # a box of the full array, and the memory of exactly that shape that it goes to
+Target = tuple[
+    Box, Tensor
+]  # a box of the full array, and the memory of exactly that shape that it goes to
 
 
 @dataclass
@@ -38,7 +40,9 @@ class Staged:
             target.copy_(self.data[slices(relative(box, self.box))])
 
 
-def read(stored: StoredCheckpoint, requested: Mapping[str, Sequence[Target]], *, verify: bool = True) -> None:
+def read(
+    stored: StoredCheckpoint, requested: Mapping[str, Sequence[Target]], *, verify: bool = True
+) -> None:
     """Fill every target from the stored array of its key; the values of other dtypes are converted.
 
     Reads only the inner chunks that are needed; what is staged stays below 64 MiB. `verify`: every file touched must
@@ -73,7 +77,9 @@ def torch_dtype(name: str) -> torch.dtype:
     """The dtype of torch's name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}; install a newer one")
+        raise ValueError(
+            f"dtype {name!r} is unknown to torch {torch.__version__}; install a newer one"
+        )
     return dtype
 
 
@@ -85,7 +91,9 @@ def _finish_staged(reader: Reader | DirectReader, staged: list[Staged]) -> None:
     staged.clear()
 
 
-def by_cell(stored: StoredCheckpoint, key: str, targets: Sequence[Target]) -> dict[Index, list[Target]]:
+def by_cell(
+    stored: StoredCheckpoint, key: str, targets: Sequence[Target]
+) -> dict[Index, list[Target]]:
     """index -> the targets cut to that cell."""
     shape, cell_shape = stored.shape(key), stored.cell(key)
     targets_by_cell: dict[Index, list[Target]] = {}

@@ -11,9 +11,23 @@ from core.dist_checkpointing.format.zarr_metadata import Chunking
 from core.dist_checkpointing.planning.exchange import exchange, gather_json, shards_as_bits
 from core.dist_checkpointing.planning.plan import Transfer
 from core.dist_checkpointing.planning.ranks import problem_of
-from core.dist_checkpointing.planning.read_plan import ReadPlan, SharedRead, from_json, plan_reads, to_json
+from core.dist_checkpointing.planning.read_plan import (
+    ReadPlan,
+    SharedRead,
+    from_json,
+    plan_reads,
+    to_json,
+)
 from core.dist_checkpointing.reading.direct import fastest_reader
-from core.dist_checkpointing.reading.read import BUDGET, Staged, Target, by_cell, read, stage, torch_dtype
+from core.dist_checkpointing.reading.read import (
+    BUDGET,
+    Staged,
+    Target,
+    by_cell,
+    read,
+    stage,
+    torch_dtype,
+)
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state import ParallelState
@@ -23,7 +37,9 @@ Requests = Mapping[str, Sequence[Target]]
 CellTargets = Mapping[str, Mapping[Index, list[Target]]]  # key -> cell -> this rank's targets in it
 
 
-def read_once(stored: StoredCheckpoint, requested: Requests, ps: ParallelState, *, verify: bool = True) -> None:
+def read_once(
+    stored: StoredCheckpoint, requested: Requests, ps: ParallelState, *, verify: bool = True
+) -> None:
     """`read` on all ranks: no byte that several request is read twice. Collective, also where a rank fails.
 
     A rank holds at most 64 MiB each of what it read, reads ahead, sends and receives (more where one chunk of 1 MiB
@@ -45,7 +61,9 @@ def read_once(stored: StoredCheckpoint, requested: Requests, ps: ParallelState, 
     read(stored, _unshared(plan, requested, cell_targets), verify=verify)
 
 
-def _unshared(plan: ReadPlan, requested: Requests, cell_targets: CellTargets) -> dict[str, list[Target]]:
+def _unshared(
+    plan: ReadPlan, requested: Requests, cell_targets: CellTargets
+) -> dict[str, list[Target]]:
     """What no other rank requests."""
     unshared = {key: list(targets) for key, targets in requested.items() if key not in cell_targets}
     for key, targets_by_cell in cell_targets.items():
@@ -74,7 +92,12 @@ class _ReadRounds:
     """One rank's share of the rounds of a plan: read, send, receive."""
 
     def __init__(
-        self, stored: StoredCheckpoint, plan: ReadPlan, cell_targets: CellTargets, ps: ParallelState, verify: bool
+        self,
+        stored: StoredCheckpoint,
+        plan: ReadPlan,
+        cell_targets: CellTargets,
+        ps: ParallelState,
+        verify: bool,
     ) -> None:
         self._stored, self._plan, self._cell_targets, self._ps = stored, plan, cell_targets, ps
         self._arrays = {key: stored.info(key) for key in plan.shared}
@@ -109,7 +132,9 @@ class _ReadRounds:
                 staged.append((key, stage(box, dtype, targets)))
         return staged
 
-    def _finish_and_start(self, finished: list[tuple[str, Staged]], started: list[tuple[str, Staged]]) -> None:
+    def _finish_and_start(
+        self, finished: list[tuple[str, Staged]], started: list[tuple[str, Staged]]
+    ) -> None:
         """Waits for the reads of one round and starts those of the next, which run during the exchange."""
         self._reader.finish()
         for key, staged in started:
@@ -127,7 +152,9 @@ class _ReadRounds:
             transfers += self._transfers(shared_read)
         shards = shards_as_bits(self._arrays, staged_by_key)
         ps = self._ps
-        for transfer, bits in exchange(sorted(transfers), self._arrays, shards, ps.rank, ps.world, ps.device):
+        for transfer, bits in exchange(
+            sorted(transfers), self._arrays, shards, ps.rank, ps.world, ps.device
+        ):
             data = bits.view(torch_dtype(self._arrays[transfer.key].dtype))
             targets = self._cell_targets[transfer.key][transfer.cell]
             for box, target in _targets_inside(targets, transfer.box):

@@ -61,7 +61,14 @@ class StoredCheckpoint:
             contents = Contents.from_root(root, manifest.files)
         except ValueError as error:
             raise ValueError(f"{root_file}: {error}") from None
-        return cls(directory, manifest, contents.metadata, contents.objects, contents.derived, contents.format)
+        return cls(
+            directory,
+            manifest,
+            contents.metadata,
+            contents.objects,
+            contents.derived,
+            contents.format,
+        )
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -94,7 +101,9 @@ class StoredCheckpoint:
         """The keys of all arrays, sorted."""
         return sorted(self.metadata)
 
-    def dtype_differs(self, key: str, stored_key: str, info: ArrayInfo, *, cast: bool) -> str | None:
+    def dtype_differs(
+        self, key: str, stored_key: str, info: ArrayInfo, *, cast: bool
+    ) -> str | None:
         """Why values of the array `stored_key` cannot be those of `key` in `info`; None if they can."""
         derived_dtype = self.derived.get(key, {}).get("torch_dtype")
         stored_dtype = self.dtype(stored_key)
@@ -104,7 +113,9 @@ class StoredCheckpoint:
         # a main weight that is read from its weight, in a run that had no main weights beside
         if stored_key != key and info.dtype == "float32":
             return None
-        remedy = "give cast=True to convert" if both_floating else "only floating dtypes are converted"
+        remedy = (
+            "give cast=True to convert" if both_floating else "only floating dtypes are converted"
+        )
         return f"it is {stored_dtype} in the checkpoint and {info.dtype} here; {remedy}"
 
     @contextmanager

@@ -15,7 +15,9 @@ from core.parallel_state.flat import Box, extent, volume
 
 ALIGN = 64  # bytes: where an array begins in memory that is used again
 BATCH_BYTES = 8 << 20  # read at a time, while as many are used
-BUDGET = 64 << 20  # bytes in flight, of a reader that has a budget; a batch that is larger is not read ahead
+BUDGET = (
+    64 << 20
+)  # bytes in flight, of a reader that has a budget; a batch that is larger is not read ahead
 
 AnyReader = Reader | DirectReader
 BoxRequests = Iterable[tuple[str, Box]]  # key of an array, box of it
@@ -44,7 +46,9 @@ class _Memory:
         return arrays
 
 
-def stream(stored: StoredCheckpoint, requests: BoxRequests, *, reuse_memory: bool = False) -> Iterator[np.ndarray]:
+def stream(
+    stored: StoredCheckpoint, requests: BoxRequests, *, reuse_memory: bool = False
+) -> Iterator[np.ndarray]:
     """The stored values of each box, in order.
 
     Every file touched must be the one that the manifest names: that is known at the end, so exhaust the iterator.
@@ -53,14 +57,20 @@ def stream(stored: StoredCheckpoint, requests: BoxRequests, *, reuse_memory: boo
     """
     # two readers take turns: one prefetches the next batch while the arrays of the other are used
     files = stored.manifest.files
-    first, second = (fastest_reader(stored.directory, stored.metadata, files, budget_bytes=BUDGET) for _ in range(2))
+    first, second = (
+        fastest_reader(stored.directory, stored.metadata, files, budget_bytes=BUDGET)
+        for _ in range(2)
+    )
     turns = cycle([(first, _Memory(again=reuse_memory)), (second, _Memory(again=reuse_memory))])
     previous: tuple[AnyReader, deque[np.ndarray]] | None = None
     checked: set[tuple[str, Index]] = set()
     # the direct reader checks files while it reads them; tensorstore's does not see the bytes that tell
     with stored.checker(enabled=isinstance(first, Reader)) as checker:
         for (reader, memory), batch in zip(turns, _batches(stored, requests), strict=False):
-            if previous is not None and sum(_nbytes(stored, key, box) for key, box in batch) > BUDGET:
+            if (
+                previous is not None
+                and sum(_nbytes(stored, key, box) for key, box in batch) > BUDGET
+            ):
                 yield from _finished(*previous)  # so that memory holds one large array, not two
                 previous = None
             arrays = memory.arrays([(box, stored.metadata[key]["data_type"]) for key, box in batch])

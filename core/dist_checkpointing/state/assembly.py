@@ -71,7 +71,9 @@ class Assembly:
     def differs(self, stored: StoredCheckpoint, info: ArrayInfo) -> str | None:
         """Why it cannot fill `info`; None if it can."""
         if self.shape != info.shape:
-            origin = "made of what is in the checkpoint" if len(self.leaves) > 1 else "in the checkpoint"
+            origin = (
+                "made of what is in the checkpoint" if len(self.leaves) > 1 else "in the checkpoint"
+            )
             return f"its shape is {self.shape} {origin} and {info.shape} here"
         for _, leaf in self.leaves:
             layers = stored.info(leaf.stored).layers
@@ -107,7 +109,9 @@ def paths(source: TensorSource) -> list[str]:
 
 
 def _sources(concat: Concat) -> list[TensorSource]:
-    return [source for source in concat.sources if not isinstance(source, str)]  # `KeyMapping` left no plain keys
+    return [
+        source for source in concat.sources if not isinstance(source, str)
+    ]  # `KeyMapping` left no plain keys
 
 
 def assemble(source: TensorSource, stored: StoredCheckpoint) -> Assembly:
@@ -177,11 +181,15 @@ def index_dims(index: tuple[Any, ...], shape: Shape) -> list[tuple[int, int, boo
         if isinstance(item, slice):
             start, stop, step = item.indices(size)
             if step != 1:
-                raise IndexError(f"{item}: only steps of 1 are read; read the range and step through it")
+                raise IndexError(
+                    f"{item}: only steps of 1 are read; read the range and step through it"
+                )
             dims.append((start, max(start, stop), False))
             continue
         position = integer(item)
         if not -size <= position < size:
-            raise IndexError(f"{position} is out of range for a dim of {size} of shape {list(shape)}")
+            raise IndexError(
+                f"{position} is out of range for a dim of {size} of shape {list(shape)}"
+            )
         dims.append((position % size, position % size + 1, True))
     return dims

@@ -15,7 +15,12 @@ from core.dist_checkpointing.format.arrays import ArrayInfo, Arrays, Holdings, b
 from core.dist_checkpointing.format.keys import check_key, key_of, path_of
 from core.dist_checkpointing.state.dtensor import local_shards, mesh_size, shards_of_sharded_tensor
 from core.dist_checkpointing.state.leaves import encode
-from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, map_leaves, refuse_freed
+from core.dist_checkpointing.state.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    map_leaves,
+    refuse_freed,
+)
 from core.dist_checkpointing.state.tensors import is_dtensor, is_sharded, tensor_of, unstorable
 from core.parallel_state.flat import Box, volume, whole
 
@@ -69,11 +74,15 @@ def flatten(state: Any) -> LocalState:
     """
     local = LocalState()
     if not isinstance(state, Mapping):
-        raise ValueError(f"a state is a dict of tensors and values, not a {type(state).__name__}: {{'model': ...}}")
+        raise ValueError(
+            f"a state is a dict of tensors and values, not a {type(state).__name__}: {{'model': ...}}"
+        )
     try:
         map_leaves(state, lambda path, leaf: _add_leaf(local, "/".join(path), leaf))
     except RecursionError:
-        raise ValueError("the state is nested too deeply, or holds itself; give a flat dict of its leaves") from None
+        raise ValueError(
+            "the state is nested too deeply, or holds itself; give a flat dict of its leaves"
+        ) from None
     if ambiguous := sorted(set(map(key_of, local.shards)) & local.objects.keys()):
         raise ValueError(f"{ambiguous[0]} is both a tensor and a value; give them one key each")
     return local
@@ -98,7 +107,9 @@ def _add_leaf(local: LocalState, key: str, leaf: Any) -> None:
     check_key(item.key)
     value = _encoded(item)
     if local.objects.setdefault(item.key, value) != value:
-        raise ValueError(f"{item.key} is both {local.objects[item.key]!r} and {value!r}; give them one key each")
+        raise ValueError(
+            f"{item.key} is both {local.objects[item.key]!r} and {value!r}; give them one key each"
+        )
 
 
 def _complete_tensor(key: str, leaf: Tensor | np.ndarray) -> ShardedTensor:
@@ -110,7 +121,9 @@ def _complete_tensor(key: str, leaf: Tensor | np.ndarray) -> ShardedTensor:
             raise ValueError(f"{key}: {error}") from None
     # what `model.state_dict()` gives under ZeRO-3: NaNs without memory of their own. A DTensor is not asked for its
     # values, since that is a collective
-    without_memory = not is_dtensor(leaf) and leaf.dim() and leaf.is_floating_point() and not any(leaf.stride())
+    without_memory = (
+        not is_dtensor(leaf) and leaf.dim() and leaf.is_floating_point() and not any(leaf.stride())
+    )
     if without_memory and bool(leaf.isnan().any()):
         refuse_freed(key, leaf)
     return ShardedTensor(key, leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
@@ -202,10 +215,15 @@ def without_repeated_arrays(local: LocalCatalog, rank: int, kinds: Sequence[str]
     return {name: value for name, value in local.items() if name != "arrays"}
 
 
-def with_repeated_arrays(catalogs: Sequence[LocalCatalog], kinds: Sequence[str]) -> list[LocalCatalog]:
+def with_repeated_arrays(
+    catalogs: Sequence[LocalCatalog], kinds: Sequence[str]
+) -> list[LocalCatalog]:
     """The inverse of `without_repeated_arrays`, for all ranks."""
     arrays_by_kind = {kind: catalogs[kinds.index(kind)]["arrays"] for kind in set(kinds)}
-    return [{**local, "arrays": arrays_by_kind[kind]} for local, kind in zip(catalogs, kinds, strict=True)]
+    return [
+        {**local, "arrays": arrays_by_kind[kind]}
+        for local, kind in zip(catalogs, kinds, strict=True)
+    ]
 
 
 def fingerprint(local: Mapping[str, Any]) -> str:

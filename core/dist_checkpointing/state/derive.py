@@ -50,10 +50,14 @@ def unequal_weights(state: LocalState) -> list[str]:
             if answers:
                 asked[weight] = torch.stack(answers).all()
     told = torch.stack(list(asked.values())).tolist() if asked else []
-    return unequal + [weight for weight, is_rounded in zip(asked, told, strict=True) if not is_rounded]
+    return unequal + [
+        weight for weight, is_rounded in zip(asked, told, strict=True) if not is_rounded
+    ]
 
 
-def _comparisons(weights: list[ShardedTensor], mains: list[ShardedTensor]) -> Iterator[bool | Tensor]:
+def _comparisons(
+    weights: list[ShardedTensor], mains: list[ShardedTensor]
+) -> Iterator[bool | Tensor]:
     """Whether each of this rank's main shards is also here as weights, and rounds to them, part by part."""
     if {main.global_shape for main in mains} != {weight.global_shape for weight in weights}:
         yield False
@@ -80,13 +84,19 @@ def _rounds_to(main: Tensor, weight: Tensor) -> Iterator[bool | Tensor]:
 
     On an accelerator tensors without dims, which nobody has looked at yet.
     """
-    if main.data_ptr() == weight.data_ptr() and main.dtype == weight.dtype and main.stride() == weight.stride():
+    if (
+        main.data_ptr() == weight.data_ptr()
+        and main.dtype == weight.dtype
+        and main.stride() == weight.stride()
+    ):
         return  # one tensor is both
     if not (main.is_contiguous() and weight.is_contiguous()):
         main, weight = main.contiguous(), weight.contiguous()
     reading = reading_waits(weight.device)
     size = COMPARED_ON_DEVICE if reading else COMPARED_ELEMENTS
-    for main_block, weight_block in zip(main.view(-1).split(size), weight.view(-1).split(size), strict=True):
+    for main_block, weight_block in zip(
+        main.view(-1).split(size), weight.view(-1).split(size), strict=True
+    ):
         rounded, bits = _bits(main_block.to(weight_block)), _bits(weight_block)
         yield (rounded == bits).all() if reading else torch.equal(rounded, bits)
 
@@ -96,7 +106,9 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def derivable(arrays: Arrays, stored_weights: set[str]) -> tuple[set[str], dict[str, dict[str, str]]]:
+def derivable(
+    arrays: Arrays, stored_weights: set[str]
+) -> tuple[set[str], dict[str, dict[str, str]]]:
     """(arrays that need not be stored, how a reader gets them); `stored_weights`: those that some rank found unequal.
 
     The more exact of two is stored; of two alike, the weight. A main weight like its weight is in no table, so that
@@ -115,7 +127,9 @@ def derivable(arrays: Arrays, stored_weights: set[str]) -> tuple[set[str], dict[
     return not_stored, derived
 
 
-def stored_source(key: str, arrays: Mapping[str, Any], derived: Mapping[str, Mapping[str, str]]) -> str | None:
+def stored_source(
+    key: str, arrays: Mapping[str, Any], derived: Mapping[str, Mapping[str, str]]
+) -> str | None:
     """The stored array that `key` is read from; None if the checkpoint has nothing for it.
 
     Itself, what it was derived from, or, for the main weight of a run that had none, its weight.

@@ -12,7 +12,9 @@ from typing import Any
 from core.dist_checkpointing.state.mapping import ShardedTensor
 from core.parallel_state.flat import slices
 
-Intervals = list[tuple[int, int]]  # of one dim of the full tensor, in the order in which they lie in memory
+Intervals = list[
+    tuple[int, int]
+]  # of one dim of the full tensor, in the order in which they lie in memory
 
 
 def mesh_size(tensor: Any) -> int:
@@ -36,7 +38,9 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
         )
     except ValueError as error:
         raise ValueError(f"{sharded.key} is a DTensor, {error}") from None
-    expected_shape = [sum(stop - start for start, stop in intervals) for intervals in intervals_by_dim]
+    expected_shape = [
+        sum(stop - start for start, stop in intervals) for intervals in intervals_by_dim
+    ]
     if list(local.shape) != expected_shape:
         raise ValueError(
             f"{sharded.key} is a DTensor of shape {list(tensor.shape)}, {tensor.placements}, but "
@@ -48,7 +52,9 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
     shards = []
     for local_box in product(*map(_local_and_global, intervals_by_dim)):
         offset, inside = [], []
-        for ((start, stop), global_start), origin, size in zip(local_box, tensor_offset, true_shape, strict=True):
+        for ((start, stop), global_start), origin, size in zip(
+            local_box, tensor_offset, true_shape, strict=True
+        ):
             position = global_start + origin
             offset.append(position)
             # rows behind the end of the true tensor are padding
@@ -87,7 +93,9 @@ def local_intervals(
             continue
         dim = getattr(placement, "dim", None)
         if dim is None:
-            raise ValueError(f"of {placement}, which is unknown here; redistribute it to Shard and Replicate")
+            raise ValueError(
+                f"of {placement}, which is unknown here; redistribute it to Shard and Replicate"
+            )
         # a strided shard is cut in `split_factor` strides first, and the rank takes its chunk of each stride
         local: Intervals = []
         for stride in _chunked(intervals_by_dim[dim], getattr(placement, "split_factor", 1)):

@@ -27,7 +27,11 @@ _BY_NAME: dict[str, _Handler] = {}
 
 
 def register(
-    kind: type, to_json: Callable[[Any], Any], from_json: Callable[[Any], Any], *, name: str | None = None
+    kind: type,
+    to_json: Callable[[Any], Any],
+    from_json: Callable[[Any], Any],
+    *,
+    name: str | None = None,
 ) -> None:
     """Let values of exactly this type be saved and loaded; in every process that does either.
 
@@ -42,7 +46,9 @@ def register(
             owner = registered_type
     same_type = (owner.__module__, owner.__qualname__) == (kind.__module__, kind.__qualname__)
     if not same_type or name in _RESERVED:
-        raise ValueError(f"register({kind!r}): {owner!r} is called {name!r} in checkpoints; give name=...")
+        raise ValueError(
+            f"register({kind!r}): {owner!r} is called {name!r} in checkpoints; give name=..."
+        )
     _BY_TYPE.pop(owner, None)  # a module that was loaded again has a new type of the same name
     _BY_TYPE[kind] = _BY_NAME[name] = _Handler(name, to_json, from_json)
 
@@ -137,11 +143,17 @@ def _text_to_bytes(text: str) -> bytes:
 
 
 # tags of `encode` itself, which no registered type may take
-_RESERVED: dict[str, Callable[[Any], Any]] = {"numpy": _numpy_scalar, "float": _special_float, "dict": dict}
+_RESERVED: dict[str, Callable[[Any], Any]] = {
+    "numpy": _numpy_scalar,
+    "float": _special_float,
+    "dict": dict,
+}
 
 register(tuple, list, tuple)
 register(complex, lambda number: [number.real, number.imag], lambda content: complex(*content))
 register(bytes, _bytes_to_text, _text_to_bytes)
 register(bytearray, _bytes_to_text, lambda text: bytearray(_text_to_bytes(text)))
 register(torch.Size, list, torch.Size, name="torch.Size")
-register(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _torch_dtype, name="torch.dtype")
+register(
+    torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _torch_dtype, name="torch.dtype"
+)

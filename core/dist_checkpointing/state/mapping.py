@@ -12,9 +12,25 @@ from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.state.leaves import SAME
 from core.dist_checkpointing.state.tensors import is_dtensor
 from core.parallel_state import ParallelState
-from core.parallel_state.flat import Box, extent, flat_boxes, intersect, relative, shifted, slices, volume, whole
+from core.parallel_state.flat import (
+    Box,
+    extent,
+    flat_boxes,
+    intersect,
+    relative,
+    shifted,
+    slices,
+    volume,
+    whole,
+)
 from core.parallel_state.layout import Layout, layout_of, true_part
-from core.parallel_state.modules import Modules, Stack, named_buffers, named_parameters, named_stacks
+from core.parallel_state.modules import (
+    Modules,
+    Stack,
+    named_buffers,
+    named_parameters,
+    named_stacks,
+)
 
 Stacks = Mapping[str, int | Stack]  # name of a list of layers -> what the full model has of them
 
@@ -48,7 +64,9 @@ class ShardedTensor:
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
         inside = True
-        if not is_dtensor(self.data):  # it may have padded rows at its end, which cannot be cut off from outside
+        if not is_dtensor(
+            self.data
+        ):  # it may have padded rows at its end, which cannot be cut off from outside
             intervals = zip(self.box, self.global_shape, strict=False)
             inside = all(start >= 0 and stop <= size for (start, stop), size in intervals)
         if not len(self.global_shape) == len(self.global_offset) == dims or not inside:
@@ -90,7 +108,9 @@ class ShardedTensor:
     def box(self) -> Box:
         """Where the shard lies in the full array."""
         shape = (1,) * self.prepend_axis_num + tuple(self.data.shape)
-        return tuple((start, start + size) for start, size in zip(self.global_offset, shape, strict=True))
+        return tuple(
+            (start, start + size) for start, size in zip(self.global_offset, shape, strict=True)
+        )
 
     @property
     def shard(self) -> "Shard":
@@ -113,7 +133,9 @@ class ShardedTensor:
         stacked = self.prepend_axis_num > 0
         ragged = not stacked and self.tp_dim == 0 and self.axis == "tp"
         shape, layers = self.global_shape, self.layers
-        return ArrayInfo(shape, dtype, self.tp_dim, stacked, ragged, self.stack, layers, self.depth, self.axis)
+        return ArrayInfo(
+            shape, dtype, self.tp_dim, stacked, ragged, self.stack, layers, self.depth, self.axis
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +216,9 @@ class Mapper:
         data = tensor.detach()
         if not is_dtensor(data):  # whose padding is cut when its local shards are made
             data = true_part(data, layout, self._coordinate, self._sizes)
-        return self.sharded_tensor(group, name, layout, data, self._local_box(layout), tensor.detach())
+        return self.sharded_tensor(
+            group, name, layout, data, self._local_box(layout), tensor.detach()
+        )
 
     def interval(
         self, group: str, name: str, flat: Tensor, layout: Layout, interval: tuple[int, int]
@@ -213,7 +237,9 @@ class Mapper:
             unpadded = intersect(flat_box, true_box)
             if unpadded is not None:
                 data = elements[slices(relative(unpadded, flat_box))]
-                tensors.append(self.sharded_tensor(group, name, layout, data, shifted(unpadded, offset), None))
+                tensors.append(
+                    self.sharded_tensor(group, name, layout, data, shifted(unpadded, offset), None)
+                )
         return tensors
 
     def _local_box(self, layout: Layout) -> Box:
@@ -257,14 +283,20 @@ class Mapper:
             axis=axis,
         )
 
-    def state_shard(self, group: str, name: str, shard: StateShard) -> ShardedTensor | list[ShardedTensor]:
+    def state_shard(
+        self, group: str, name: str, shard: StateShard
+    ) -> ShardedTensor | list[ShardedTensor]:
         """A shard of an optimizer's state; an interval becomes one tensor for each straight piece of it."""
         if shard.interval is not None:
             return self.interval(group, name, shard.tensor, shard.layout, shard.interval)
-        return self.sharded_tensor(group, name, shard.layout, shard.tensor, self._local_box(shard.layout), None)
+        return self.sharded_tensor(
+            group, name, shard.layout, shard.tensor, self._local_box(shard.layout), None
+        )
 
 
-def sharded_state_dict(modules: Modules, ps: ParallelState, *, prefix: str = "") -> dict[str, ShardedTensor]:
+def sharded_state_dict(
+    modules: Modules, ps: ParallelState, *, prefix: str = ""
+) -> dict[str, ShardedTensor]:
     """name -> this rank's shard of every parameter and persistent buffer of a module, or of a pipeline's stages.
 
     Keys are `model/<prefix><name>`. A parameter lies as its `Layout` says; one without a layout, and every buffer,
@@ -278,12 +310,18 @@ def sharded_state_dict(modules: Modules, ps: ParallelState, *, prefix: str = "")
         tensors[full_name] = mapper.parameter("model", full_name, parameter, layout_of(parameter))
     for name, buffer in named_buffers(modules):
         full_name = prefix + name
-        tensors[full_name] = mapper.parameter("model", full_name, buffer, Layout(tuple(buffer.shape)))
+        tensors[full_name] = mapper.parameter(
+            "model", full_name, buffer, Layout(tuple(buffer.shape))
+        )
     return tensors
 
 
 def sharded_states(
-    states: Mapping[str, Mapping[str, StateShard]], ps: ParallelState, *, stacks: Stacks, group: str = "optimizer"
+    states: Mapping[str, Mapping[str, StateShard]],
+    ps: ParallelState,
+    *,
+    stacks: Stacks,
+    group: str = "optimizer",
 ) -> dict[str, dict[str, ShardedTensor | list[ShardedTensor]]]:
     """name -> kind -> this rank's shard of an optimizer's states, under `optimizer/<kind>/<name>`.
 
@@ -300,7 +338,9 @@ def sharded_states(
     return tensors
 
 
-def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
+def map_leaves(
+    state: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()
+) -> Any:
     """A nested state with every leaf replaced by `change(path, leaf)`.
 
     Mappings are walked through, and lists and tuples that hold tensors somewhere, an item's name being its position;
@@ -309,9 +349,13 @@ def map_leaves(state: Any, change: Callable[[tuple[str, ...], Any], Any], path: 
     """
     if isinstance(state, Mapping):
         _check_names(path, state)
-        return {name: map_leaves(value, change, (*path, str(name))) for name, value in state.items()}
+        return {
+            name: map_leaves(value, change, (*path, str(name))) for name, value in state.items()
+        }
     if isinstance(state, (list, tuple)) and _holds_tensors(state):
-        items = [map_leaves(value, change, (*path, str(number))) for number, value in enumerate(state)]
+        items = [
+            map_leaves(value, change, (*path, str(number))) for number, value in enumerate(state)
+        ]
         if isinstance(state, list):
             return items
         is_namedtuple = hasattr(state, "_fields")
@@ -339,4 +383,6 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         # a list of numbers may be long: one look at the set of its types tells that there is no tensor in it
         return not set(map(type, value)) <= {*SAME, float} and any(map(_holds_tensors, value))
-    return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject)) or hasattr(value, "param_groups")
+    return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject)) or hasattr(
+        value, "param_groups"
+    )

@@ -36,7 +36,9 @@ class Concat:
     def __post_init__(self) -> None:
         sources = self.sources if isinstance(self.sources, (list, tuple)) else ()
         if not sources or not all(isinstance(source, (str, Source, Concat)) for source in sources):
-            raise ValueError(f"Concat of {self.sources!r}: give a list of keys of the checkpoint, or of Sources")
+            raise ValueError(
+                f"Concat of {self.sources!r}: give a list of keys of the checkpoint, or of Sources"
+            )
         if type(self.dim) is not int:
             raise ValueError(f"Concat along dim {self.dim!r}: give an integer")
 
@@ -50,7 +52,9 @@ class KeyMapping:
 
     def __init__(self, mapping: Renames | None = None, *, cast: bool = False) -> None:
         self._mapping, self._cast = mapping, cast
-        self._sources: dict[str, TensorSource] = {}  # what a user's function gave, which is called once per key
+        self._sources: dict[
+            str, TensorSource
+        ] = {}  # what a user's function gave, which is called once per key
 
     @property
     def same(self) -> bool:
@@ -75,7 +79,9 @@ class KeyMapping:
     def _with_sources(self, mapped: str | TensorSource) -> TensorSource:
         """The same with every plain key as a `Source`."""
         if isinstance(mapped, Concat):
-            return replace(mapped, sources=[self._with_sources(source) for source in mapped.sources])
+            return replace(
+                mapped, sources=[self._with_sources(source) for source in mapped.sources]
+            )
         return mapped if isinstance(mapped, Source) else Source(mapped, self._cast)
 
     def source_of_array(self, path: str) -> TensorSource:
@@ -86,12 +92,16 @@ class KeyMapping:
         """The key of a value in the checkpoint. Raises ValueError: it is mapped as a tensor would be."""
         source = self.source(key)
         if isinstance(source, Concat) or source.index or source.shape is not None:
-            raise ValueError(f"the mapping gives {source} for {key}, which is a value here: it has no parts")
+            raise ValueError(
+                f"the mapping gives {source} for {key}, which is a value here: it has no parts"
+            )
         return source.key
 
     def check(self, keys: Sequence[str]) -> None:
         """Raises ValueError: a mapping that names keys which are not among `keys`, those of all ranks."""
-        if isinstance(self._mapping, Mapping) and (unknown := sorted(self._mapping.keys() - set(keys))):
+        if isinstance(self._mapping, Mapping) and (
+            unknown := sorted(self._mapping.keys() - set(keys))
+        ):
             raise ValueError(
                 f"the mapping names {', '.join(unknown[:5])}, which no state has; it is of keys here to keys of "
                 f"the checkpoint, and here are {', '.join(sorted(keys)[:5])}, …"

@@ -76,7 +76,15 @@ class Parameter:
         offset = leaf.global_offset[:axes] + (0,) * value.dim()
         shape = (*self.stack_shape, *value.shape)
         return ShardedTensor(
-            key, value, shape, offset, 0, axes, stack=leaf.stack, layers=leaf.layers, depth=leaf.depth
+            key,
+            value,
+            shape,
+            offset,
+            0,
+            axes,
+            stack=leaf.stack,
+            layers=leaf.layers,
+            depth=leaf.depth,
         )
 
 
@@ -90,7 +98,9 @@ def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Itera
     def remember(leaf_path: tuple[str, ...], leaf: Any) -> None:
         replicated = isinstance(leaf, Tensor) and not is_sharded(leaf)
         if replicated:
-            leaf = ShardedTensor("/".join(leaf_path), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim())
+            leaf = ShardedTensor(
+                "/".join(leaf_path), leaf.detach(), tuple(leaf.shape), (0,) * leaf.dim()
+            )
         if isinstance(leaf, ShardedTensor):
             tensor = leaf.data if leaf.local is None else leaf.local
             leaves_by_memory.setdefault(_memory_of(tensor), []).append((leaf, replicated))
@@ -121,7 +131,11 @@ def _memory_of(tensor: Any) -> tuple[Any, ...]:
 
 def is_ours(leaf: Any) -> bool:
     """Whether an optimizer gives its states itself, as those of `core.optimizer` do."""
-    return hasattr(leaf, "sharded_state_dict") and hasattr(leaf, "step") and not isinstance(leaf, nn.Module)
+    return (
+        hasattr(leaf, "sharded_state_dict")
+        and hasattr(leaf, "step")
+        and not isinstance(leaf, nn.Module)
+    )
 
 
 def map_optimizers(state: Any, change: Callable[[str, Any], Any]) -> Any:
@@ -146,7 +160,9 @@ def to_save(state: Any) -> Any:
     return map_optimizers(state, states_of)
 
 
-def _torch_optimizer_states(path: str, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, dict[str, Any]]:
+def _torch_optimizer_states(
+    path: str, optimizer: torch.optim.Optimizer, state: Any
+) -> dict[str, dict[str, Any]]:
     """Kind -> name -> shard or value; under `param_groups` the options of each parameter's group."""
     states: dict[str, dict[str, Any]] = {GROUPS: {}}
     all_parameters = list(parameters(path, optimizer, state))
@@ -159,7 +175,9 @@ def _torch_optimizer_states(path: str, optimizer: torch.optim.Optimizer, state: 
             saved: Any
             if isinstance(value, Tensor):
                 saved = parameter.laid_out(f"{path}/{kind}/{parameter.key}", value)
-            elif isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            elif isinstance(value, (list, tuple)) and any(
+                isinstance(item, Tensor) for item in value
+            ):
                 raise ValueError(
                     f"{path}/{kind}/{name} is a {type(value).__name__} of tensors ({type(optimizer).__name__}), "
                     "which has no layout by parameter; leave the optimizer out, or use one with states by parameter"
@@ -170,7 +188,9 @@ def _torch_optimizer_states(path: str, optimizer: torch.optim.Optimizer, state: 
     return states
 
 
-def _check_stacks(path: str, optimizer: torch.optim.Optimizer, all_parameters: list[Parameter]) -> None:
+def _check_stacks(
+    path: str, optimizer: torch.optim.Optimizer, all_parameters: list[Parameter]
+) -> None:
     """Raises ValueError: layers of one stack, which is one array, with states and without."""
     first: dict[str, Parameter] = {}
     for parameter in all_parameters:

@@ -23,15 +23,23 @@ def resolved_shape(requested: Shape, shape: Shape) -> Shape:
     if known_elements > 0:
         inferred = prod(shape) // known_elements
         resolved = tuple(inferred if size == -1 else size for size in requested)
-    if requested.count(-1) > 1 or prod(resolved) != prod(shape) or any(size < 1 for size in resolved):
+    if (
+        requested.count(-1) > 1
+        or prod(resolved) != prod(shape)
+        or any(size < 1 for size in resolved)
+    ):
         raise ValueError(
             f"{shape} has {prod(shape)} elements, {requested} has {abs(prod(resolved))}; give another shape"
         )
-    _finer_dims(_without_ones(shape), _without_ones(resolved))  # raises where dims would be cut across
+    _finer_dims(
+        _without_ones(shape), _without_ones(resolved)
+    )  # raises where dims would be cut across
     return resolved
 
 
-def straight_boxes(shape: Shape, view: Shape, box: Box, memory: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def straight_boxes(
+    shape: Shape, view: Shape, box: Box, memory: Tensor
+) -> Iterator[tuple[Box, Tensor]]:
     """(box of an array of `shape`, the memory of that extent) that together fill `memory`.
 
     `memory` is `box` of the same array taken as of shape `view`. What comes out is one box on both sides.
@@ -49,7 +57,9 @@ def straight_boxes(shape: Shape, view: Shape, box: Box, memory: Tensor) -> Itera
         for dim_box, _, _ in combination:
             finer_box += dim_box
         box_memory = memory[tuple(slice(start, stop) for _, start, stop in combination)]
-        yield from _array_boxes(shape, finer, array_spans, finer_box, box_memory.view(extent(finer_box)))
+        yield from _array_boxes(
+            shape, finer, array_spans, finer_box, box_memory.view(extent(finer_box))
+        )
 
 
 def _without_ones(shape: Shape) -> Shape:
@@ -122,7 +132,9 @@ def _walked_dims(sizes: list[int], box: Box, strides: tuple[int, ...]) -> int:
         rows, row_length = lengths[dim - 1], lengths[dim]
         if rows == 1:
             continue
-        partial_rows = any(length != size for length, size in zip(lengths[dim:], sizes[dim:], strict=True))
+        partial_rows = any(
+            length != size for length, size in zip(lengths[dim:], sizes[dim:], strict=True)
+        )
         if partial_rows or strides[dim - 1] != strides[dim] * row_length:
             return dim
     return 0

@@ -41,9 +41,13 @@ def unstorable(tensor: Tensor) -> str | None:
 def tensor_of(array: np.ndarray) -> Tensor:
     """Over the same memory where `fillable`, else of a copy. Raises ValueError: a type that torch does not have."""
     if type(array) not in (np.ndarray, np.memmap):
-        raise ValueError(f"a {type(array).__name__} is more than its numbers; give numpy.asarray(array)")
+        raise ValueError(
+            f"a {type(array).__name__} is more than its numbers; give numpy.asarray(array)"
+        )
     if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=").name not in STORED_DTYPES:
-        raise ValueError(f"a numpy array of {array.dtype} has no stored form; give numbers of a type that torch has")
+        raise ValueError(
+            f"a numpy array of {array.dtype} has no stored form; give numbers of a type that torch has"
+        )
     return torch.from_numpy(array if fillable(array) else native(array))
 
 

@@ -8,7 +8,11 @@ import re
 from urllib.parse import parse_qsl, unquote_to_bytes, urlencode, urlsplit
 
 SCHEMES = ("gs", "s3", "memory")
-OPTIONS = {"s3": ("endpoint", "region", "profile", "conditional_write"), "gs": ("user_project",), "memory": ()}
+OPTIONS = {
+    "s3": ("endpoint", "region", "profile", "conditional_write"),
+    "gs": ("user_project",),
+    "memory": (),
+}
 # of a file name on Linux, less what stands around a name while it is replaced: prefix and 32 hexadecimal digits
 NAME_BYTES = 255 - len(".replaced--") - 32
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
@@ -21,7 +25,9 @@ def parse_address(path_or_url: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(path_or_url)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"{path_or_url!r} is no path; give a str or pathlib.Path, or the URL of an object store")
+        raise ValueError(
+            f"{path_or_url!r} is no path; give a str or pathlib.Path, or the URL of an object store"
+        )
     scheme, separator, rest = text.partition("://")
     if "/" in scheme or not separator:
         return _absolute_path(text)
@@ -65,7 +71,9 @@ def root_and_name(path_or_url: str | os.PathLike[str]) -> tuple[str, str]:
     # `runs/.` would name the directory itself, which `parse_address` has already resolved
     last_typed = name if options else os.fspath(path_or_url).rstrip("/").rpartition("/")[2]
     if not name or root.endswith(":/") or last_typed in (".", ".."):
-        raise ValueError(f"{os.fspath(path_or_url)!r} names no checkpoint; give a directory that is to be made")
+        raise ValueError(
+            f"{os.fspath(path_or_url)!r} names no checkpoint; give a directory that is to be made"
+        )
     return (root or "/") + options, name
 
 
@@ -78,9 +86,13 @@ def check_name(name: str, *, local: bool) -> None:
     else:
         valid, allowed = _STORE_NAME.fullmatch(name) is not None, "letters, digits, _.=+-"
     if not valid or name in ("", "tags"):
-        raise ValueError(f"{name!r} is no name of a checkpoint: {allowed}, but no dot in front, not `tags`")
+        raise ValueError(
+            f"{name!r} is no name of a checkpoint: {allowed}, but no dot in front, not `tags`"
+        )
     if local and (size := len(os.fsencode(name))) > NAME_BYTES:
-        raise ValueError(f"{name!r} has {size} bytes; the name of a checkpoint has at most {NAME_BYTES}: shorten it")
+        raise ValueError(
+            f"{name!r} has {size} bytes; the name of a checkpoint has at most {NAME_BYTES}: shorten it"
+        )
 
 
 def _absolute_path(text: str) -> str:
@@ -130,13 +142,20 @@ def _checked_options(url: str, scheme: str, query: str) -> str:
     # a misspelt option would else be ignored, and the data go to another server
     if unknown := [name for name in names if name not in known_names]:
         listed = ", ".join(known_names) or "no options"
-        raise ValueError(f"{url}: {', '.join(map(repr, unknown))} is no option; {scheme}:// knows {listed}")
+        raise ValueError(
+            f"{url}: {', '.join(map(repr, unknown))} is no option; {scheme}:// knows {listed}"
+        )
     for name, value in pairs:
         if not value or names.count(name) > 1:
             raise ValueError(f"{url}: {name!r} has no value, or two; give it once, with a value")
     options = dict(pairs)
     endpoint = urlsplit(options.get("endpoint", "http://host"))
-    if endpoint.scheme not in ("http", "https") or not endpoint.hostname or endpoint.username or endpoint.query:
+    if (
+        endpoint.scheme not in ("http", "https")
+        or not endpoint.hostname
+        or endpoint.username
+        or endpoint.query
+    ):
         raise ValueError(f"{url}: 'endpoint' is no server; write endpoint=https://host:9000")
     if options.get("conditional_write", "true") not in ("true", "false"):
         raise ValueError(f"{url}: 'conditional_write' must be true or false")

@@ -17,7 +17,10 @@ from core.dist_checkpointing.storage.context import CONTEXT
 from core.dist_checkpointing.storage.fs import Fs, check_regular
 from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
-_SECRET = {"aws_credentials", "gcs_user_project"}  # entries of a specification that an open store does not show
+_SECRET = {
+    "aws_credentials",
+    "gcs_user_project",
+}  # entries of a specification that an open store does not show
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -94,7 +97,11 @@ class DiskFullError(OSError):
 
 def free_bytes(directory: CheckpointDir) -> int | None:
     """What may still be written there; None: an object store does not say."""
-    return directory.fs.free_bytes(directory.path) if isinstance(directory, PosixCheckpointDir) else None
+    return (
+        directory.fs.free_bytes(directory.path)
+        if isinstance(directory, PosixCheckpointDir)
+        else None
+    )
 
 
 @contextmanager
@@ -134,7 +141,9 @@ def open_checkpoint_dir(url: str | os.PathLike[str]) -> CheckpointDir:
     return directory.below(uuid) if isinstance(uuid, str) else directory
 
 
-def open_dir(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixCheckpointDir | KvCheckpointDir":
+def open_dir(
+    url: str | os.PathLike[str], fs: Fs | None = None
+) -> "PosixCheckpointDir | KvCheckpointDir":
     """What lies exactly at a path or URL: pointers are not followed."""
     address = parse_address(url)
     if address.startswith("/"):
@@ -149,9 +158,13 @@ def open_dir(url: str | os.PathLike[str], fs: Fs | None = None) -> "PosixCheckpo
             raise ValueError(
                 f"{url}: profile {options['profile']!r} is not found, or not whole, in {files}"
             ) from None
-        raise ValueError(f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})") from None
+        raise ValueError(
+            f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})"
+        ) from None
     # credentials are needed again for `kvstore`, and an open store does not give them back
-    secret_spec = {} if isinstance(spec, str) else {name: spec[name] for name in _SECRET & spec.keys()}
+    secret_spec = (
+        {} if isinstance(spec, str) else {name: spec[name] for name in _SECRET & spec.keys()}
+    )
     return KvCheckpointDir(store, CONTEXT, f"{location}/", address[len(location) :], secret_spec)
 
 
@@ -159,7 +172,8 @@ def _aws_files() -> dict[str, str]:
     """Where profiles are; tensorstore finds those files by itself only for the default one."""
     environ = os.environ
     return {
-        "credentials_file": environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
+        "credentials_file": environ.get("AWS_SHARED_CREDENTIALS_FILE")
+        or os.path.expanduser("~/.aws/credentials"),
         "config_file": environ.get("AWS_CONFIG_FILE") or os.path.expanduser("~/.aws/config"),
     }
 
@@ -174,11 +188,20 @@ def _store_spec(url: str, options: Mapping[str, str]) -> str | dict[str, Any]:
     if url.startswith("s3://"):
         environ = os.environ
         # the address first, then the environment, as every S3 client does
-        endpoint = options.get("endpoint") or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+        endpoint = (
+            options.get("endpoint")
+            or environ.get("AWS_ENDPOINT_URL_S3")
+            or environ.get("AWS_ENDPOINT_URL")
+        )
         region = options.get("region")
         if endpoint:
             extra["endpoint"] = endpoint.rstrip("/")
-            region = region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            region = (
+                region
+                or environ.get("AWS_REGION")
+                or environ.get("AWS_DEFAULT_REGION")
+                or "us-east-1"
+            )
         if region:
             extra["aws_region"] = region
         if profile := options.get("profile"):
@@ -218,7 +241,9 @@ class PosixCheckpointDir:
         return status.st_size
 
     def names(self, prefix: str = "") -> list[str]:
-        return [os.path.join(prefix, name) for name in self.fs.walk(os.path.join(self.path, prefix))]
+        return [
+            os.path.join(prefix, name) for name in self.fs.walk(os.path.join(self.path, prefix))
+        ]
 
     def sizes(self) -> dict[str, int]:
         sizes = {}

@@ -10,7 +10,9 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_JSON_BYTES = 64 << 20  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+MAX_JSON_BYTES = (
+    64 << 20
+)  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -29,7 +31,9 @@ def check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
-        raise ValueError(f"{os.fspath(path)} is {kind}, no regular file: restore it from a copy, or use another step")
+        raise ValueError(
+            f"{os.fspath(path)} is {kind}, no regular file: restore it from a copy, or use another step"
+        )
 
 
 class Fs:
@@ -120,7 +124,9 @@ class Fs:
         """
         paths: list[str] = []
         for folder, folders, names in os.walk(path, onerror=_raise_unless_gone):
-            paths += [os.path.relpath(os.path.join(folder, name), path) for name in (*folders, *names)]
+            paths += [
+                os.path.relpath(os.path.join(folder, name), path) for name in (*folders, *names)
+            ]
         return sorted(paths)
 
     def free_bytes(self, path: str) -> int:
@@ -176,7 +182,9 @@ class Fs:
             removals += [(self.unlink, os.path.join(folder, name)) for name in names]
             for name in folders:
                 child = os.path.join(folder, name)
-                remove = self.unlink if os.path.islink(child) else self.rmdir  # links are never followed
+                remove = (
+                    self.unlink if os.path.islink(child) else self.rmdir
+                )  # links are never followed
                 removals.append((remove, child))
         self._remove_all([(remove, child) for remove, child in removals if child != last])
         final: list[tuple[Callable[[str], None], str]] = [(self.rmdir, path)]

@@ -38,7 +38,12 @@ class Writer:
     """
 
     def __init__(
-        self, directory: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 192 << 20, durable: bool = True
+        self,
+        directory: Store,
+        metadata: Mapping[str, Json],
+        *,
+        budget_bytes: int = 192 << 20,
+        durable: bool = True,
     ) -> None:
         self._arrays = _OpenArrays(directory, metadata, write=True, durable=durable)
         self._operations = _Operations(budget_bytes)
@@ -57,11 +62,15 @@ class Writer:
         _check_array(key, box, chunks, array)
         index, cell = next(cells(chunks.shape, chunks.cell, box))
         if cell != box:
-            raise ValueError(f"array {key!r}: {box} is not one cell of {chunks.shape} cut into {chunks.cell}")
+            raise ValueError(
+                f"array {key!r}: {box} is not one cell of {chunks.shape} cut into {chunks.cell}"
+            )
 
         def start() -> ts.Future[None]:
             target = store[slices(box)]
-            return target.write(array, can_reference_source_data_indefinitely=self._lend_memory).commit
+            return target.write(
+                array, can_reference_source_data_indefinitely=self._lend_memory
+            ).commit
 
         self._operations.start(f"{key}/{cell_name(index)}", array.nbytes, start, array)
 
@@ -78,7 +87,9 @@ class Reader:
     Raises ValueError: metadata that is not this format's.
     """
 
-    def __init__(self, directory: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, directory: Store, metadata: Mapping[str, Json], *, budget_bytes: int = 64 << 20
+    ) -> None:
         self._arrays = _OpenArrays(directory, metadata, write=False)
         self._operations = _Operations(budget_bytes)
         self._url = directory.url
@@ -97,12 +108,17 @@ class Reader:
             overlap = intersect(cell, box)
             if overlap is None:
                 continue
-            inside: Any = (*slices(relative(overlap, box)), ...)  # the dots: a view even of an array without dims
+            inside: Any = (
+                *slices(relative(overlap, box)),
+                ...,
+            )  # the dots: a view even of an array without dims
             target = into[inside]
             name = f"{key}/{cell_name(index)}"
 
             # defaults bind the loop's values: an operation may start while later ones are being made
-            def start(overlap: Box = overlap, target: np.ndarray = target, name: str = name) -> ts.Future[None]:
+            def start(
+                overlap: Box = overlap, target: np.ndarray = target, name: str = name
+            ) -> ts.Future[None]:
                 # here and not before the loop: a file is checked right before it is read
                 if self._local_path:
                     _check_file(self._local_path + name, chunks)
@@ -124,11 +140,18 @@ class Reader:
 class _OpenArrays:
     """The arrays of one checkpoint, each opened once."""
 
-    def __init__(self, directory: Store, metadata: Mapping[str, Json], *, write: bool, durable: bool = True) -> None:
+    def __init__(
+        self, directory: Store, metadata: Mapping[str, Json], *, write: bool, durable: bool = True
+    ) -> None:
         # tensorstore believes what it is given: sizes and codecs are checked here
         for key, node in metadata.items():
             check_metadata(key, node)
-        self._directory, self._metadata, self._write, self._durable = directory, metadata, write, durable
+        self._directory, self._metadata, self._write, self._durable = (
+            directory,
+            metadata,
+            write,
+            durable,
+        )
         self._opened: dict[str, tuple[ts.TensorStore, Chunking]] = {}
 
     def __getitem__(self, key: str) -> tuple[ts.TensorStore, Chunking]:
@@ -152,7 +175,12 @@ class _OpenArrays:
         # No zarr.json is read or written. Inside the specification `assume_metadata` would be dropped.
         context = self._directory.context or CONTEXT
         return ts.open(
-            spec, context=context, read=not self._write, write=self._write, open=True, assume_metadata=True
+            spec,
+            context=context,
+            read=not self._write,
+            write=self._write,
+            open=True,
+            assume_metadata=True,
         ).result()
 
 
@@ -164,7 +192,9 @@ class _Operations:
         self._pending: deque[tuple[str, int, ts.Future[None], np.ndarray]] = deque()
         self._failure: tuple[str, Exception] | None = None
 
-    def start(self, name: str, size: int, operation: Callable[[], ts.Future[None]], array: np.ndarray) -> None:
+    def start(
+        self, name: str, size: int, operation: Callable[[], ts.Future[None]], array: np.ndarray
+    ) -> None:
         """Starts an operation on `array`, which is kept alive; one larger than the budget runs alone."""
         # the oldest first: it is the most likely to be done
         while self._pending and self._pending_bytes + size > self._budget:
@@ -198,7 +228,9 @@ def _check_array(key: str, box: Box, chunks: Chunking, array: np.ndarray) -> Non
         raise ValueError(f"array {key!r}: {box} is not inside its shape {chunks.shape}")
     if array.shape != extent(box) or array.dtype != np.dtype(chunks.data_type):
         expected = f"{chunks.data_type} of shape {extent(box)}"
-        raise ValueError(f"array {key!r}: {expected} expected for {box}, got {array.dtype} of shape {array.shape}")
+        raise ValueError(
+            f"array {key!r}: {expected} expected for {box}, got {array.dtype} of shape {array.shape}"
+        )
 
 
 def _check_file(path: str, chunks: Chunking) -> None:
@@ -206,7 +238,9 @@ def _check_file(path: str, chunks: Chunking) -> None:
     status = os.stat(path)
     check_regular(path, status)
     if status.st_size > chunks.max_file_bytes:
-        raise ValueError(f"{path} has {status.st_size} bytes, a cell of this array at most {chunks.max_file_bytes}")
+        raise ValueError(
+            f"{path} has {status.st_size} bytes, a cell of this array at most {chunks.max_file_bytes}"
+        )
 
 
 def _bytes_to_read(box: Box, chunks: Chunking) -> int:

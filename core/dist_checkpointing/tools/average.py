@@ -29,7 +29,10 @@ Done = Callable[[int], None]  # called with the number of bytes that were writte
 
 def infos_of(stored: StoredCheckpoint) -> dict[str, ArrayInfo]:
     """Name in paths -> shape, dtype and grid of every parameter and buffer of the model, derived ones included."""
-    return {name: replace(stored.info(origin), dtype=dtype) for name, (origin, dtype) in weights(stored).items()}
+    return {
+        name: replace(stored.info(origin), dtype=dtype)
+        for name, (origin, dtype) in weights(stored).items()
+    }
 
 
 def averaged_bytes(stored: StoredCheckpoint) -> int:
@@ -39,7 +42,10 @@ def averaged_bytes(stored: StoredCheckpoint) -> int:
             f"{stored.directory.url} holds 0 arrays below {AVERAGE}: its run kept no average of the weights; train "
             "with optimizer.ema_decay = 0.999, say"
         )
-    return sum(volume(tuple((0, size) for size in info.shape)) * info.itemsize for info in infos_of(stored).values())
+    return sum(
+        volume(tuple((0, size) for size in info.shape)) * info.itemsize
+        for info in infos_of(stored).values()
+    )
 
 
 def write_averaged(stored: StoredCheckpoint, url: str, done: Done) -> list[str]:
@@ -53,15 +59,31 @@ def write_averaged(stored: StoredCheckpoint, url: str, done: Done) -> list[str]:
     for name, info in infos.items():
         cell = cell_of(info)
         metadata[MODEL + name] = array_metadata(info, cell, inner_shape(cell))
-    objects = {key: value for key, value in stored.objects.items() if not key.startswith("optimizer/")}
+    objects = {
+        key: value for key, value in stored.objects.items() if not key.startswith("optimizer/")
+    }
     attributes = {"paracore": {"format": stored.format, "objects": objects, "derived": {}}}
     run = {**stored.run, "averaged": stored.directory.url, "time": time.time()}
-    write_offline(url, metadata, attributes, run, averaged_bytes(stored), _cells(infos, metadata, tensors, done))
-    return sorted(key_of(name) for name, info in infos.items() if not _has_average(key_of(name), info, tensors))
+    write_offline(
+        url,
+        metadata,
+        attributes,
+        run,
+        averaged_bytes(stored),
+        _cells(infos, metadata, tensors, done),
+    )
+    return sorted(
+        key_of(name)
+        for name, info in infos.items()
+        if not _has_average(key_of(name), info, tensors)
+    )
 
 
 def _cells(
-    infos: Mapping[str, ArrayInfo], metadata: Mapping[str, Json], tensors: Mapping[str, LazyTensor], done: Done
+    infos: Mapping[str, ArrayInfo],
+    metadata: Mapping[str, Json],
+    tensors: Mapping[str, LazyTensor],
+    done: Done,
 ) -> Cells:
     for name, info in infos.items():
         path = MODEL + name
@@ -89,7 +111,9 @@ def _values(name: str, info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTens
 
 def _has_average(name: str, info: ArrayInfo, tensors: Mapping[str, LazyTensor]) -> bool:
     layers = info.layer_numbers if info.stacked else ()
-    return AVERAGE + name in tensors or any(_layer_key(name, info, layer) in tensors for layer in layers)
+    return AVERAGE + name in tensors or any(
+        _layer_key(name, info, layer) in tensors for layer in layers
+    )
 
 
 def _layer_key(name: str, info: ArrayInfo, layer: int) -> str:

@@ -50,11 +50,22 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     # rich is optional: importing it takes long, and not every machine has it
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
     except ImportError:
         yield _PercentLines(title, total).advance
         return
-    columns = TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -68,7 +68,9 @@ class DcpContents:
     version: str
 
 
-ByteRanges = dict[tuple[str, tuple[int, ...] | None], ByteRange]  # by name and offset; None: of a value
+ByteRanges = dict[
+    tuple[str, tuple[int, ...] | None], ByteRange
+]  # by name and offset; None: of a value
 
 
 class _Record:
@@ -77,7 +79,9 @@ class _Record:
     state: Any
 
     def __init__(self, *arguments: Any) -> None:
-        if len(arguments) > MAX_ARGUMENTS:  # a pickle may give the same ones again and again, at no cost in bytes
+        if (
+            len(arguments) > MAX_ARGUMENTS
+        ):  # a pickle may give the same ones again and again, at no cost in bytes
             raise pickle.UnpicklingError(f"{len(arguments)} arguments, which no class of DCP has")
 
 
@@ -110,14 +114,19 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError: a name that DCP does not write."""
-        harmless = module.partition(".")[0] == "pathlib" or (module, name) == ("torch.serialization", "_get_layout")
+        harmless = module.partition(".")[0] == "pathlib" or (module, name) == (
+            "torch.serialization",
+            "_get_layout",
+        )
         if module in _MODULES or harmless:
             return self._classes.setdefault(name, type(name, (_Record,), {}))
         if module == "torch":
             return _size if name == "Size" else name
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which is no part of DCP's metadata"
+        )
 
     def build(self) -> None:
         """The opcode that would set an object's attributes, or call its `__setstate__`: here it is kept as data."""
@@ -127,7 +136,14 @@ class _Unpickler(pickle._Unpickler):
         self.stack[-1].state = state
 
     dispatch[pickle.BUILD[0]] = build
-    for _unused in (pickle.BYTEARRAY8, pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4):
+    for _unused in (
+        pickle.BYTEARRAY8,
+        pickle.INST,
+        pickle.OBJ,
+        pickle.EXT1,
+        pickle.EXT2,
+        pickle.EXT4,
+    ):
         del dispatch[_unused[0]]
 
 
@@ -140,12 +156,16 @@ def read_dcp(folder: str) -> DcpContents:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_METADATA_BYTES:
                 raise ValueError(f"it has {size} bytes, at most {MAX_METADATA_BYTES} are read")
-            data = io.BytesIO(file.read())  # from memory: no opcode can ask for more bytes than there are
+            data = io.BytesIO(
+                file.read()
+            )  # from memory: no opcode can ask for more bytes than there are
         return _contents(folder, _Unpickler(data).load())
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(f"{path}: {error}: not as torch's DCP writes it; restore it from a copy") from None
+        raise ValueError(
+            f"{path}: {error}: not as torch's DCP writes it; restore it from a copy"
+        ) from None
 
 
 def _check_folder(folder: str) -> None:
@@ -153,12 +173,16 @@ def _check_folder(folder: str) -> None:
     if MEGATRON in names:
         backend = _megatron_backend(os.path.join(folder, MEGATRON))
         if backend not in ("torch_dist", None):
-            raise ValueError(f"{folder} is Megatron's {backend!r}; only torch_dist is read: save it so with Megatron")
+            raise ValueError(
+                f"{folder} is Megatron's {backend!r}; only torch_dist is read: save it so with Megatron"
+            )
     if METADATA in names:
         return
     steps = sorted(name for name in names if os.path.exists(os.path.join(folder, name, METADATA)))
     if steps:
-        raise ValueError(f"{folder} has no {METADATA}, but {len(steps)} directories in it have: give {steps[-1]}")
+        raise ValueError(
+            f"{folder} has no {METADATA}, but {len(steps)} directories in it have: give {steps[-1]}"
+        )
     raise FileNotFoundError(
         f"{folder} is no directory of torch's DCP, it has no {METADATA} (a save that is not finished has none either)"
     )
@@ -180,9 +204,13 @@ def _contents(folder: str, metadata: Any) -> DcpContents:
     for index, info in fields["storage_data"].items():
         index_fields = _fields(index, "MetadataIndex")
         name = index_fields["fqn"]
-        byte_ranges[name, index_fields.get("offset")] = _byte_range(folder, name, _fields(info, "_StorageInfo"))
+        byte_ranges[name, index_fields.get("offset")] = _byte_range(
+            folder, name, _fields(info, "_StorageInfo")
+        )
     # DCP flattens nested dicts and lists, and keeps the way to each value
-    flattened: Mapping[str, Any] = fields.get("planner_data") or {}  # name -> where it was in nested dicts
+    flattened: Mapping[str, Any] = (
+        fields.get("planner_data") or {}
+    )  # name -> where it was in nested dicts
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, ByteRange] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
@@ -212,7 +240,9 @@ def _byte_range(folder: str, name: str, fields: Mapping[str, Any]) -> ByteRange:
     if leads_elsewhere(path):
         raise ValueError(f"{name} lies outside, in {path!r}")
     if fields.get("transform_descriptors"):
-        raise ValueError(f"{name} is written through {fields['transform_descriptors']}; save it without extensions")
+        raise ValueError(
+            f"{name} is written through {fields['transform_descriptors']}; save it without extensions"
+        )
     if not all(type(number) is int and number >= 0 for number in (offset, length)):
         raise ValueError(f"{name} lies at {offset!r}, {length!r}")
     return ByteRange(os.path.join(folder, path), offset, length)
@@ -240,5 +270,7 @@ def _tensor(name: str, fields: Mapping[str, Any], byte_ranges: ByteRanges) -> Sa
     # overlaps are found when the shards are read; here their number must be right
     elements = sum(volume(box) for box, _ in shards)
     if elements != prod(shape):
-        raise ValueError(f"{name}: its pieces have {elements} elements, its shape {shape} has {prod(shape)}")
+        raise ValueError(
+            f"{name}: its pieces have {elements} elements, its shape {shape} has {prod(shape)}"
+        )
     return SavedTensor(shape, str(dtype), tuple(shards))

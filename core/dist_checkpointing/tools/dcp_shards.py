@@ -16,7 +16,9 @@ from core.dist_checkpointing.storage.fs import open_regular
 from core.dist_checkpointing.tools.dcp import ByteRange, SavedTensor
 from core.parallel_state.flat import Box, extent, intersect, relative, slices
 
-CACHE_BYTES = 1 << 30  # of shards that stay for the next cells: one shard may be a part of many cells
+CACHE_BYTES = (
+    1 << 30
+)  # of shards that stay for the next cells: one shard may be a part of many cells
 
 
 def load_saved(byte_range: ByteRange) -> Any:
@@ -36,7 +38,9 @@ def load_saved(byte_range: ByteRange) -> Any:
         lines = [line.strip() for line in str(error).splitlines()]
         reason = next((line for line in lines if "nsupported" in line), "".join(lines[:1]))
         end = byte_range.offset + byte_range.length
-        raise ValueError(f"bytes {byte_range.offset} to {end} of {byte_range.file}: {reason}") from None
+        raise ValueError(
+            f"bytes {byte_range.offset} to {end} of {byte_range.file}: {reason}"
+        ) from None
 
 
 @contextmanager
@@ -134,7 +138,11 @@ class ShardCache:
             self._shards.popitem(last=False)
         shard = load_saved(byte_range)
         storable = isinstance(shard, Tensor) and not unstorable(shard)
-        if not storable or str(shard.dtype) != f"torch.{tensor.dtype}" or tuple(shard.shape) != extent(box):
+        if (
+            not storable
+            or str(shard.dtype) != f"torch.{tensor.dtype}"
+            or tuple(shard.shape) != extent(box)
+        ):
             actual = type(shard).__name__
             if isinstance(shard, Tensor):
                 actual = f"{shard.dtype} of {tuple(shard.shape)}"

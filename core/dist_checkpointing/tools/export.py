@@ -10,7 +10,12 @@ from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.planning.cuts import cuts
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
-from core.dist_checkpointing.tools.safetensors_files import FILE_BYTES, ExportedTensor, new_folder, write
+from core.dist_checkpointing.tools.safetensors_files import (
+    FILE_BYTES,
+    ExportedTensor,
+    new_folder,
+    write,
+)
 from core.parallel_state.flat import Box, extent
 
 MODEL = "model/"
@@ -30,8 +35,12 @@ def weights(stored: StoredCheckpoint) -> dict[str, tuple[str, str]]:
         origins[key] = recipe["from"], recipe["torch_dtype"]
     lost = sorted(key for key, _ in origins.values() if key not in stored.metadata)
     if lost:
-        raise ValueError(f"{stored.directory.url} derives from {lost[0]}, which it does not hold; use another step")
-    names = {key.removeprefix(MODEL): origins[key] for key in sorted(origins) if key.startswith(MODEL)}
+        raise ValueError(
+            f"{stored.directory.url} derives from {lost[0]}, which it does not hold; use another step"
+        )
+    names = {
+        key.removeprefix(MODEL): origins[key] for key in sorted(origins) if key.startswith(MODEL)
+    }
     if not names:
         raise ValueError(
             f"{stored.directory.url} holds no array below {MODEL}, so no model; `inspect` lists what it holds"
@@ -40,7 +49,11 @@ def weights(stored: StoredCheckpoint) -> dict[str, tuple[str, str]]:
 
 
 def tensors(
-    stored: StoredCheckpoint, dtype: str | None = None, *, tp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)
+    stored: StoredCheckpoint,
+    dtype: str | None = None,
+    *,
+    tp: tuple[int, int] = (0, 1),
+    pp: tuple[int, int] = (0, 1),
 ) -> list[ExportedTensor]:
     """The tensors that a rank holds, (rank, size) along tensor and pipeline axes; by default the full model.
 
@@ -64,7 +77,9 @@ def tensors(
         for layer_name, layer_box in _layers(name, tuple(box), info):
             is_layer = layer_name != name
             shape = extent(layer_box[1:] if is_layer else layer_box)
-            exported.append(ExportedTensor(key_of(layer_name), shape, exported_dtype, key, layer_box))
+            exported.append(
+                ExportedTensor(key_of(layer_name), shape, exported_dtype, key, layer_box)
+            )
     return exported
 
 
@@ -79,9 +94,13 @@ def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
         stack = match[0]
     if not info.stacked or not stack:
         return [(name, box)]
-    suffix = name[len(stack) :]  # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
+    suffix = name[
+        len(stack) :
+    ]  # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
     numbers = info.layer_numbers
-    return [(f"{stack}.{numbers[row]}{suffix}", ((row, row + 1), *box[1:])) for row in range(*box[0])]
+    return [
+        (f"{stack}.{numbers[row]}{suffix}", ((row, row + 1), *box[1:])) for row in range(*box[0])
+    ]
 
 
 def _pipeline_stage(name: str, stages: int) -> int:
@@ -90,7 +109,11 @@ def _pipeline_stage(name: str, stages: int) -> int:
 
 
 def export(
-    stored: StoredCheckpoint, folder: str | PathLike[str], dtype: str | None, done: Done, file_bytes: int = FILE_BYTES
+    stored: StoredCheckpoint,
+    folder: str | PathLike[str],
+    dtype: str | None,
+    done: Done,
+    file_bytes: int = FILE_BYTES,
 ) -> list[ExportedTensor]:
     """The full model in safetensors files, streamed; returns what was written."""
     exported = tensors(stored, dtype)
@@ -101,7 +124,12 @@ def export(
 
 
 def per_rank(
-    stored: StoredCheckpoint, folder: str | PathLike[str], tp: int, pp: int, done: Done, file_bytes: int = FILE_BYTES
+    stored: StoredCheckpoint,
+    folder: str | PathLike[str],
+    tp: int,
+    pp: int,
+    done: Done,
+    file_bytes: int = FILE_BYTES,
 ) -> dict[str, list[ExportedTensor]]:
     """A directory for each rank, named as Megatron's, with its shard of the model; returns what was written."""
     tensors_by_rank = {}
@@ -110,7 +138,9 @@ def per_rank(
         if pp > 1:
             name += f"_{pp_rank:03d}"
         tensors_by_rank[name] = tensors(stored, tp=(tp_rank, tp), pp=(pp_rank, pp))
-    total = sum(tensor.nbytes for rank_tensors in tensors_by_rank.values() for tensor in rank_tensors)
+    total = sum(
+        tensor.nbytes for rank_tensors in tensors_by_rank.values() for tensor in rank_tensors
+    )
     with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
         for name, rank_tensors in tensors_by_rank.items():
             (temporary / name).mkdir()

@@ -13,7 +13,12 @@ from torch import Tensor
 from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo
 from core.dist_checkpointing.format.grid import cell_of, cells, inner_shape
 from core.dist_checkpointing.format.keys import check_key, path_of
-from core.dist_checkpointing.format.zarr_metadata import Chunking, Json, array_metadata, group_metadata
+from core.dist_checkpointing.format.zarr_metadata import (
+    Chunking,
+    Json,
+    array_metadata,
+    group_metadata,
+)
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.reading.read import memory_of
 from core.dist_checkpointing.state.leaves import encode, tagged
@@ -92,14 +97,18 @@ def plan(source: str | os.PathLike[str]) -> Import:
     if os.path.exists(common):
         _add_value(imported, "", ByteRange(common, 0, os.stat(common).st_size), report_as=COMMON)
     if ambiguous := sorted(imported.tensors.keys() & imported.objects.keys()):
-        raise ValueError(f"{folder}: {ambiguous[0]} is both a tensor and a value; give them one name each")
+        raise ValueError(
+            f"{folder}: {ambiguous[0]} is both a tensor and a value; give them one name each"
+        )
     if not imported.tensors and not imported.objects:
         raise ValueError(f"{folder} holds nothing that can be imported: {imported.skipped}")
     return imported
 
 
 def _add_tensors(imported: Import, saved: DcpContents) -> None:
-    unknown = sorted(key for key, tensor in saved.tensors.items() if tensor.dtype not in STORED_DTYPES)
+    unknown = sorted(
+        key for key, tensor in saved.tensors.items() if tensor.dtype not in STORED_DTYPES
+    )
     if unknown:
         dtype = saved.tensors[unknown[0]].dtype
         raise ValueError(
@@ -214,4 +223,7 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
 
 def run_of(imported: Import) -> dict[str, Any]:
     """What the manifest of an import says in the place of a run: where it came from, and when."""
-    return {"imported": {"from": "torch.distributed.checkpoint", "version": imported.version}, "time": time.time()}
+    return {
+        "imported": {"from": "torch.distributed.checkpoint", "version": imported.version},
+        "time": time.time(),
+    }

@@ -28,24 +28,32 @@ def cut_for(stored: StoredCheckpoint, tp: int) -> dict[str, Json]:
     for key in stored.keys:
         info = stored.info(key)
         tp_sizes = 8 if 8 % tp == 0 else tp  # the grid of a save, where it suits
-        cell = cell_shape(info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, tp_sizes=tp_sizes)
+        cell = cell_shape(
+            info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, tp_sizes=tp_sizes
+        )
         attributes = stored.metadata[key]["attributes"]
         metadata[key] = array_metadata(info, cell, inner_shape(cell), attributes)
     return metadata
 
 
-def amplification(stored: StoredCheckpoint, metadata: Mapping[str, Json], tp: int, pp: int) -> float:
+def amplification(
+    stored: StoredCheckpoint, metadata: Mapping[str, Json], tp: int, pp: int
+) -> float:
     """Bytes read over bytes needed by all ranks of a layout, if the arrays were cut as `metadata` says."""
     arrays = [(stored.info(key), Chunking.from_metadata(metadata[key]).unit) for key in stored.keys]
     return read_amplification(arrays, tp, pp)
 
 
-def copy(stored: StoredCheckpoint, url: str, metadata: Mapping[str, Json], run: Json, done: Done) -> None:
+def copy(
+    stored: StoredCheckpoint, url: str, metadata: Mapping[str, Json], run: Json, done: Done
+) -> None:
     """A checkpoint at `url` with the same values in the cells of `metadata`, committed and then checked.
 
     Memory stays bounded whatever the size. Raises ValueError: a file of either that is not what it should be.
     """
-    attributes = {"paracore": {"format": stored.format, "objects": stored.objects, "derived": stored.derived}}
+    attributes = {
+        "paracore": {"format": stored.format, "objects": stored.objects, "derived": stored.derived}
+    }
     new_run = {**stored.run, "time": time.time(), **run}
     nbytes = sum(map(stored.nbytes, stored.keys))
     write_offline(url, metadata, attributes, new_run, nbytes, _copied_cells(stored, metadata, done))

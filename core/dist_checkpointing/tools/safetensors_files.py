@@ -84,7 +84,9 @@ def write(
 ) -> None:
     """Stored arrays as they are, or of another dtype, in files of a folder; see `write_files`."""
     files = tensors_by_file(tensors, file_bytes)
-    requests = ((tensor.key, block) for file in files for tensor in file for block in blocks(tensor.box))
+    requests = (
+        (tensor.key, block) for file in files for tensor in file for block in blocks(tensor.box)
+    )
     values = stream(stored, requests)
 
     def converted(tensor: ExportedTensor) -> Iterator[np.ndarray]:
@@ -110,7 +112,9 @@ def write_files(
     tensors = [tensor for file in files for tensor in file]
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{tensor.name} is {tensor.dtype}, which safetensors has no name for; read it with zarr")
+            raise ValueError(
+                f"{tensor.name} is {tensor.dtype}, which safetensors has no name for; read it with zarr"
+            )
     file_of_tensor: dict[str, str] = {}
     for number, file_tensors in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -126,7 +130,9 @@ def write_files(
             os.fsync(file.fileno())
     total_size = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total_size}, "weight_map": file_of_tensor}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2, sort_keys=True) + "\n"
+    )
 
 
 def tensors_by_file(tensors: Sequence[T], file_bytes: int) -> list[list[T]]:
@@ -148,7 +154,11 @@ def _header(tensors: Sequence[FileTensor]) -> bytes:
     for tensor in tensors:
         end = offset + tensor.nbytes
         dtype = DTYPE_NAMES[tensor.dtype]
-        entries[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
+        entries[tensor.name] = {
+            "dtype": dtype,
+            "shape": tensor.shape,
+            "data_offsets": (offset, end),
+        }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
@@ -159,7 +169,9 @@ def _converted(array: np.ndarray, stored_dtype: str, dtype: str) -> np.ndarray:
     """Values of another dtype, rounded to the nearest, as bits."""
     if stored_dtype == dtype:
         return array
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, what is too large becomes infinite
+    with np.errstate(
+        invalid="ignore", over="ignore"
+    ):  # NaN stays NaN, what is too large becomes infinite
         converted = array.view(_numpy_dtype(stored_dtype)).astype(_numpy_dtype(dtype))
     return converted.view(STORED_DTYPES[dtype][0])
 
@@ -176,7 +188,9 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises ValueError: something is there already; a URL.
     """
     if "://" in os.fspath(path):
-        raise ValueError(f"{path}: these files are written into a local directory only; copy them from there")
+        raise ValueError(
+            f"{path}: these files are written into a local directory only; copy them from there"
+        )
     folder, name = root_and_name(path)
     final, root, uuid = Path(folder, name), CheckpointRoot(folder), uuid4().hex
     if final.exists() and (not final.is_dir() or any(final.iterdir())):

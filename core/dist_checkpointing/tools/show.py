@@ -53,10 +53,22 @@ def text(stored: StoredCheckpoint) -> list[str]:
             tp_dim += f" ({array['axis']})"
         if array["layers"] is not None and array["layers"] != list(range(array["shape"][0])):
             key += f" (layers {_short(array['layers'])})"
-        rows.append((key, shape, array["dtype"], str(array["cells"]), cell_shape, tp_dim, f"{array['bytes']:,}"))
+        rows.append(
+            (
+                key,
+                shape,
+                array["dtype"],
+                str(array["cells"]),
+                cell_shape,
+                tp_dim,
+                f"{array['bytes']:,}",
+            )
+        )
     lines = [contents["path"], f"format {stored.format}, {_provenance(stored)}", ""]
     lines += table(rows, right=(3, 5, 6))
-    lines.append(f"total: {len(arrays)} arrays, {cell_count} cells, {nbytes:,} bytes ({size_text(nbytes)})")
+    lines.append(
+        f"total: {len(arrays)} arrays, {cell_count} cells, {nbytes:,} bytes ({size_text(nbytes)})"
+    )
     if contents["derived"]:
         lines += ["", "derived, not stored:"]
         for key, recipe in sorted(contents["derived"].items()):
@@ -78,7 +90,9 @@ def _provenance(stored: StoredCheckpoint) -> str:
         words.append(_date(seconds))
     if isinstance(layout, dict):
         words.append("by " + " ".join(f"{axis}={size}" for axis, size in layout.items()))
-    return " ".join(words) + "".join(f", {key} {_short(value)}" for key, value in sorted(run.items()))
+    return " ".join(words) + "".join(
+        f", {key} {_short(value)}" for key, value in sorted(run.items())
+    )
 
 
 def _date(seconds: float) -> str:

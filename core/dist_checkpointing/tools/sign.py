@@ -28,7 +28,9 @@ def sign(directory: CheckpointDir, key_file: str | os.PathLike[str]) -> int:
     key = _read_key(key_file, "private")
     # a signature vouches for every byte, so every byte is read first
     if problems := check(directory, full=True):
-        raise ValueError(f"{len(problems)} problems, only a whole checkpoint is signed; {'; '.join(problems[:3])}")
+        raise ValueError(
+            f"{len(problems)} problems, only a whole checkpoint is signed; {'; '.join(problems[:3])}"
+        )
     if directory.size(SIGNATURE) is not None:
         _read_signature(directory)  # raises: only a signature of ours is replaced
     files = _digests(directory)
@@ -57,7 +59,9 @@ def unsigned(directory: CheckpointDir, key_file: str | os.PathLike[str]) -> list
         return [printable(str(error))]
     all_paths = sorted(signed_digests.keys() | digests.keys())
     unequal = [path for path in all_paths if signed_digests.get(path) != digests.get(path)]
-    return [printable(f"{directory.url}{path}: is not the file that was signed") for path in unequal]
+    return [
+        printable(f"{directory.url}{path}: is not the file that was signed") for path in unequal
+    ]
 
 
 def _signed_text(digests: dict[str, str]) -> bytes:
@@ -102,9 +106,14 @@ def _read_key(file: str | os.PathLike[str], kind: str) -> Any:
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric import ed25519
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+        from cryptography.hazmat.primitives.serialization import (
+            load_pem_private_key,
+            load_pem_public_key,
+        )
     except ImportError:
-        raise ValueError("signatures need the package cryptography: pip install cryptography") from None
+        raise ValueError(
+            "signatures need the package cryptography: pip install cryptography"
+        ) from None
     loaders: dict[str, Callable[[bytes], Any]] = {
         "private": partial(load_pem_private_key, password=None),
         "public": load_pem_public_key,

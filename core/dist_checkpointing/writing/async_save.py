@@ -60,7 +60,13 @@ class WriterProgram:
         self._end()
         with open(self._log or os.devnull, "a+b") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "core.dist_checkpointing.writing.writer", str(self._slab.fd)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "core.dist_checkpointing.writing.writer",
+                    str(self._slab.fd),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -97,7 +103,9 @@ class WriterProgram:
 
         Without a timeout: the job's own, after which the writer is dead anyhow.
         """
-        assert self._job is not None and self._process is not None and self._process.stdout is not None
+        assert (
+            self._job is not None and self._process is not None and self._process.stdout is not None
+        )
         limit_s = timeout_s
         if limit_s is None:
             limit_s = self._job.timeout_s + MARGIN_S - (time.monotonic() - self._begin_time)

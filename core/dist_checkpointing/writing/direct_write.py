@@ -24,7 +24,9 @@ from core.dist_checkpointing.storage.zarr_store import Writer
 from core.parallel_state.flat import Box, extent, slices
 
 THREADS = 12  # most of them wait for the disk
-_MAX_UNITS = 256  # of a cell: twice as many buffers go into one system call (the system's limit is 1024)
+_MAX_UNITS = (
+    256  # of a cell: twice as many buffers go into one system call (the system's limit is 1024)
+)
 
 
 def fastest_writer(
@@ -40,7 +42,12 @@ class DirectWriter:
     """See `zarr_store.Writer`. entries: path -> (size, digest) of the files that tensorstore did not write."""
 
     def __init__(
-        self, directory: PosixCheckpointDir, metadata: Mapping[str, Json], *, durable: bool, budget_bytes: int
+        self,
+        directory: PosixCheckpointDir,
+        metadata: Mapping[str, Json],
+        *,
+        durable: bool,
+        budget_bytes: int,
     ) -> None:
         for key, node in metadata.items():
             check_metadata(key, node)
@@ -116,7 +123,9 @@ class DirectWriter:
         if chunks.inner is not None:
             index = _shard_index(len(crcs), chunks.unit_bytes + CRC_BYTES)
         # O_EXCL: two ranks that wrote one cell would be a bug of the plan, and must not pass unseen
-        descriptor = os.open(self._directory.url + name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(
+            self._directory.url + name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666
+        )
         try:
             size = _write_all(descriptor, [*buffers, index])
             if self._durable:

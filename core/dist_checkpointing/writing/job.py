@@ -94,7 +94,9 @@ class Job:
         Exhausts `cells` also when writing fails: other ranks may take part in making them.
         """
         directory = self._directory
-        writer = fastest_writer(directory, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes)
+        writer = fastest_writer(
+            directory, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes
+        )
         cells_written, payload_bytes = [], 0
         disk_space = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         # the heartbeat tells other ranks, and the next job, that this one is alive
@@ -140,7 +142,15 @@ class Job:
     def merge(self, waiting: Callable[[], None] = lambda: None) -> None:
         """Of many ranks, the first of each 64: merge their receipts into one. Rank 0 is told of failures, too."""
         try:
-            merge_receipts(self._root, self.name, self.uuid, self.rank, self.world_size, self.timeout_s, waiting)
+            merge_receipts(
+                self._root,
+                self.name,
+                self.uuid,
+                self.rank,
+                self.world_size,
+                self.timeout_s,
+                waiting,
+            )
         except (OSError, ValueError) as error:
             with suppress(OSError):
                 write_failure(self._directory, self.rank, f"{type(error).__name__}: {error}")

@@ -37,7 +37,11 @@ class Saver:
     ) -> None:
         self.root, self.ps, self.timeout_s = root, ps, timeout_s
         self.retention, self.durable = retention, durable
-        self._run = {"layout": layout_of_ranks(ps), "world_size": ps.config.world_size, "paracore": __version__}
+        self._run = {
+            "layout": layout_of_ranks(ps),
+            "world_size": ps.config.world_size,
+            "paracore": __version__,
+        }
         self._run |= dict(run or {})
         self._planner = SavePlanner(ps, weights)
 
@@ -49,7 +53,9 @@ class Saver:
         """Agree with all ranks on what is saved by whom. Collective."""
         return self._planner.prepare(state, failure=failure)
 
-    def job(self, name: str, save_plan: SavePlan, metrics: Mapping[str, float] | None = None) -> Job:
+    def job(
+        self, name: str, save_plan: SavePlan, metrics: Mapping[str, float] | None = None
+    ) -> Job:
         """This rank's share of a save. metrics: written into the manifest."""
         run = dict(self._run)
         if metrics:
@@ -71,14 +77,20 @@ class Saver:
         )
 
     def save(
-        self, name: str, state: Any, failure: str | None = None, metrics: Mapping[str, float] | None = None
+        self,
+        name: str,
+        state: Any,
+        failure: str | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> SaveStats:
         """Collective; returns once it is committed. Raises what went wrong, on all ranks, with the rank named."""
         begin = time.perf_counter()
         save_plan = self.prepare(state, failure)
         job, written_bytes = self.job(name, save_plan, metrics), 0
         ps = self.ps
-        cells = owned_cells(save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank, ps.world, ps.device)
+        cells = owned_cells(
+            save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank, ps.world, ps.device
+        )
 
         def write() -> None:
             nonlocal written_bytes
@@ -101,7 +113,9 @@ class Saver:
         except BaseException:  # an interrupt, too
             # once it is committing, only rank 0 knows whether there is something to withdraw
             if ps.rank == 0 or not committing:
-                with contextlib.suppress(OSError, ValueError):  # the first error is the one to be raised
+                with contextlib.suppress(
+                    OSError, ValueError
+                ):  # the first error is the one to be raised
                     job.withdraw()
             raise
         seconds = time.perf_counter() - begin
@@ -132,4 +146,6 @@ def save(
     """
     root, name = root_and_name(checkpoint_dir)
     ps = ps if ps is not None else default_state()
-    return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(name, sharded_state_dict)
+    return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(
+        name, sharded_state_dict
+    )

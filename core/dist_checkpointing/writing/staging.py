@@ -30,12 +30,16 @@ class PinnedStage:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream: Any = None
         self._arrival: Any = None  # event behind the last copy
-        self._sources: Sequence[Tensor] = ()  # a temporary that was freed before would be written over
+        self._sources: Sequence[
+            Tensor
+        ] = ()  # a temporary that was freed before would be written over
 
     def reserve(self, size: int) -> None:
         """Make it at least `size` bytes. Raises RuntimeError: no memory."""
         if size > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._memory = torch.empty(
+                0, dtype=torch.uint8
+            )  # the old one goes before the new one comes
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -104,7 +108,10 @@ class CopyBesideStep:
         arriving = []
         for cell, pieces in zip(self._on_device, self._pieces, strict=True):
             # a cell that is partly on the host: that part is copied now, the thread comes to it too late
-            copies = [(piece.box, next(sent) if piece.array is None else piece.bits.clone()) for piece in pieces]
+            copies = [
+                (piece.box, next(sent) if piece.array is None else piece.bits.clone())
+                for piece in pieces
+            ]
             arriving.append(cell.on_host(copies))
         self._pieces = []
 

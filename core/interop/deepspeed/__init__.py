@@ -47,7 +47,9 @@ class FromDeepSpeed:
         for name, kind in PARTS.items():
             if isinstance(config, kind):
                 return replace(config, **self.fields.get(name, {}))  # type: ignore[type-var]
-        raise ValueError(f"{type(config).__name__} has nothing from a ds_config; known: {', '.join(PARTS)}")
+        raise ValueError(
+            f"{type(config).__name__} has nothing from a ds_config; known: {', '.join(PARTS)}"
+        )
 
     @property
     def unsupported(self) -> list[Told]:
@@ -56,7 +58,10 @@ class FromDeepSpeed:
 
     def table(self) -> str:
         """One aligned line per key."""
-        rows = [(told.verdict, told.key, json.dumps(told.value, default=str), told.words) for told in self.told]
+        rows = [
+            (told.verdict, told.key, json.dumps(told.value, default=str), told.words)
+            for told in self.told
+        ]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = []
         for *cells, words in rows:
@@ -70,7 +75,9 @@ class FromDeepSpeed:
         for section, fields in self.fields.items():
             for name, value in fields.items():
                 flag = f"--{section}.{name}".replace("_", "-")
-                is_switch = isinstance(value, bool) and isinstance(getattr(PARTS[section], name), bool)  # its default
+                is_switch = isinstance(value, bool) and isinstance(
+                    getattr(PARTS[section], name), bool
+                )  # its default
                 if is_switch:
                     arguments.append(flag if value else f"--{section}.no-{name}".replace("_", "-"))
                 elif isinstance(value, dict):
@@ -98,7 +105,9 @@ def _read(path: str) -> Any:
     try:
         import hjson
     except ImportError:
-        raise ValueError(f"{problem}; with comments or commas at the end it is Hjson: pip install hjson") from None
+        raise ValueError(
+            f"{problem}; with comments or commas at the end it is Hjson: pip install hjson"
+        ) from None
     try:
         return hjson.loads(text, object_pairs_hook=_refuse_repeated_keys)
     except ValueError as error:
@@ -115,7 +124,10 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def from_deepspeed(
-    config: str | Path | Mapping[str, Any], *, data_ranks: int | None = None, auto: Mapping[str, Any] | None = None
+    config: str | Path | Mapping[str, Any],
+    *,
+    data_ranks: int | None = None,
+    auto: Mapping[str, Any] | None = None,
 ) -> FromDeepSpeed:
     """Read a ds_config.json, or its content; with comments and commas at the end where `hjson` is installed.
 
@@ -131,7 +143,9 @@ def from_deepspeed(
         source = str(config)
         config = _read(source)
         if not isinstance(config, dict):
-            raise ValueError(f"{source} holds a {type(config).__name__}, not an object; give a ds_config")
+            raise ValueError(
+                f"{source} holds a {type(config).__name__}, not an object; give a ds_config"
+            )
     try:
         # sections in this order: Muon needs the ZeRO stage, the scheduler needs the optimizer's rate
         reader = ConfigReader(config, auto or {}, data_ranks)
@@ -140,7 +154,9 @@ def from_deepspeed(
         reader.report_unread()
         # in the order of the file; what the file does not say comes last
         position = {key: index for index, key in enumerate(reader.order)}
-        verdicts = sorted(reader.verdicts.values(), key=lambda verdict: position.get(verdict.key, len(position)))
+        verdicts = sorted(
+            reader.verdicts.values(), key=lambda verdict: position.get(verdict.key, len(position))
+        )
         result = FromDeepSpeed(reader.fields, tuple(verdicts))
         for name, kind in PARTS.items():
             if name in result.fields:
@@ -151,5 +167,8 @@ def from_deepspeed(
     if unsupported:
         reasons = "\n".join(f"  {verdict.key}: {verdict.words}" for verdict in unsupported)
         count = len(result.told)
-        warnings.warn(f"{source}: {len(unsupported)} of {count} keys are unsupported:\n{reasons}", stacklevel=2)
+        warnings.warn(
+            f"{source}: {len(unsupported)} of {count} keys are unsupported:\n{reasons}",
+            stacklevel=2,
+        )
     return result

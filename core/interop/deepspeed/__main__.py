@@ -19,10 +19,14 @@ def _value(text: str) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m core.interop.deepspeed", description=deepspeed.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m core.interop.deepspeed", description=deepspeed.__doc__
+    )
     parser.add_argument("file")
     parser.add_argument("--data-ranks", type=int, help="data parallel ranks of the run")
-    parser.add_argument("--auto", action="append", default=[], metavar="KEY=VALUE", help='what "auto" stands for')
+    parser.add_argument(
+        "--auto", action="append", default=[], metavar="KEY=VALUE", help='what "auto" stands for'
+    )
     options = parser.parse_args(arguments)
     auto = {}
     for assignment in options.auto:
@@ -30,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         auto[key] = _value(text)
     try:
         with warnings.catch_warnings(action="ignore"):  # the table says the same
-            result = deepspeed.from_deepspeed(options.file, data_ranks=options.data_ranks, auto=auto)
+            result = deepspeed.from_deepspeed(
+                options.file, data_ranks=options.data_ranks, auto=auto
+            )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from core.interop.deepspeed.keys import IGNORED, IGNORED_SECTIONS, MAPPED, UNSUPPORTED, UNSUPPORTED_SECTIONS
+from core.interop.deepspeed.keys import (
+    IGNORED,
+    IGNORED_SECTIONS,
+    MAPPED,
+    UNSUPPORTED,
+    UNSUPPORTED_SECTIONS,
+)
 
 COMMENT = re.compile(r"_|//|#|comments?$")
 
@@ -29,7 +35,9 @@ class ConfigReader:
     -> value. verdicts: by key.
     """
 
-    def __init__(self, config: Mapping[str, Any], auto: Mapping[str, Any], data_ranks: int | None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], auto: Mapping[str, Any], data_ranks: int | None
+    ) -> None:
         self.unread = dict(leaves(config))
         self.order = list(self.unread)
         self.auto, self.data_ranks = auto, data_ranks
@@ -37,7 +45,9 @@ class ConfigReader:
         self.fields: dict[str, dict[str, Any]] = {}
         unknown = [key for key in auto if self.unread.get(key) != "auto"]
         if unknown:
-            raise ValueError(f'auto={{{unknown[0]!r}: ...}}: the file does not say "auto" there; leave it out')
+            raise ValueError(
+                f'auto={{{unknown[0]!r}: ...}}: the file does not say "auto" there; leave it out'
+            )
 
     def value(self, key: str, kind: type | None = None) -> Any:
         """The value in the file, or what "auto" stands for; None if unknown. Raises ValueError: another kind."""
@@ -95,9 +105,13 @@ class ConfigReader:
             elif value is None or (value == {} and key in _known_keys()):
                 self.report(key, "ignored", "empty: as if it were not there")
             elif value == "auto":
-                self.report(key, "ignored", "left to Hugging Face's Trainer: our default or your flag holds")
+                self.report(
+                    key, "ignored", "left to Hugging Face's Trainer: our default or your flag holds"
+                )
             elif key in IGNORED or _section_reason(key, IGNORED_SECTIONS) is not None:
-                self.report(key, "ignored", IGNORED.get(key) or _section_reason(key, IGNORED_SECTIONS) or "")
+                self.report(
+                    key, "ignored", IGNORED.get(key) or _section_reason(key, IGNORED_SECTIONS) or ""
+                )
             elif key in UNSUPPORTED or _section_reason(key, UNSUPPORTED_SECTIONS) is not None:
                 self._report_unsupported(key, value)
             else:
@@ -111,9 +125,15 @@ class ConfigReader:
         names = key.split(".")
         sections = [".".join(names[:depth]) for depth in range(1, len(names))]
         switches = [f"{section}.{name}" for section in sections for name in ("enabled", "device")]
-        all_values = {verdict.key: verdict.value for verdict in self.verdicts.values()} | self.unread
-        section_is_off = any(all_values.get(switch, True) in (False, "none", None) for switch in switches)
-        is_off = value in (False, None, 0, "none", "None") or (key.endswith("hpz_partition_size") and value == 1)
+        all_values = {
+            verdict.key: verdict.value for verdict in self.verdicts.values()
+        } | self.unread
+        section_is_off = any(
+            all_values.get(switch, True) in (False, "none", None) for switch in switches
+        )
+        is_off = value in (False, None, 0, "none", "None") or (
+            key.endswith("hpz_partition_size") and value == 1
+        )
         if is_off or section_is_off:
             self.report(key, "ignored", "it is off")
         else:

@@ -10,7 +10,11 @@ from core.optimizer.schedules.deepspeed import MOMENTUM, SCHEDULES, schedule
 
 DTYPES = {"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"}
 DTYPES |= {"bf16": "bfloat16", "bfloat16": "bfloat16"}
-TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+TRAIN, MICRO, ACCUMULATION = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 PARAMS = "optimizer.params"
 Size = int | None
 NEVER = 10**9  # steps
@@ -39,7 +43,9 @@ def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tu
     if train % product:
         below = train // product * product
         nearest = f"{below} or {below + product}" if train > product else f"{product}"
-        raise ValueError(f"{TRAIN}={train} is no multiple of {product_text} = {product}; use {nearest}")
+        raise ValueError(
+            f"{TRAIN}={train} is no multiple of {product_text} = {product}; use {nearest}"
+        )
     if micro is None and ranks is not None:
         micro = train // product
     return train, micro
@@ -61,13 +67,17 @@ def batch(reader: ConfigReader) -> None:
     if train is not None:
         reader.map_to(TRAIN, "training", global_batch_size=train)
     elif micro is not None and not is_open:
-        reader.report(TRAIN, "unsupported", "it is micro x accumulation x data ranks: give data_ranks")
+        reader.report(
+            TRAIN, "unsupported", "it is micro x accumulation x data ranks: give data_ranks"
+        )
 
     # accumulation has no field here: it follows from the other two
     if accumulation is None:
         return
     if train is not None and micro is not None:
-        reader.report(ACCUMULATION, "mapped", "follows: global_batch_size / (micro_batch_size x data ranks)")
+        reader.report(
+            ACCUMULATION, "mapped", "follows: global_batch_size / (micro_batch_size x data ranks)"
+        )
     elif is_open:
         reason = "the sizes are left to Hugging Face's Trainer: our defaults or your flags hold, or give auto={...}"
         reader.report(ACCUMULATION, "ignored" if accumulation == 1 else "unsupported", reason)
@@ -88,7 +98,9 @@ def zero(reader: ConfigReader) -> None:
     _offload(reader)
     bucket_size = reader.value(f"{section}.reduce_bucket_size", int)
     if bucket_size is not None:  # 0 means each parameter by itself
-        reader.map_to(f"{section}.reduce_bucket_size", "data_parallel", bucket_size=max(1, bucket_size))
+        reader.map_to(
+            f"{section}.reduce_bucket_size", "data_parallel", bucket_size=max(1, bucket_size)
+        )
     reader.map_field(f"{section}.overlap_comm", "data_parallel", "overlap", bool)
 
     # MiCS: shards within groups of ranks, copies across them
@@ -116,7 +128,9 @@ def _offload(reader: ConfigReader) -> None:
     elif device == "nvme":
         path = reader.value(f"{section}.nvme_path", str)
         if path is None:
-            raise ValueError(f"{section}.device=nvme needs 1 nvme_path for its files, 0 given; give one")
+            raise ValueError(
+                f"{section}.device=nvme needs 1 nvme_path for its files, 0 given; give one"
+            )
         reader.map_to(f"{section}.device", "data_parallel", offload="optimizer")
         reader.map_to(f"{section}.nvme_path", "data_parallel", offload_directory=path)
 
@@ -137,7 +151,9 @@ def dtypes(reader: ConfigReader) -> None:
     bf16 = "bfloat16" if "bfloat16.enabled" in reader.unread else "bf16"
     enabled_dtypes = {name: bool(reader.value(f"{name}.enabled", bool)) for name in ("fp16", bf16)}
     if all(enabled_dtypes.values()):
-        raise ValueError(f"fp16.enabled and {bf16}.enabled are both true: 2 dtypes for 1 model; give one of them")
+        raise ValueError(
+            f"fp16.enabled and {bf16}.enabled are both true: 2 dtypes for 1 model; give one of them"
+        )
     for name, enabled in enabled_dtypes.items():
         if f"{name}.enabled" in reader.unread and not reader.is_unresolved_auto(f"{name}.enabled"):
             fields = {"fp16" if name == "fp16" else "bf16": enabled}
@@ -151,7 +167,10 @@ def dtypes(reader: ConfigReader) -> None:
     if reader.value(f"{bf16}.bf16_master_weights_and_grads", bool):
         reader.fields.setdefault("data_parallel", {})["grad_dtype"] = "bfloat16"
         reader.map_to(f"{bf16}.bf16_master_weights_and_grads", "optimizer", main_params=False)
-    for key, field in (("data_types.grad_accum_dtype", "grad_dtype"), ("communication_data_type", "reduce_dtype")):
+    for key, field in (
+        ("data_types.grad_accum_dtype", "grad_dtype"),
+        ("communication_data_type", "reduce_dtype"),
+    ):
         name = reader.value(key, str)
         if name is not None and name not in DTYPES:
             raise ValueError(f"{key}={name!r} is unknown; known: {', '.join(DTYPES)}")
@@ -165,12 +184,16 @@ def _loss_scale(reader: ConfigReader) -> None:
     power = reader.value("fp16.initial_scale_power", int)
     if scale:  # a fixed one; ours is dynamic
         reader.fields.setdefault("optimizer", {})["initial_loss_scale"] = scale
-        reader.report("fp16.loss_scale", "unsupported", f"the scale follows overflows; it begins at {scale:g}")
+        reader.report(
+            "fp16.loss_scale", "unsupported", f"the scale follows overflows; it begins at {scale:g}"
+        )
         if power is not None:
             reader.report("fp16.initial_scale_power", "ignored", "fp16.loss_scale is given")
     else:
         if scale is not None:
-            reader.report("fp16.loss_scale", "mapped", "0: the scale follows overflows, as always here")
+            reader.report(
+                "fp16.loss_scale", "mapped", "0: the scale follows overflows, as always here"
+            )
         if power is not None:
             reader.map_to("fp16.initial_scale_power", "optimizer", initial_loss_scale=2.0**power)
     reader.map_field("fp16.loss_scale_window", "optimizer", "loss_scale_window", int)
@@ -185,13 +208,17 @@ def optimizer(reader: ConfigReader) -> None:
     name = reader.value("optimizer.type", str)
     kinds = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon"}
     if name is not None and name.lower() not in kinds:
-        reader.report("optimizer.type", "unsupported", f"known: {', '.join(kinds)}; the optimizer stays ours")
+        reader.report(
+            "optimizer.type", "unsupported", f"known: {', '.join(kinds)}; the optimizer stays ours"
+        )
         for key in [key for key in reader.unread if key.startswith(f"{PARAMS}.")]:
             reader.report(key, "unsupported", f"of optimizer.type={name}")
         return
     kind = kinds[name.lower()] if name is not None else None
     is_adam = name is not None and name.lower() == "adam"
-    plain_adam = is_adam and reader.value(f"{PARAMS}.adam_w_mode") is False  # weight decay through the moments
+    plain_adam = (
+        is_adam and reader.value(f"{PARAMS}.adam_w_mode") is False
+    )  # weight decay through the moments
     if kind is not None:
         reader.map_to("optimizer.type", "optimizer", optimizer=kind)
         is_torch_adamw = kind == "adamw" and reader.value(f"{PARAMS}.torch_adam") and not plain_adam
@@ -207,7 +234,11 @@ def optimizer(reader: ConfigReader) -> None:
         reader.map_to(f"{PARAMS}.betas", "optimizer", adam_beta1=betas[0], adam_beta2=betas[1])
     # DeepSpeed's SGD has no momentum by default, ours has
     if kind == "sgd" or f"{PARAMS}.momentum" in reader.unread:
-        reader.map_to(f"{PARAMS}.momentum", "optimizer", momentum=reader.value(f"{PARAMS}.momentum", float) or 0.0)
+        reader.map_to(
+            f"{PARAMS}.momentum",
+            "optimizer",
+            momentum=reader.value(f"{PARAMS}.momentum", float) or 0.0,
+        )
 
     # options that we have in one form only
     for key, supported, reason in (
@@ -236,7 +267,11 @@ def _weight_decay(reader: ConfigReader, default: float, plain_adam: bool) -> Non
             fields["weight_decay_of"] = "all"
         reader.map_to(key, "optimizer", **fields)
         if plain_adam and decay:
-            reader.report(f"{PARAMS}.adam_w_mode", "unsupported", "decay is decoupled; use AdamW, or a decay of 0")
+            reader.report(
+                f"{PARAMS}.adam_w_mode",
+                "unsupported",
+                "decay is decoupled; use AdamW, or a decay of 0",
+            )
     if f"{PARAMS}.adam_w_mode" in reader.unread:
         reason = "nothing decays" if plain_adam else "decay is AdamW's"
         reader.report(f"{PARAMS}.adam_w_mode", "mapped", reason)
@@ -244,9 +279,16 @@ def _weight_decay(reader: ConfigReader, default: float, plain_adam: bool) -> Non
 
 def _muon(reader: ConfigReader) -> None:
     """Muon in Keller Jordan's form, as in DeepSpeed: its scaling of the rate, its and Adam's defaults."""
-    reader.fields["optimizer"] |= {"muon_lr": "original", "muon_except": "embed,lm_head", "momentum": 0.95}
+    reader.fields["optimizer"] |= {
+        "muon_lr": "original",
+        "muon_except": "embed,lm_head",
+        "momentum": 0.95,
+    }
     reader.fields["optimizer"] |= {"adam_beta2": 0.95, "adam_eps": 1e-10}
-    common_lr, is_open = reader.value(f"{PARAMS}.lr", float), reader.is_unresolved_auto(f"{PARAMS}.lr")
+    common_lr, is_open = (
+        reader.value(f"{PARAMS}.lr", float),
+        reader.is_unresolved_auto(f"{PARAMS}.lr"),
+    )
     muon_lr, adam_lr = (reader.value(f"{PARAMS}.{key}", float) for key in ("muon_lr", "adam_lr"))
     if muon_lr is not None or not is_open:
         # each rate of its own, else the common one, else DeepSpeed's default
@@ -264,7 +306,11 @@ def _muon(reader: ConfigReader) -> None:
             if f"{PARAMS}.{key}" in reader.unread:
                 reader.report(f"{PARAMS}.{key}", "mapped", f"optimizer.lr={muon_lr}")
     if f"{PARAMS}.ns_method" in reader.unread:
-        reader.report(f"{PARAMS}.ns_method", "ignored", "five steps of Newton and Schulz, in torch.optim.Muon's form")
+        reader.report(
+            f"{PARAMS}.ns_method",
+            "ignored",
+            "five steps of Newton and Schulz, in torch.optim.Muon's form",
+        )
     # orthogonalisation needs whole matrices: ZeRO would cut them
     stage = reader.fields.get("data_parallel", {}).get("zero_stage", 0)
     if stage:
@@ -283,12 +329,16 @@ def scheduler(reader: ConfigReader) -> None:
     keys = [key for key in reader.unread if key.startswith(prefix)]
     if name is None and reader.fields.get("optimizer", {}).get("optimizer") is None:
         return  # the script makes both
-    reader.fields.setdefault("optimizer", {}).update(CONSTANT)  # our own default is cosine with warmup
+    reader.fields.setdefault("optimizer", {}).update(
+        CONSTANT
+    )  # our own default is cosine with warmup
     if name is None:
         reader.report("scheduler.type", "mapped", "optimizer.lr_schedule=constant")
         return
     if name not in SCHEDULES:
-        reader.report("scheduler.type", "unsupported", f"known: {', '.join(SCHEDULES)}; the rate is constant")
+        reader.report(
+            "scheduler.type", "unsupported", f"known: {', '.join(SCHEDULES)}; the rate is constant"
+        )
         for key in keys:
             reader.report(key, "unsupported", f"of scheduler.type={name}")
         return
@@ -303,20 +353,35 @@ def scheduler(reader: ConfigReader) -> None:
             reader.report(key, "ignored" if value in (None, -1) else "unsupported", reason)
         elif reader.is_unresolved_auto(key) and option.endswith("num_steps"):
             steps_are_missing = True
-            reader.report(key, "unsupported", f"left to Hugging Face's Trainer: give auto={{{key!r}: ...}}")
-        elif reader.is_unresolved_auto(key) and (name, option) == ("WarmupDecayLR", "warmup_max_lr"):
+            reader.report(
+                key, "unsupported", f"left to Hugging Face's Trainer: give auto={{{key!r}: ...}}"
+            )
+        elif reader.is_unresolved_auto(key) and (name, option) == (
+            "WarmupDecayLR",
+            "warmup_max_lr",
+        ):
             options[option] = "auto"  # the optimizer's rate; DeepSpeed's default is 0.001
-            reader.report(key, "mapped", "optimizer.lr_schedule_options[warmup_max_lr]=auto, optimizer.lr")
+            reader.report(
+                key, "mapped", "optimizer.lr_schedule_options[warmup_max_lr]=auto, optimizer.lr"
+            )
         elif name == "OneCycle" and (option in MOMENTUM or (option == "cycle_momentum" and value)):
             reader.report(key, "unsupported", "the momentum has 1 value for the whole run")
         elif not reader.is_unresolved_auto(key):
             options[option] = value
             reader.report(key, "mapped", f"optimizer.lr_schedule_options[{option}]={value}")
     if steps_are_missing:
-        reader.report("scheduler.type", "unsupported", "its number of steps is not known; the rate is constant")
+        reader.report(
+            "scheduler.type",
+            "unsupported",
+            "its number of steps is not known; the rate is constant",
+        )
         return
     if name == "OneCycle" and "scheduler.params.cycle_momentum" not in keys:
-        reader.report("scheduler.params.cycle_momentum", "unsupported", "the momentum has 1 value for the whole run")
+        reader.report(
+            "scheduler.params.cycle_momentum",
+            "unsupported",
+            "the momentum has 1 value for the whole run",
+        )
     # raises for options that the schedule does not have
     schedule(name, options, reader.fields.get("optimizer", {}).get("lr", OptimizerConfig().lr))
     reader.fields.setdefault("optimizer", {})["lr_schedule_options"] = options
@@ -329,7 +394,9 @@ def others(reader: ConfigReader) -> None:
     max_norm = reader.value("optimizer.params.max_grad_norm", float)
     if max_norm is not None:
         reader.map_to("optimizer.params.max_grad_norm", "optimizer", clip_grad=max_norm)
-    if clip is not None or (max_norm is None and not reader.is_unresolved_auto("gradient_clipping")):
+    if clip is not None or (
+        max_norm is None and not reader.is_unresolved_auto("gradient_clipping")
+    ):
         note = ""
         if clip is None:
             clip, note = 1.0, ", DeepSpeed's default (in older versions 0): better say it"
@@ -345,7 +412,9 @@ def others(reader: ConfigReader) -> None:
     reader.map_field("pipeline.stages", "parallel", "pipeline", int)
     op = reader.value("gradient_allreduce_op", str)
     if op is not None:
-        reader.report_support("gradient_allreduce_op", op == "mean", "the loss is a mean over tokens")
+        reader.report_support(
+            "gradient_allreduce_op", op == "mean", "the loss is a mean over tokens"
+        )
     layers = reader.value("pipeline.activation_checkpoint_interval", int)
     if layers:
         reader.map_to("pipeline.activation_checkpoint_interval", "training", recompute="layer")
@@ -367,6 +436,8 @@ def _monitors(reader: ConfigReader) -> None:
         if is_enabled:
             reader.map_to(f"{section}.enabled", "training", **fields)
         if f"{section}.project" in reader.unread and is_enabled:
-            reader.report(f"{section}.project", "mapped", f"training.wandb_project={fields['wandb_project']}")
+            reader.report(
+                f"{section}.project", "mapped", f"training.wandb_project={fields['wandb_project']}"
+            )
         for key in [key for key in reader.unread if key.startswith(f"{section}.")]:
             reader.report(key, "ignored", reason if is_enabled else "it is off")

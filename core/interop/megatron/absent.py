@@ -7,7 +7,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _HERE = "core.interop.megatron."
-_EXPERTS = "num_moe_experts of TransformerConfig and core.models.gpt.moe_spec (docs/concepts/experts.md)"
+_EXPERTS = (
+    "num_moe_experts of TransformerConfig and core.models.gpt.moe_spec (docs/concepts/experts.md)"
+)
 # the first that fits: a module of theirs, or one inside it -> what to do
 _INSTEAD = {
     "optimizer": "ShardedAdamW(shard, OptimizerConfig(...)) of core.optimizer, or torch.optim's",

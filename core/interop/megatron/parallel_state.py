@@ -8,23 +8,45 @@ from core.parallel_state.current import current_state, model_parallel_is_initial
 from core.parallel_state.current import destroy_model_parallel as destroy_model_parallel
 from core.parallel_state.getters import get_context_parallel_group as get_context_parallel_group
 from core.parallel_state.getters import get_context_parallel_rank as get_context_parallel_rank
-from core.parallel_state.getters import get_context_parallel_world_size as get_context_parallel_world_size
+from core.parallel_state.getters import (
+    get_context_parallel_world_size as get_context_parallel_world_size,
+)
 from core.parallel_state.getters import get_data_parallel_group as get_data_parallel_group
 from core.parallel_state.getters import get_data_parallel_rank as get_data_parallel_rank
 from core.parallel_state.getters import get_data_parallel_world_size as get_data_parallel_world_size
-from core.parallel_state.getters import get_expert_model_parallel_group as get_expert_model_parallel_group
-from core.parallel_state.getters import get_expert_model_parallel_rank as get_expert_model_parallel_rank
-from core.parallel_state.getters import get_expert_model_parallel_world_size as get_expert_model_parallel_world_size
-from core.parallel_state.getters import get_pipeline_model_parallel_group as get_pipeline_model_parallel_group
-from core.parallel_state.getters import get_pipeline_model_parallel_next_rank as get_pipeline_model_parallel_next_rank
-from core.parallel_state.getters import get_pipeline_model_parallel_prev_rank as get_pipeline_model_parallel_prev_rank
-from core.parallel_state.getters import get_pipeline_model_parallel_rank as get_pipeline_model_parallel_rank
+from core.parallel_state.getters import (
+    get_expert_model_parallel_group as get_expert_model_parallel_group,
+)
+from core.parallel_state.getters import (
+    get_expert_model_parallel_rank as get_expert_model_parallel_rank,
+)
+from core.parallel_state.getters import (
+    get_expert_model_parallel_world_size as get_expert_model_parallel_world_size,
+)
+from core.parallel_state.getters import (
+    get_pipeline_model_parallel_group as get_pipeline_model_parallel_group,
+)
+from core.parallel_state.getters import (
+    get_pipeline_model_parallel_next_rank as get_pipeline_model_parallel_next_rank,
+)
+from core.parallel_state.getters import (
+    get_pipeline_model_parallel_prev_rank as get_pipeline_model_parallel_prev_rank,
+)
+from core.parallel_state.getters import (
+    get_pipeline_model_parallel_rank as get_pipeline_model_parallel_rank,
+)
 from core.parallel_state.getters import (
     get_pipeline_model_parallel_world_size as get_pipeline_model_parallel_world_size,
 )
-from core.parallel_state.getters import get_tensor_model_parallel_group as get_tensor_model_parallel_group
-from core.parallel_state.getters import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
-from core.parallel_state.getters import get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size
+from core.parallel_state.getters import (
+    get_tensor_model_parallel_group as get_tensor_model_parallel_group,
+)
+from core.parallel_state.getters import (
+    get_tensor_model_parallel_rank as get_tensor_model_parallel_rank,
+)
+from core.parallel_state.getters import (
+    get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size,
+)
 from core.parallel_state.getters import is_pipeline_first_stage as is_first
 from core.parallel_state.getters import is_pipeline_last_stage as is_last
 from core.parallel_state.state import ParallelState
@@ -75,7 +97,9 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank is the last of the pipeline. Raises ValueError: asked of a virtual stage."""
     if not ignore_virtual and vp_stage is not None:
-        raise ValueError(f"whether chunk {vp_stage} is the last depends on their number; compare it with yours")
+        raise ValueError(
+            f"whether chunk {vp_stage} is the last depends on their number; compare it with yours"
+        )
     return is_last()
 
 

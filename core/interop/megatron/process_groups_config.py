@@ -19,7 +19,9 @@ class ProcessGroupCollection:
     ep: Any = None
 
     @classmethod
-    def use_mpu_process_groups(cls, required_pgs: list[str] | None = None) -> "ProcessGroupCollection":
+    def use_mpu_process_groups(
+        cls, required_pgs: list[str] | None = None
+    ) -> "ProcessGroupCollection":
         """Those of the current state."""
         names = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "dp_cp": "dp-cp", "ep": "ep"}
         if not is_initialized():

@@ -59,7 +59,9 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     if ps.size("cp") == 1:
         return batch
     given: dict[str, Tensor] = {name: value for name, value in batch.items() if value is not None}
-    if (mask := given.pop("attention_mask", None)) is not None and (begin := _document_begin(mask)).any():
+    if (mask := given.pop("attention_mask", None)) is not None and (
+        begin := _document_begin(mask)
+    ).any():
         given["document_begin"] = begin.expand(given["tokens"].shape)
     mine = context_batch(given, ps)
     begins = mine.pop("document_begin", None)

@@ -72,7 +72,9 @@ def described(values: Mapping[str, Any]) -> dict[str, Any]:
         sizes = {name: values[name] for name in ("vocab_size", "max_sequence_length")}
         tied = bool(values["share_embeddings_and_output_weights"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"a model is described in a way that this version does not know: {error!r}") from error
+        raise ValueError(
+            f"a model is described in a way that this version does not know: {error!r}"
+        ) from error
     return {
         "config": config,
         "transformer_layer_spec": spec,
@@ -125,4 +127,6 @@ def _rotary(values: Mapping[str, Any] | None) -> RotaryConfig | None:
     if values is None:
         return None
     scaling = values["scaling"]
-    return RotaryConfig(**dict(values) | {"scaling": None if scaling is None else RotaryScaling(**scaling)})
+    return RotaryConfig(
+        **dict(values) | {"scaling": None if scaling is None else RotaryScaling(**scaling)}
+    )

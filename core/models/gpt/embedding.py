@@ -40,10 +40,14 @@ class GPTEmbedding(nn.Module):
             init=Init(std=build.config.init_method_std),
             partial=frozenset({"embedding"}) if tied_across_stages else frozenset(),
         )
-        self.position_embeddings = spec.positions(build, max_sequence_length) if spec and spec.positions else None
+        self.position_embeddings = (
+            spec.positions(build, max_sequence_length) if spec and spec.positions else None
+        )
         config = build.config
         # rounded to the dtype of the weights, as those who trained the models did
-        self.multiplier = float(torch.tensor(config.embedding_multiplier, dtype=config.params_dtype, device="cpu"))
+        self.multiplier = float(
+            torch.tensor(config.embedding_multiplier, dtype=config.params_dtype, device="cpu")
+        )
         self.dropout = residual_dropout(build, "embedding") if spec else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -70,7 +74,9 @@ class OutputLayer(SpreadModule):
         self.stage, self.comm, self.group = place.stage, place.column_comm(), place.group
         self.columns, self.tells_of_columns = layout.padded_shape()[0] // place.tp, place.tp > 1
 
-    def forward(self, x: Tensor, weight: Parameter | None = None, *, within_model: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, weight: Parameter | None = None, *, within_model: bool = False
+    ) -> Tensor:
         if not within_model and self.tells_of_columns:
             self.tells_of_columns = False
             warnings.warn(
@@ -96,7 +102,9 @@ class OutputLayer(SpreadModule):
 def checked_chunk(chunk: int | None) -> int | None:
     """Raise ValueError for fewer than one token."""
     if chunk is not None and chunk < 1:
-        raise ValueError(f"loss_chunk={chunk} must be at least 1 token; None computes all logits at once")
+        raise ValueError(
+            f"loss_chunk={chunk} must be at least 1 token; None computes all logits at once"
+        )
     return chunk
 
 

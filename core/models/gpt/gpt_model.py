@@ -75,7 +75,9 @@ class GPTModel(nn.Module):
     device does not compute in.
     """
 
-    awaits_checkpoint = False  # whether its weights are no numbers yet, because a checkpoint will fill them
+    awaits_checkpoint = (
+        False  # whether its weights are no numbers yet, because a checkpoint will fill them
+    )
     _columns: SplitActivations | None = None  # follows split logits
 
     def __init__(
@@ -100,23 +102,38 @@ class GPTModel(nn.Module):
         self.parallel = ps = parallel if parallel is not None else current_state()
         check_layout(config, ps.config, transformer_layer_spec)
         check_dtype(ps.device, config.params_dtype)
-        self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
+        self.config, self.vocab_size, self.max_sequence_length = (
+            config,
+            vocab_size,
+            max_sequence_length,
+        )
         self.pre_process = ps.is_first_stage if pre_process is None else pre_process
         self.post_process = ps.is_last_stage if post_process is None else post_process
         self.tied, self.loss_chunk = share_embeddings_and_output_weights, checked_chunk(loss_chunk)
-        self.parallel_output, self.tells_of_columns = parallel_output is not False, parallel_output is None
+        self.parallel_output, self.tells_of_columns = (
+            parallel_output is not False,
+            parallel_output is None,
+        )
         self.stage, self.transformer_layer_spec = StageContext(), (spec := transformer_layer_spec)
         self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
-        self.place = replace(build.place, filled_by_model=False)  # of adapters, which come when all else is filled
+        self.place = replace(
+            build.place, filled_by_model=False
+        )  # of adapters, which come when all else is filled
         # Tied ends on two pipeline ranks are two copies: their gradients are summed over an "embedding" group.
-        across_stages = self.tied and not (ends_share_a_rank or (self.pre_process and self.post_process))
+        across_stages = self.tied and not (
+            ends_share_a_rank or (self.pre_process and self.post_process)
+        )
         if self.pre_process or (self.tied and self.post_process):
             # a tied last stage has a copy of the table only
             embedding_spec = spec if self.pre_process else None
             self.embedding = GPTEmbedding(
-                build, embedding_spec, vocab_size, max_sequence_length, tied_across_stages=across_stages
+                build,
+                embedding_spec,
+                vocab_size,
+                max_sequence_length,
+                tied_across_stages=across_stages,
             )
             if tied_with is not None and self.tied:
                 self.embedding.word_embeddings.weight = tied_with.embedding.word_embeddings.weight
@@ -124,15 +141,23 @@ class GPTModel(nn.Module):
         self.rotary = spec.rotary(build, max_sequence_length) if spec.rotary is not None else None
         numbers = layers if layers is not None else stage_layers(config.num_layers, ps)
         self.decoder = TransformerBlock(build, spec, numbers, final_norm=self.post_process)
-        self.output_layer = OutputLayer(build, vocab_size, tied=self.tied) if self.post_process else None
+        self.output_layer = (
+            OutputLayer(build, vocab_size, tied=self.tied) if self.post_process else None
+        )
         # Under sequence parallelism each rank sees its share of the rows, so replicated parameters of a user's own
         # modules have partial gradients, too; ours say so in their layouts.
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._first_inputs, self._row_sums, self._warned_of_shards = FirstInputs(), RowSums(ps.group("cp")), False
+        self._first_inputs, self._row_sums, self._warned_of_shards = (
+            FirstInputs(),
+            RowSums(ps.group("cp")),
+            False,
+        )
         experts = ps.group("ep") if config.num_moe_experts is not None else None
-        self._watch = split_watch(self.place.group, experts, sums_foreign=self.place.splits_sequence)
+        self._watch = split_watch(
+            self.place.group, experts, sums_foreign=self.place.splits_sequence
+        )
         keep_layouts(self)
         watch_optimizers(self)
         self._initialize()
@@ -145,7 +170,11 @@ class GPTModel(nn.Module):
         Modules of your own are filled by their `reset_parameters`. Raises ValueError: one without that method.
         """
         for name, submodule in self.named_modules():
-            without_initial = [p for p in submodule.parameters(recurse=False) if getattr(p, "initial", None) is None]
+            without_initial = [
+                p
+                for p in submodule.parameters(recurse=False)
+                if getattr(p, "initial", None) is None
+            ]
             if not without_initial:
                 continue
             reset = getattr(submodule, "reset_parameters", None)
@@ -165,7 +194,9 @@ class GPTModel(nn.Module):
 
     def _initialize(self) -> None:
         ps, on_cpu = self.parallel, self.draws_on_cpu
-        initialize_parameters(self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu)
+        initialize_parameters(
+            self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu
+        )
 
     def forward(
         self,
@@ -214,7 +245,9 @@ class GPTModel(nn.Module):
                 output = self._run_layers(s, tokens, position_ids, mask, labels)
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)
-        in_plain_loop = output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
+        in_plain_loop = (
+            output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
+        )
         if in_plain_loop and self.config.balances_experts:
             follow_loss(output, self.stage, is_models=labels is not None)
         if self._watch is not None and in_plain_loop:
@@ -247,16 +280,22 @@ class GPTModel(nn.Module):
             return self._gather_for_foreign_head(x)
         table = self.embedding.word_embeddings.weight if self.tied else None
         if labels is not None and self.loss_chunk is not None:
-            loss = self.output_layer.loss_in_chunks(x, table, labels.t(), self.vocab_size, self.loss_chunk)
+            loss = self.output_layer.loss_in_chunks(
+                x, table, labels.t(), self.vocab_size, self.loss_chunk
+            )
             return loss.t().contiguous()
         logits = self.output_layer(x, table, within_model=True)
         if labels is not None:
             # The loss comes from split logits, which it overwrites with their gradient: no rank ever holds [s, b, v].
             target = labels.t().contiguous()
             group = self.place.group
-            loss = vocab_parallel_cross_entropy(logits, target, group, vocab_size=self.vocab_size, inplace=True)
+            loss = vocab_parallel_cross_entropy(
+                logits, target, group, vocab_size=self.vocab_size, inplace=True
+            )
             return loss.t().contiguous()
-        logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(0, 1)
+        logits = mask_padding(logits, self.vocab_size, self.place.rank, self.place.tp).transpose(
+            0, 1
+        )
         if self.parallel_output and self.tells_of_columns and self.place.tp > 1:
             self._follow_columns(logits, at_once=torch.compiler.is_compiling())
         return logits if self.parallel_output else self.gather_logits(logits)
@@ -281,7 +320,12 @@ class GPTModel(nn.Module):
     def _gather_for_foreign_head(self, x: Tensor) -> Tensor:
         """A stage's output: sequence shards for the next stage, the full sequence for a head of a user's own."""
         headless = self.pre_process and len(self.decoder.layers) == self.config.num_layers
-        if headless and self.place.splits_sequence and self.parallel.size("pp") == 1 and not self.stage.driven:
+        if (
+            headless
+            and self.place.splits_sequence
+            and self.parallel.size("pp") == 1
+            and not self.stage.driven
+        ):
             return gather_from_sequence_region(x, self.place.group, to_tensor_region=False)
         return x
 
@@ -355,12 +399,18 @@ class GPTModel(nn.Module):
         check_optional(b, s, position_ids, attention_mask, labels)
         if ranks > 1:
             check_context(s, ranks, position_ids, attention_mask)
-            if self.pre_process and not torch.compiler.is_compiling() and (group := self.parallel.group("cp")):
+            if (
+                self.pre_process
+                and not torch.compiler.is_compiling()
+                and (group := self.parallel.group("cp"))
+            ):
                 assert position_ids is not None
                 self._first_inputs.check_context(tokens, position_ids, packed, group)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
-            self._first_inputs.check_first(tokens if self.pre_process else None, attention_mask, labels)
+            self._first_inputs.check_first(
+                tokens if self.pre_process else None, attention_mask, labels
+            )
         return s
 
     @torch.compiler.disable

@@ -37,7 +37,9 @@ class _Arrived:
 class _Labels:
     """Which rank's column each label is. labels [n]; `first`: the number of this rank's first column."""
 
-    def __init__(self, labels: Tensor, columns: int, group: Group | None, vocab: int, ignore: int) -> None:
+    def __init__(
+        self, labels: Tensor, columns: int, group: Group | None, vocab: int, ignore: int
+    ) -> None:
         first = group.rank * columns if group is not None else 0
         self.true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
         self.counted = labels != ignore
@@ -46,7 +48,9 @@ class _Labels:
         self.local = local.masked_fill(~self.is_local, 0)
 
 
-def _chunks(x: Tensor, matrix: Tensor, chunk: int, true_columns: int) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(
+    x: Tensor, matrix: Tensor, chunk: int, true_columns: int
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits [rows, v], padded columns at -inf) of x [n, h]; one buffer for all of them."""
     buffer = x.new_empty(min(chunk, x.shape[0]), matrix.shape[0])
     for first in range(0, x.shape[0], chunk):
@@ -80,7 +84,9 @@ class _HeadLoss(torch.autograd.Function):
         whole = comm.before_forward(held) if comm.before_forward is not None else held
         flat, dtype = whole.reshape(-1, whole.shape[-1]), compute_dtype(held.dtype)
         found = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
-        local = torch.empty(3, flat.shape[0], dtype=dtype, device=x.device)  # max, sum of exponentials, label's logit
+        local = torch.empty(
+            3, flat.shape[0], dtype=dtype, device=x.device
+        )  # max, sum of exponentials, label's logit
         for rows, logits in _chunks(flat, matrix, chunk, found.true_columns):
             local[2, rows] = logits.gather(1, found.local[rows, None])[:, 0].to(dtype)
             local[0, rows], local[1, rows] = exp_sums(logits)
@@ -113,7 +119,9 @@ class _HeadLoss(torch.autograd.Function):
             dw = torch.zeros(weight.shape, dtype=compute_dtype(x.dtype), device=x.device)
         dx = torch.empty_like(flat) if wants_dx else None
         for rows, logits in _chunks(flat, matrix, ctx.chunk, found.true_columns):
-            logits_to_gradient(logits, logsumexp[rows], grad_loss[rows], found.local[rows], found.is_local[rows])
+            logits_to_gradient(
+                logits, logsumexp[rows], grad_loss[rows], found.local[rows], found.is_local[rows]
+            )
             if dx is not None:
                 torch.mm(logits, matrix, out=dx[rows])
             if dw is not None:
@@ -122,7 +130,9 @@ class _HeadLoss(torch.autograd.Function):
             ctx.bag.put(_Arrived(weight))
         if dx is not None:
             dx = dx.view(x.shape)
-            dx = (comm.after_backward(dx).wait() if comm.after_backward is not None else dx).to(ctx.dtype)
+            dx = (comm.after_backward(dx).wait() if comm.after_backward is not None else dx).to(
+                ctx.dtype
+            )
         returned = dw.to(weight.dtype) if target is None and dw is not None else None
         return dx, returned, None, None, None, None, None, None, None
 
@@ -146,5 +156,7 @@ def head_loss(
     tokens at a time, twice: a product more than the whole logits would take. dW is computed in I.
     Collectives over tp: one all-gather of three numbers per token, and those of the output layer.
     """
-    loss: Tensor = _HeadLoss.apply(x, weight, labels, stage, comm, group, vocab_size, chunk, ignore_index)
+    loss: Tensor = _HeadLoss.apply(
+        x, weight, labels, stage, comm, group, vocab_size, chunk, ignore_index
+    )
     return loss

@@ -47,11 +47,15 @@ def one_of_two(name: str, value: Tensor | None, other: str, second_value: Tensor
     """The value that was given under one of two names of an argument. Raises TypeError: neither, or both."""
     value_given = value if second_value is None else second_value
     if value_given is None or (value is not None and second_value is not None):
-        raise TypeError(f"give {name} or {other}, not {'both' if value_given is not None else 'neither'}")
+        raise TypeError(
+            f"give {name} or {other}, not {'both' if value_given is not None else 'neither'}"
+        )
     return value_given
 
 
-def check_values(position_ids: Tensor | None, positions: int, labels: Tensor | None, vocab_size: int) -> None:
+def check_values(
+    position_ids: Tensor | None, positions: int, labels: Tensor | None, vocab_size: int
+) -> None:
     """Raise ValueError for a position or label out of range."""
     if position_ids is not None:
         _check_range("position_ids", position_ids, positions)
@@ -64,18 +68,26 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens must be int64 or int32, got {tokens.dtype} {tuple(tokens.shape)}")
     if tokens.dim() != 2:
-        raise ValueError(f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]")
+        raise ValueError(
+            f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]"
+        )
     _check_range("tokens", tokens, vocab_size)
 
 
 def check_optional(
-    b: int, s: int, position_ids: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+    b: int,
+    s: int,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    labels: Tensor | None,
 ) -> None:
     """Raise ValueError for what does not fit tokens [b, s]; positions and mask may be the same for all rows."""
     if position_ids is not None:
         shape = tuple(position_ids.shape)
         if position_ids.dtype != torch.int64 or shape not in ((b, s), (1, s)):
-            raise ValueError(f"position_ids must be int64 [b, s] = {(b, s)}, got {position_ids.dtype} {shape}")
+            raise ValueError(
+                f"position_ids must be int64 [b, s] = {(b, s)}, got {position_ids.dtype} {shape}"
+            )
     if attention_mask is not None:
         shape = tuple(attention_mask.shape)
         if attention_mask.dtype != torch.bool or shape not in ((b, 1, s, s), (1, 1, s, s)):
@@ -84,10 +96,14 @@ def check_optional(
                 f"{shape}; None is causal"
             )
     if labels is not None and (labels.dtype != torch.int64 or tuple(labels.shape) != (b, s)):
-        raise ValueError(f"labels must be int64 [b, s] = {(b, s)}, got {labels.dtype} {tuple(labels.shape)}")
+        raise ValueError(
+            f"labels must be int64 [b, s] = {(b, s)}, got {labels.dtype} {tuple(labels.shape)}"
+        )
 
 
-def check_context(s: int, ranks: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
+def check_context(
+    s: int, ranks: int, position_ids: Tensor | None, attention_mask: Tensor | None
+) -> None:
     """Raise ValueError for rows [b, s] of one of `ranks` context ranks that do not say which rows they are."""
     if s % 2:
         raise ValueError(
@@ -118,9 +134,13 @@ def check_documents(
     group = ps.group("cp") if ps.device.type == "cpu" else None
     if group is not None:
         text = (problem or "").encode()[:_TOLD]
-        told = all_gather(torch.frombuffer(bytearray(text.ljust(_TOLD, b"\0")), dtype=torch.uint8)[None], group)
+        told = all_gather(
+            torch.frombuffer(bytearray(text.ljust(_TOLD, b"\0")), dtype=torch.uint8)[None], group
+        )
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in told] if told.any() else []
-        problem = "; ".join(f"rank {rank}: {text}" for rank, text in zip(group.ranks, texts, strict=False) if text)
+        problem = "; ".join(
+            f"rank {rank}: {text}" for rank, text in zip(group.ranks, texts, strict=False) if text
+        )
     if problem:
         raise ValueError(problem)
 
@@ -159,7 +179,9 @@ class FirstInputs:
         return self._labels_seen and self._mask_seen
 
     @torch.compiler.disable
-    def check_context(self, tokens: Tensor, position_ids: Tensor, packed: bool, group: Group) -> None:
+    def check_context(
+        self, tokens: Tensor, position_ids: Tensor, packed: bool, group: Group
+    ) -> None:
         """The first rows of the ranks of one sequence: raises ValueError on all of them where they are the same rows,
         or where only some have documents (`packed`). All-gather of objects over cp, once.
         """
@@ -181,7 +203,9 @@ class FirstInputs:
             )
 
     @torch.compiler.disable
-    def check_first(self, tokens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:
+    def check_first(
+        self, tokens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+    ) -> None:
         """Warns: labels that are the tokens, a mask that lets tokens see later ones."""
         if labels is not None and tokens is not None and not self._labels_seen:
             self._labels_seen = True

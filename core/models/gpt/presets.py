@@ -22,7 +22,9 @@ class Preset:
     parameters: int
 
 
-def _llama3(sizes: Mapping[str, Any], factor: float, parameters: int, *, tied: bool = False) -> Preset:
+def _llama3(
+    sizes: Mapping[str, Any], factor: float, parameters: int, *, tied: bool = False
+) -> Preset:
     """Llama 3.1 and 3.2 (arXiv 2407.21783, table 3): head size and scaling of the rotary base are the family's."""
     scaling = {
         "kind": "llama3",
@@ -31,7 +33,12 @@ def _llama3(sizes: Mapping[str, Any], factor: float, parameters: int, *, tied: b
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    facts = {"num_query_groups": 8, "rotary_base": 500000.0, "rotary_scaling": scaling, "layernorm_epsilon": 1e-5}
+    facts = {
+        "num_query_groups": 8,
+        "rotary_base": 500000.0,
+        "rotary_scaling": scaling,
+        "layernorm_epsilon": 1e-5,
+    }
     return Preset(
         style="llama",
         facts={**facts, **sizes},
@@ -69,7 +76,14 @@ def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, parameter
         "num_attention_heads": num_attention_heads,
         "ffn_hidden_size": 4 * hidden_size,
     }
-    return Preset(style="gpt2", facts=facts, tied=True, vocab_size=50257, positions=1024, parameters=parameters)
+    return Preset(
+        style="gpt2",
+        facts=facts,
+        tied=True,
+        vocab_size=50257,
+        positions=1024,
+        parameters=parameters,
+    )
 
 
 def _small_llama(sizes: Mapping[str, Any], parameters: int) -> Preset:
@@ -84,7 +98,9 @@ def _small_llama(sizes: Mapping[str, Any], parameters: int) -> Preset:
     )
 
 
-def _sizes(num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int) -> dict[str, int]:
+def _sizes(
+    num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int
+) -> dict[str, int]:
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,

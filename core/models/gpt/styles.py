@@ -22,7 +22,9 @@ STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def llama_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **facts: Any) -> TransformerConfig:
+def llama_config(
+    *, num_layers: int, hidden_size: int, num_attention_heads: int, **facts: Any
+) -> TransformerConfig:
     """Llama's facts: RMSNorm, gated SiLU, no biases, no dropout; positions are `llama_spec()`'s.
 
     facts: further fields of `TransformerConfig`, which win: num_query_groups, ffn_hidden_size (the width of gate and
@@ -36,7 +38,9 @@ def llama_config(*, num_layers: int, hidden_size: int, num_attention_heads: int,
     )
 
 
-def gpt2_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **facts: Any) -> TransformerConfig:
+def gpt2_config(
+    *, num_layers: int, hidden_size: int, num_attention_heads: int, **facts: Any
+) -> TransformerConfig:
     """GPT-2's facts: LayerNorm, GELU by tanh, biases, dropout 0.1; positions are `gpt2_spec()`'s.
 
     facts: further fields of `TransformerConfig`, which win.

@@ -5,4 +5,11 @@ from core.models.huggingface.exporting import save_huggingface
 from core.models.huggingface.families import FAMILIES, HuggingFaceModel, from_huggingface
 from core.models.huggingface.reading import canonical, load_huggingface
 
-__all__ = ["FAMILIES", "HuggingFaceModel", "canonical", "from_huggingface", "load_huggingface", "save_huggingface"]
+__all__ = [
+    "FAMILIES",
+    "HuggingFaceModel",
+    "canonical",
+    "from_huggingface",
+    "load_huggingface",
+    "save_huggingface",
+]

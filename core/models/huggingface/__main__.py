@@ -30,7 +30,9 @@ def _import(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     stored = lazy_tensors(options.checkpoint)
-    nbytes = sum(prod(t.shape) * t.dtype.itemsize for key, t in stored.items() if key.startswith(MODEL))
+    nbytes = sum(
+        prod(t.shape) * t.dtype.itemsize for key, t in stored.items() if key.startswith(MODEL)
+    )
     with progress("exporting", nbytes) as done:
         difference = export_huggingface(
             options.checkpoint, options.folder, options.source, check=options.check, progress=done
@@ -64,11 +66,15 @@ def _families(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m core.models.huggingface", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("import", help="a folder of safetensors files as a checkpoint of ours")
+    command = commands.add_parser(
+        "import", help="a folder of safetensors files as a checkpoint of ours"
+    )
     command.add_argument("folder", metavar="HF_DIR")
     command.add_argument("checkpoint", metavar="CKPT", help="a directory that is to be made")
     command.set_defaults(run=_import)
-    command = commands.add_parser("export", help="the model of a checkpoint as a folder that transformers loads")
+    command = commands.add_parser(
+        "export", help="the model of a checkpoint as a folder that transformers loads"
+    )
     command.add_argument("checkpoint", metavar="CKPT", help="a step's own directory")
     command.add_argument("folder", metavar="HF_DIR", help="a directory that is to be made")
     command.add_argument(

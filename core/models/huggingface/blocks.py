@@ -66,12 +66,19 @@ def _qkv_in_rows(names: tuple[str, ...], box: Slices, config: TransformerConfig)
     yield from _qkv(names * 3, _qkv_starts(config), box, config, transposed=False)
 
 
-def _qkv_in_columns(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+def _qkv_in_columns(
+    names: tuple[str, ...], box: Slices, config: TransformerConfig
+) -> Iterator[Block]:
     yield from _qkv(names * 3, _qkv_starts(config), box, config, transposed=True)
 
 
 def _qkv_shape(columns: Shape, config: TransformerConfig) -> Shape:
-    return config.groups, config.num_attention_heads // config.groups + 2, config.head_size, *columns
+    return (
+        config.groups,
+        config.num_attention_heads // config.groups + 2,
+        config.head_size,
+        *columns,
+    )
 
 
 def _qkv_starts(config: TransformerConfig) -> tuple[int, int, int]:
@@ -80,13 +87,19 @@ def _qkv_starts(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 def _qkv(
-    names: tuple[str, ...], starts: tuple[int, ...], box: Slices, config: TransformerConfig, *, transposed: bool
+    names: tuple[str, ...],
+    starts: tuple[int, ...],
+    box: Slices,
+    config: TransformerConfig,
+    *,
+    transposed: bool,
 ) -> Iterator[Block]:
     groups, heads, dims, *rest = box  # bias: no rest
     per_group = config.num_attention_heads // config.groups
-    assert (heads.start, heads.stop) == (0, per_group + 2) and (dims.start, dims.stop) == (0, config.head_size), (
-        "tensor parallelism splits groups, never a head"
-    )
+    assert (heads.start, heads.stop) == (0, per_group + 2) and (dims.start, dims.stop) == (
+        0,
+        config.head_size,
+    ), "tensor parallelism splits groups, never a head"
     # of a group: per_group query heads, one key head, one value head
     for name, start, first, count in zip(
         names, starts, (0, per_group, per_group + 1), (per_group, 1, 1), strict=True
@@ -99,11 +112,15 @@ def _qkv(
         yield Block(name, hf_slices[::-1] if flip else hf_slices, ours, flip)
 
 
-def _gate_up_apart(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+def _gate_up_apart(
+    names: tuple[str, ...], box: Slices, config: TransformerConfig
+) -> Iterator[Block]:
     yield from _gate_up(names, 0, box)
 
 
-def _gate_up_in_rows(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+def _gate_up_in_rows(
+    names: tuple[str, ...], box: Slices, config: TransformerConfig
+) -> Iterator[Block]:
     yield from _gate_up(names * 2, config.ffn, box)
 
 
@@ -122,7 +139,9 @@ transposed = Kind(_transposed, lambda hf_shape, config: hf_shape[::-1])
 qkv = Kind(_qkv_apart, lambda hf_shape, config: _qkv_shape(hf_shape[1:], config))
 # all queries, then all keys, then all values: in the rows of one tensor (Phi-3), or in its columns (GPT-2)
 qkv_fused = Kind(_qkv_in_rows, lambda hf_shape, config: _qkv_shape(hf_shape[1:], config))
-qkv_fused_transposed = Kind(_qkv_in_columns, lambda hf_shape, config: _qkv_shape(hf_shape[:-1], config))
+qkv_fused_transposed = Kind(
+    _qkv_in_columns, lambda hf_shape, config: _qkv_shape(hf_shape[:-1], config)
+)
 # the two halves of a gated MLP, a tensor each; or all gates, then all ups, in the rows of one (Phi-3)
 gate_up = Kind(_gate_up_apart, lambda hf_shape, config: (2, *hf_shape))
 gate_up_fused = Kind(_gate_up_in_rows, lambda hf_shape, config: (2, config.ffn, *hf_shape[1:]))

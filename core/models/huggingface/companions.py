@@ -11,7 +11,14 @@ from core.datasets.tokenizers.any_tokenizer import load_tokenizer
 from core.models.huggingface.family.family import Fields
 
 # of a folder: what a tokenizer, a chat or generate() needs
-_CARRIED_OVER = ("*token*.json", "*.model", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
+_CARRIED_OVER = (
+    "*token*.json",
+    "*.model",
+    "vocab.*",
+    "merges.txt",
+    "generation_config.json",
+    "*.jinja",
+)
 
 
 def copy_companions(source: Path, folder: Path, dtype: str) -> None:
@@ -25,7 +32,9 @@ def copy_companions(source: Path, folder: Path, dtype: str) -> None:
                 shutil.copyfile(path, folder / path.name)
 
 
-def write_companions(fields: Fields, tokenizer: Mapping[str, Any] | None, folder: Path, dtype: str) -> None:
+def write_companions(
+    fields: Fields, tokenizer: Mapping[str, Any] | None, folder: Path, dtype: str
+) -> None:
     """Of a model that was born here.
 
     tokenizer: what its run says: the path of the file, its identity, the token that ends a text. Warns where the file
@@ -44,7 +53,10 @@ def _copy_tokenizer(tokenizer: Mapping[str, Any], folder: Path) -> None:
     """`tokenizer.json` of the run, and the little that AutoTokenizer needs beside it."""
     path, end = Path(tokenizer["path"]), tokenizer["end_of_text"]
     if not path.is_file():
-        warnings.warn(f"the run's tokenizer {path} is not there; put tokenizer.json into {folder.name}", stacklevel=2)
+        warnings.warn(
+            f"the run's tokenizer {path} is not there; put tokenizer.json into {folder.name}",
+            stacklevel=2,
+        )
         return
     if load_tokenizer(path, end).identity != tokenizer["identity"]:
         warnings.warn(
@@ -56,7 +68,9 @@ def _copy_tokenizer(tokenizer: Mapping[str, Any], folder: Path) -> None:
     shutil.copyfile(path, folder / "tokenizer.json")
     added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
     names = [token["content"] for token in added if token["id"] == end]
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": names[0]} if names else {})
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
+        {"eos_token": names[0]} if names else {}
+    )
     _write_json(folder / "tokenizer_config.json", settings)
 
 

@@ -29,7 +29,9 @@ def _stacked(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> 
     yield Block(names[0], box, ())
 
 
-def _gates_stacked(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+def _gates_stacked(
+    names: tuple[str, ...], box: Slices, config: TransformerConfig
+) -> Iterator[Block]:
     experts, halves, width, columns = box
     for half in range(halves.start, halves.stop):
         rows = slice(half * config.moe_ffn + width.start, half * config.moe_ffn + width.stop)
@@ -46,4 +48,6 @@ experts = Kind(_apart, lambda hf_shape, config: (_count(config), *hf_shape))
 expert_gate_up = Kind(_gates_apart, lambda hf_shape, config: (_count(config), 2, *hf_shape))
 # one tensor for all: [E, h, f], and [E, 2 f, h] with all gates of an expert before its ups
 stacked_experts = Kind(_stacked, lambda hf_shape, config: hf_shape)
-stacked_gate_up = Kind(_gates_stacked, lambda hf_shape, config: (hf_shape[0], 2, config.moe_ffn, hf_shape[2]))
+stacked_gate_up = Kind(
+    _gates_stacked, lambda hf_shape, config: (hf_shape[0], 2, config.moe_ffn, hf_shape[2])
+)

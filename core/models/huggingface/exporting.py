@@ -26,7 +26,14 @@ from core.dist_checkpointing.tools.safetensors_files import new_folder, tensors_
 from core.models.gpt.description import description
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.family.family import HuggingFaceModel
-from core.models.huggingface.written import FolderForm, Parameters, Part, TheirTensor, form_of_run, form_of_source
+from core.models.huggingface.written import (
+    FolderForm,
+    Parameters,
+    Part,
+    TheirTensor,
+    form_of_run,
+    form_of_source,
+)
 from core.optimizer import sharded_state_dict
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import intersect
@@ -57,7 +64,10 @@ def export_huggingface(
     """
     form, stored = _form_of_checkpoint(checkpoint, source), lazy_tensors(checkpoint)
     in_order: Iterator[Tensor] = iter(())
-    arrays = {key: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for key, tensor in stored.items()}
+    arrays = {
+        key: (tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        for key, tensor in stored.items()
+    }
     ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order))
     files = tensors_by_file(ours.their_tensors(), file_bytes)
     parts = ours.reads(tensor for tensors in files for tensor in tensors)
@@ -65,7 +75,9 @@ def export_huggingface(
         temporary = _new_folder(opened, folder, files)
         in_order = read_in_order([(stored[part.key], part.layer) for part in parts])
         write_files(temporary, files, ours.values_of, progress)
-        assert next(in_order, None) is None  # the end is where it raises if a file is not the one that was saved
+        assert (
+            next(in_order, None) is None
+        )  # the end is where it raises if a file is not the one that was saved
         form.companions(temporary, files[0][0].dtype)
         return _largest_difference(temporary, checkpoint, form.model) if check else None
 
@@ -84,7 +96,9 @@ def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> Fo
     return form_of_run(said, tokenizer)
 
 
-def _new_folder(opened: ExitStack, folder: str | Path, files: Sequence[Sequence[TheirTensor]]) -> Path:
+def _new_folder(
+    opened: ExitStack, folder: str | Path, files: Sequence[Sequence[TheirTensor]]
+) -> Path:
     """The directory to fill, which becomes `folder` when `opened` is closed."""
     temporary = opened.enter_context(new_folder(folder))
     nbytes = sum(tensor.nbytes for tensors in files for tensor in tensors)
@@ -115,7 +129,9 @@ def save_huggingface(
     than `source` describes, a fact that no family has, a folder that is there), OSError (no space). Nothing
     half-written is left.
     """
-    parallel = model.ps if isinstance(model, DataParallel) else ps if ps is not None else default_state()
+    parallel = (
+        model.ps if isinstance(model, DataParallel) else ps if ps is not None else default_state()
+    )
     weights = _Gathered(model, parallel)
 
     with ExitStack() as opened:
@@ -125,7 +141,11 @@ def save_huggingface(
             """The order in which parameters are gathered."""
             nonlocal write
             said = description(_gpt_of(model))
-            form = form_of_run(said, tokenizer) if source is None else form_of_source(source, said, "the model")
+            form = (
+                form_of_run(said, tokenizer)
+                if source is None
+                else form_of_source(source, said, "the model")
+            )
             ours = Parameters(form, weights.arrays, "the model", weights.read)
             files = tensors_by_file(ours.their_tensors(), file_bytes)
             temporary = _new_folder(opened, folder, files)
@@ -135,16 +155,23 @@ def save_huggingface(
                 form.companions(temporary, files[0][0].dtype)
 
             write = write_all
-            return [(part.key, part.layer) for part in ours.reads(tensor for file in files for tensor in file)]
+            return [
+                (part.key, part.layer)
+                for part in ours.reads(tensor for file in files for tensor in file)
+            ]
 
         weights.order = [Part(key, layer) for key, layer in from_first(begin, parallel)]
         agree(problem_of(lambda: weights.in_order(write)), parallel)
-        problem = problem_of(opened.close) if parallel.rank == 0 else None  # the folder is published here
+        problem = (
+            problem_of(opened.close) if parallel.rank == 0 else None
+        )  # the folder is published here
     agree(problem, parallel)
 
 
 def _gpt_of(model: DataParallel | Modules) -> GPTModel:
-    stage = next(iter(modules_of(model.module if isinstance(model, DataParallel) else model).values()))
+    stage = next(
+        iter(modules_of(model.module if isinstance(model, DataParallel) else model).values())
+    )
     if not isinstance(stage, GPTModel):
         raise ValueError(
             f"the model is a {type(stage).__name__}, a GPTModel is needed: no family of Hugging Face's is known for "
@@ -160,7 +187,11 @@ class _Gathered:
     """
 
     def __init__(self, model: DataParallel | Modules, ps: ParallelState) -> None:
-        state = sharded_state_dict(model) if isinstance(model, DataParallel) else module_state_dict(model, ps)
+        state = (
+            sharded_state_dict(model)
+            if isinstance(model, DataParallel)
+            else module_state_dict(model, ps)
+        )
         self._save, self._ps = SavePlanner(ps, "bf16").prepare({"model": state}), ps
         self.arrays = {key: (info.shape, info.dtype) for key, info in self._save.arrays.items()}
         self._plans = plan_gathering(self._save.arrays, self._save.holdings, 0)
@@ -194,26 +225,38 @@ class _Gathered:
         plan = self._plans[part.key, index]
         # of a stack the layers that this rank holds of it
         box = plan.cells[part.key][0][1]
-        shards = [shard for shard in self._save.shards.get(part.key, ()) if intersect(shard.box, box) is not None]
+        shards = [
+            shard
+            for shard in self._save.shards.get(part.key, ())
+            if intersect(shard.box, box) is not None
+        ]
         found = None
-        for _, _, _, array in owned_cells(plan, {part.key: info}, {part.key: shards}, ps.rank, ps.world, ps.device):
+        for _, _, _, array in owned_cells(
+            plan, {part.key: info}, {part.key: shards}, ps.rank, ps.world, ps.device
+        ):
             tensor = torch.from_numpy(array).view(torch_dtype(info.dtype))
             found = (tensor if part.layer is None else tensor[0]).contiguous()
         return found
 
 
 @torch.no_grad()
-def _largest_difference(folder: Path, checkpoint: str | Path, model_form: HuggingFaceModel) -> float:
+def _largest_difference(
+    folder: Path, checkpoint: str | Path, model_form: HuggingFaceModel
+) -> float:
     """Between transformers' logits of what was written and ours of what the checkpoint holds, both in float32."""
     from transformers import AutoModelForCausalLM
 
     in_float32 = replace(model_form.config, params_dtype=torch.float32, pipeline_dtype=None)
     arguments = model_form.arguments() | {"config": in_float32}
     ours = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0).eval()
-    load({"model": ours.sharded_state_dict()}, checkpoint, strict=False, ps=ours.parallel, cast=True)
+    load(
+        {"model": ours.sharded_state_dict()}, checkpoint, strict=False, ps=ours.parallel, cast=True
+    )
     hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(PROMPT_LENGTH, model_form.max_sequence_length)
-    prompts = torch.randint(model_form.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0))
+    prompts = torch.randint(
+        model_form.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0)
+    )
     expected, actual = hf_model(prompts).logits, ours(prompts)
     difference = float((expected - actual).abs().max())
     largest = float(expected.abs().max())

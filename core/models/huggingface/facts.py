@@ -57,7 +57,11 @@ IRRELEVANT = frozenset(
 
 def no_folder(path: Path) -> str:
     """What is said of a path where no folder is; a name of the Hub's is none."""
-    fetch = f"; hf download {path} --local-dir DIR fetches one" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) else ""
+    fetch = (
+        f"; hf download {path} --local-dir DIR fetches one"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
+        else ""
+    )
     return f"{path} is no folder; give the one that save_pretrained or the Hub made{fetch}"
 
 
@@ -78,11 +82,15 @@ class Facts:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ValueError(f"{path} does not exist; give a folder that save_pretrained or the Hub made") from None
+            raise ValueError(
+                f"{path} does not exist; give a folder that save_pretrained or the Hub made"
+            ) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise ValueError(f"{path} holds a {type(fields).__name__}, a configuration is an object; restore it")
+            raise ValueError(
+                f"{path} holds a {type(fields).__name__}, a configuration is an object; restore it"
+            )
         return cls(fields)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -97,12 +105,16 @@ class Facts:
         missing = object()
         value = self.get(name, missing)
         if value is missing:
-            raise ValueError(f"the configuration has no {name}, which its model type needs; restore it")
+            raise ValueError(
+                f"the configuration has no {name}, which its model type needs; restore it"
+            )
         return value
 
     def overlooked(self) -> list[str]:
         """Fields that are set and that nobody asked for."""
-        return sorted(name for name in self._names() if name not in self._asked and name not in IRRELEVANT)
+        return sorted(
+            name for name in self._names() if name not in self._asked and name not in IRRELEVANT
+        )
 
     def _names(self) -> Iterator[str]:
         fields = self._source
@@ -110,4 +122,6 @@ class Facts:
             fields = fields.to_dict()
         if isinstance(fields, Mapping):
             # a switch that is off, or nothing, says that a model has not what nobody here knows
-            yield from (name for name, value in fields.items() if value is not None and value is not False)
+            yield from (
+                name for name, value in fields.items() if value is not None and value is not False
+            )

@@ -20,12 +20,26 @@ from core.models.huggingface.family.gpt2 import gpt2_fields, gpt2_model, gpt2_ru
 from core.models.huggingface.family.llama_like import LlamaLike
 from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.family.smollm3 import SmolLM3
-from core.models.huggingface.rows import GEMMA3_ROWS, GPT2_ROWS, MIXTRAL_ROWS, MOE_ROWS, OLMO2_ROWS, PHI3_ROWS
+from core.models.huggingface.rows import (
+    GEMMA3_ROWS,
+    GPT2_ROWS,
+    MIXTRAL_ROWS,
+    MOE_ROWS,
+    OLMO2_ROWS,
+    PHI3_ROWS,
+)
 from core.parallel_state.config import raise_all
 
 _PHI3 = LlamaLike(window="always", partial_rotary=True, dropout=True, epsilon=1e-5)
 _OLMO2 = LlamaLike(spec=olmo2_spec, attention_bias=True, qk_norm=True, epsilon=1e-5)
-_SMOLLM3 = SmolLM3(attention_bias=True, mlp_bias=True, window="by layer", tied=True, rope_theta=2_000_000.0, groups=4)
+_SMOLLM3 = SmolLM3(
+    attention_bias=True,
+    mlp_bias=True,
+    window="by layer",
+    tied=True,
+    rope_theta=2_000_000.0,
+    groups=4,
+)
 _GEMMA3 = Gemma3(
     spec=gemma3_spec,
     attention_bias=True,
@@ -38,7 +52,9 @@ _GEMMA3 = Gemma3(
     sliding_window=4096,
 )
 _MIXTRAL = Mixtral(window="always", epsilon=1e-5, rope_theta=1e6, groups=8)
-_QWEN3_MOE = Qwen3Moe(attention_bias=True, qk_norm=True, window="always", groups=4, sliding_window=4096)
+_QWEN3_MOE = Qwen3Moe(
+    attention_bias=True, qk_norm=True, window="always", groups=4, sliding_window=4096
+)
 _GLM4_MOE = Glm4Moe(attention_bias=True, partial_rotary=True, epsilon=1e-5, groups=8)
 
 # by model_type; a model that was born here is exported as the first that says all of its facts
@@ -46,7 +62,9 @@ FAMILIES: dict[str, Family] = {
     "llama": LlamaLike(attention_bias=True, mlp_bias=True).family("LlamaForCausalLM"),
     "mistral": LlamaLike(window="always", sliding_window=4096).family("MistralForCausalLM"),
     "qwen2": LlamaLike(qkv_bias=True, window="by layer").family("Qwen2ForCausalLM"),
-    "qwen3": LlamaLike(attention_bias=True, qk_norm=True, window="by layer").family("Qwen3ForCausalLM"),
+    "qwen3": LlamaLike(attention_bias=True, qk_norm=True, window="by layer").family(
+        "Qwen3ForCausalLM"
+    ),
     "smollm3": _SMOLLM3.family("SmolLM3ForCausalLM"),
     "phi3": _PHI3.family("Phi3ForCausalLM", PHI3_ROWS),
     "olmo2": _OLMO2.family("Olmo2ForCausalLM", OLMO2_ROWS),
@@ -55,7 +73,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": _QWEN3_MOE.family("Qwen3MoeForCausalLM", MOE_ROWS),
     "glm4_moe": _GLM4_MOE.family("Glm4MoeForCausalLM", MOE_ROWS),
     "gpt2": Family(
-        architecture="GPT2LMHeadModel", model=gpt2_model, rules=gpt2_rules, fields=gpt2_fields, rows=GPT2_ROWS
+        architecture="GPT2LMHeadModel",
+        model=gpt2_model,
+        rules=gpt2_rules,
+        fields=gpt2_fields,
+        rows=GPT2_ROWS,
     ),
 }
 
@@ -70,10 +92,15 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
     facts = Facts.of_folder(hf) if isinstance(hf, str | Path) else Facts(hf)
     family = family_of(facts)
     try:
-        raise_all("from_huggingface", chain(_common_rules(facts, family.architecture), family.rules(facts)))
+        raise_all(
+            "from_huggingface",
+            chain(_common_rules(facts, family.architecture), family.rules(facts)),
+        )
         model = family.model(facts, params_dtype)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"the configuration has a field of another kind than its model type: {error}") from error
+        raise ValueError(
+            f"the configuration has a field of another kind than its model type: {error}"
+        ) from error
     if overlooked := facts.overlooked():
         warnings.warn(
             f"the configuration says {', '.join(overlooked)}, which nothing here reads; the numbers may differ from "
@@ -111,17 +138,28 @@ def _beside_llama(facts: Facts) -> str:
     if unread := facts.overlooked():
         differing.append(f"it says {', '.join(unread)}")
     told = "; ".join(differing)
-    return f"read as a Llama, {told}" if told else "its fields are Llama's, so that what differs is in its code only"
+    return (
+        f"read as a Llama, {told}"
+        if told
+        else "its fields are Llama's, so that what differs is in its code only"
+    )
 
 
 def _common_rules(facts: Facts, architecture: str) -> Rules:
     remote = str((facts.get("auto_map") or {}).get("AutoModelForCausalLM", architecture))
     yield (
-        remote.rpartition(".")[2] == architecture,  # many folders bring a copy of transformers' own class
+        remote.rpartition(".")[2]
+        == architecture,  # many folders bring a copy of transformers' own class
         f"auto_map says that the model is code of the folder ({remote}), not transformers' {architecture}; nothing "
         "here runs code of a folder. Where the numbers are the same, remove auto_map",
     )
     quantized = facts.get("quantization_config")
     tied = facts.get("tie_word_embeddings", False)
-    yield isinstance(tied, bool), f"tie_word_embeddings={tied} is neither true nor false; say which the model is"
-    yield not quantized, f"quantization_config={quantized} is not supported; dequantize the weights, and remove it"
+    yield (
+        isinstance(tied, bool),
+        f"tie_word_embeddings={tied} is neither true nor false; say which the model is",
+    )
+    yield (
+        not quantized,
+        f"quantization_config={quantized} is not supported; dequantize the weights, and remove it",
+    )

@@ -62,10 +62,18 @@ def import_huggingface(
         cell = cell_of(info)
         metadata[key] = array_metadata(info, cell, inner_shape(cell))
     attributes = {"paracore": {"format": FORMAT, "objects": {}, "derived": {}}}
-    said = description_of(**model_form.arguments())  # so that it can be exported, and continued, by itself
-    run = {"imported": {"from": "huggingface", "folder": Path(folder).name}, "model": said, "time": time.time()}
+    said = description_of(
+        **model_form.arguments()
+    )  # so that it can be exported, and continued, by itself
+    run = {
+        "imported": {"from": "huggingface", "folder": Path(folder).name},
+        "model": said,
+        "time": time.time(),
+    }
     nbytes = sum(prod(info.shape) * info.itemsize for info in infos.values())
-    write_offline(checkpoint, metadata, attributes, run, nbytes, _cells(infos, metadata, weights, progress))
+    write_offline(
+        checkpoint, metadata, attributes, run, nbytes, _cells(infos, metadata, weights, progress)
+    )
     return Imported(model_form, len(infos), nbytes)
 
 
@@ -85,7 +93,9 @@ def _dtype(source: Folder) -> torch.dtype:
         )
     most = max(elements, key=elements.__getitem__)
     dtype = _DTYPES[most]
-    if rounded := [name for name in names if torch.promote_types(_DTYPES[source.dtype(name)], dtype) != dtype]:
+    if rounded := [
+        name for name in names if torch.promote_types(_DTYPES[source.dtype(name)], dtype) != dtype
+    ]:
         warn(
             f"{len(rounded)} of {len(names)} weights of {source.folder} are rounded to {most}, as most are "
             f"({rounded[0]} is {source.dtype(rounded[0])}); a folder of which all are "

@@ -16,7 +16,12 @@ _SETTINGS = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
 )
-_OF_EXPERTS = ("moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax")
+_OF_EXPERTS = (
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+)
 
 
 def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
@@ -40,7 +45,9 @@ def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
 def _differences(model: HuggingFaceModel, family: Family, fields: Facts, kind: str) -> list[str]:
     """What the fields of a family say otherwise, or cannot say."""
     ours, read = _facts(model), _facts(family.model(fields, model.config.params_dtype))
-    different = [f"{name}={ours[name]} ({kind}: {read[name]})" for name in ours if ours[name] != read[name]]
+    different = [
+        f"{name}={ours[name]} ({kind}: {read[name]})" for name in ours if ours[name] != read[name]
+    ]
     return different or [message for holds, message in family.rules(fields) if not holds]
 
 
@@ -52,7 +59,9 @@ def _facts(model: HuggingFaceModel) -> dict[str, Any]:
     for name in ("rotary_base", "rotary_percent", "rotary_scaling"):
         facts.pop(name)
     per_layer = config.rotary_per_layer or (config.rotary,) * config.num_layers
-    facts["rotary_per_layer"] = per_layer if model.transformer_layer_spec.rotary is not None else None
+    facts["rotary_per_layer"] = (
+        per_layer if model.transformer_layer_spec.rotary is not None else None
+    )
     facts["windows"] = config.windows or (None,) * config.num_layers
     facts["softmax_scale"] = config.softmax_scale or config.head_size**-0.5
     layers = [config.has_experts(layer) for layer in range(config.num_layers)]

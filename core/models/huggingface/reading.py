@@ -32,21 +32,29 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
     weights that the model has no place for; damaged files. The model is then partly filled, or not at all.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model is on meta, it has no memory to load into; call model.to_empty(device=...) first")
-    opened = open_weights(model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights))
+        raise ValueError(
+            "the model is on meta, it has no memory to load into; call model.to_empty(device=...) first"
+        )
+    opened = open_weights(
+        model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights)
+    )
     sizes, coordinate = model.parallel.sizes, model.parallel.coordinate
     for name, tensor in opened.tensors_of(model).items():
         layout = layout_of(tensor)
         if layout.padding:  # after `to_empty` anything is there, and 0 times NaN is NaN
             tensor.zero_()
-        opened.fill(name, true_part(tensor, layout, coordinate, sizes), layout.box(coordinate, sizes))
+        opened.fill(
+            name, true_part(tensor, layout, coordinate, sizes), layout.box(coordinate, sizes)
+        )
     opened.check_tied(model)
 
 
 class OpenedWeights:
     """Hugging Face weights as the parameters of one model: every name and shape has been compared."""
 
-    def __init__(self, source: Recorded, rows: Mapping[str, Row], config: TransformerConfig) -> None:
+    def __init__(
+        self, source: Recorded, rows: Mapping[str, Row], config: TransformerConfig
+    ) -> None:
         self._source, self._rows, self._config = source, rows, config
 
     def tensors_of(self, model: GPTModel) -> dict[str, Tensor]:
@@ -83,7 +91,9 @@ class OpenedWeights:
         if not model.tied or table is None or head not in self._source:
             return
         box = layout_of(table).box(model.parallel.coordinate, model.parallel.sizes)
-        if not torch.equal(self._source.read(self._rows[_EMBEDDING].hf_names[0], box), self._source.read(head, box)):
+        if not torch.equal(
+            self._source.read(self._rows[_EMBEDDING].hf_names[0], box), self._source.read(head, box)
+        ):
             raise ValueError(
                 "lm_head.weight differs from the embedding in the Hugging Face weights, but the model ties them; "
                 "build it with share_embeddings_and_output_weights=False (tie_word_embeddings=False)"
@@ -115,7 +125,9 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
     """Our name -> row, of the family whose names these are."""
     if any(table in source for table in _TABLES):
-        tables = {id(family.rows): family.rows for family in FAMILIES.values()} | {id(STACKED_ROWS): STACKED_ROWS}
+        tables = {id(family.rows): family.rows for family in FAMILIES.values()} | {
+            id(STACKED_ROWS): STACKED_ROWS
+        }
         best = max(tables.values(), key=lambda table: _fit(source, table, config))
         return rows_of(best, range(config.num_layers), config.num_moe_experts)
     for table in _TABLES:
@@ -150,7 +162,9 @@ def _leave_out_further_predictions(source: Recorded, layers: int) -> None:
     """
     number = layers
     while f"model.layers.{number}.eh_proj.weight" in source:
-        source.used.update(name for name in source.unused() if name.startswith(f"model.layers.{number}."))
+        source.used.update(
+            name for name in source.unused() if name.startswith(f"model.layers.{number}.")
+        )
         number += 1
     if number > layers:
         warnings.warn(
@@ -169,7 +183,9 @@ def _check_counterparts(
     """
     for name, parameter in parameters.items():
         if name not in rows or (name == _HEAD and rows[name].hf_names[0] not in source):
-            raise ValueError(f"the Hugging Face weights have no counterpart of {name}; is the model type right?")
+            raise ValueError(
+                f"the Hugging Face weights have no counterpart of {name}; is the model type right?"
+            )
         _check_shapes(name, layout_of(parameter).shape, rows[name], source, model.config)
     local_modules = {_module_of(name) for name in parameters}
     if model.pre_process:
@@ -187,7 +203,9 @@ def _check_counterparts(
         )
 
 
-def _check_shapes(name: str, shape: tuple[int, ...], row: Row, source: Recorded, config: TransformerConfig) -> None:
+def _check_shapes(
+    name: str, shape: tuple[int, ...], row: Row, source: Recorded, config: TransformerConfig
+) -> None:
     expected = row.huggingface_shapes(shape, config)
     actual = {hf_name: source.shape(hf_name) for hf_name in expected}
     if actual == expected:
@@ -199,7 +217,11 @@ def _check_shapes(name: str, shape: tuple[int, ...], row: Row, source: Recorded,
             f"query, key and value have {tuple(rows)} rows in the Hugging Face weights, expected {sizes}"
         )
     mismatched = next(hf_name for hf_name in expected if actual[hf_name] != expected[hf_name])
-    ours = shape if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched] else expected[mismatched]
+    ours = (
+        shape
+        if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched]
+        else expected[mismatched]
+    )
     raise ValueError(
         f"{name} is {ours} here and {actual[mismatched]} in the Hugging Face weights ({mismatched}): they are not of "
         "this configuration; fetch config.json and the shards of one revision, or build the model from their config"

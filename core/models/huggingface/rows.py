@@ -15,7 +15,12 @@ from core.models.huggingface.blocks import (
     same,
     transposed,
 )
-from core.models.huggingface.expert_blocks import expert_gate_up, experts, stacked_experts, stacked_gate_up
+from core.models.huggingface.expert_blocks import (
+    expert_gate_up,
+    experts,
+    stacked_experts,
+    stacked_gate_up,
+)
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -30,18 +35,24 @@ class Row:
     def of_layer(self, number: int) -> "Row":
         """The row of one layer."""
         name = self.ours.replace("{n}", str(number))
-        return Row(name, self.kind, tuple(hf_name.replace("{n}", str(number)) for hf_name in self.hf_names))
+        return Row(
+            name, self.kind, tuple(hf_name.replace("{n}", str(number)) for hf_name in self.hf_names)
+        )
 
     def of_experts(self, count: int) -> "Row":
         """The row with every expert's name: of the first name all experts, then of the next."""
-        names = [name.replace("{e}", str(expert)) for name in self.hf_names for expert in range(count)]
+        names = [
+            name.replace("{e}", str(expert)) for name in self.hf_names for expert in range(count)
+        ]
         return Row(self.ours, self.kind, tuple(names))
 
     def blocks(self, box: Slices, config: TransformerConfig) -> list[Block]:
         """The blocks of Hugging Face tensors that a box of ours is made of; the box has starts and stops."""
         return list(self.kind.blocks(self.hf_names, box, config))
 
-    def huggingface_shapes(self, shape: tuple[int, ...], config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    def huggingface_shapes(
+        self, shape: tuple[int, ...], config: TransformerConfig
+    ) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape, where ours is a tensor of `shape`."""
         shapes: dict[str, tuple[int, ...]] = {}
         for block in self.blocks(tuple(slice(0, size) for size in shape), config):
@@ -51,7 +62,9 @@ class Row:
         return shapes
 
 
-def rows_of(table: Iterable[Row], layers: Collection[int], num_experts: int | None = None) -> dict[str, Row]:
+def rows_of(
+    table: Iterable[Row], layers: Collection[int], num_experts: int | None = None
+) -> dict[str, Row]:
     """Our name -> row, for these layers of a model. Without experts there are no rows of any."""
     rows: dict[str, Row] = {}
     for row in table:
@@ -86,7 +99,9 @@ _SHARED = {
     (f"{_OURS}mlp.linear_fc2", same): (f"{_LLAMA}mlp.down_proj",),
 }
 _APART = {
-    (f"{_OURS}self_attention.linear_qkv", qkv): tuple(f"{_LLAMA}self_attn.{letter}_proj" for letter in "qkv"),
+    (f"{_OURS}self_attention.linear_qkv", qkv): tuple(
+        f"{_LLAMA}self_attn.{letter}_proj" for letter in "qkv"
+    ),
     (f"{_OURS}self_attention.q_layernorm", same): (f"{_LLAMA}self_attn.q_norm",),
     (f"{_OURS}self_attention.k_layernorm", same): (f"{_LLAMA}self_attn.k_norm",),
     (f"{_OURS}mlp.linear_fc1", gate_up): (f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),
@@ -112,7 +127,11 @@ GEMMA3_ROWS = _with_biases(_SHARED | _APART | _NORMS_AROUND)
 # The names of experts in files; in memory transformers has one form for all families.
 _EXPERTS = f"{_OURS}mlp.experts."
 _WITHOUT_MLP = _with_biases(
-    {key: names for key, names in (_SHARED | _APART | _NORMS_BEFORE).items() if ".mlp." not in key[0]}
+    {
+        key: names
+        for key, names in (_SHARED | _APART | _NORMS_BEFORE).items()
+        if ".mlp." not in key[0]
+    }
 )
 MIXTRAL_ROWS = (
     *_WITHOUT_MLP,
@@ -120,9 +139,16 @@ MIXTRAL_ROWS = (
     Row(
         f"{_EXPERTS}linear_fc1.weight",
         expert_gate_up,
-        (f"{_LLAMA}block_sparse_moe.experts.{{e}}.w1.weight", f"{_LLAMA}block_sparse_moe.experts.{{e}}.w3.weight"),
+        (
+            f"{_LLAMA}block_sparse_moe.experts.{{e}}.w1.weight",
+            f"{_LLAMA}block_sparse_moe.experts.{{e}}.w3.weight",
+        ),
     ),
-    Row(f"{_EXPERTS}linear_fc2.weight", experts, (f"{_LLAMA}block_sparse_moe.experts.{{e}}.w2.weight",)),
+    Row(
+        f"{_EXPERTS}linear_fc2.weight",
+        experts,
+        (f"{_LLAMA}block_sparse_moe.experts.{{e}}.w2.weight",),
+    ),
 )
 # dense layers, and in layers with experts a router, its bias, experts and shared ones: what a family has of these
 _BESIDE_EXPERTS = (
@@ -132,16 +158,26 @@ _BESIDE_EXPERTS = (
     Row(
         f"{_OURS}mlp.shared_experts.linear_fc1.weight",
         gate_up,
-        (f"{_LLAMA}mlp.shared_experts.gate_proj.weight", f"{_LLAMA}mlp.shared_experts.up_proj.weight"),
+        (
+            f"{_LLAMA}mlp.shared_experts.gate_proj.weight",
+            f"{_LLAMA}mlp.shared_experts.up_proj.weight",
+        ),
     ),
-    Row(f"{_OURS}mlp.shared_experts.linear_fc2.weight", same, (f"{_LLAMA}mlp.shared_experts.down_proj.weight",)),
+    Row(
+        f"{_OURS}mlp.shared_experts.linear_fc2.weight",
+        same,
+        (f"{_LLAMA}mlp.shared_experts.down_proj.weight",),
+    ),
 )
 MOE_ROWS = (
     *_BESIDE_EXPERTS,
     Row(
         f"{_EXPERTS}linear_fc1.weight",
         expert_gate_up,
-        (f"{_LLAMA}mlp.experts.{{e}}.gate_proj.weight", f"{_LLAMA}mlp.experts.{{e}}.up_proj.weight"),
+        (
+            f"{_LLAMA}mlp.experts.{{e}}.gate_proj.weight",
+            f"{_LLAMA}mlp.experts.{{e}}.up_proj.weight",
+        ),
     ),
     Row(f"{_EXPERTS}linear_fc2.weight", experts, (f"{_LLAMA}mlp.experts.{{e}}.down_proj.weight",)),
 )

@@ -68,7 +68,9 @@ class Folder:
             return self._indexed(index)
         files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if len(files) > 1:
-            raise ValueError(f"{self.folder} holds {len(files)} files and no {index.name}; restore it")
+            raise ValueError(
+                f"{self.folder} holds {len(files)} files and no {index.name}; restore it"
+            )
         if not files:
             pickles = sorted(path.name for path in self.folder.glob("*.bin"))
             found = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
@@ -82,7 +84,8 @@ class Folder:
         """What an index says, if the files hold it."""
         try:
             file_of = {
-                str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
+                str(name): str(file)
+                for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} cannot be read: {error!r}; restore it") from None
@@ -93,9 +96,13 @@ class Folder:
             )
         held = {file: set(self._open(file).keys()) for file in files}
         if lost := sorted(name for name, file in file_of.items() if name not in held[file]):
-            raise ValueError(f"{self.folder}: {lost[0]} is not in {file_of[lost[0]]}, as the index says; restore it")
+            raise ValueError(
+                f"{self.folder}: {lost[0]} is not in {file_of[lost[0]]}, as the index says; restore it"
+            )
         if unlisted := sorted(set().union(*held.values()) - file_of.keys()):
-            raise ValueError(f"{self.folder}: {unlisted[0]} is in a file, and not in the index; restore it")
+            raise ValueError(
+                f"{self.folder}: {unlisted[0]} is in a file, and not in the index; restore it"
+            )
         return file_of
 
     def _open(self, file: str) -> Any:
@@ -105,7 +112,9 @@ class Folder:
             try:
                 self._files[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.folder / file} is damaged or truncated ({error}); fetch it again") from None
+                raise ValueError(
+                    f"{self.folder / file} is damaged or truncated ({error}); fetch it again"
+                ) from None
         return self._files[file]
 
     def names(self) -> Iterable[str]:
@@ -169,4 +178,8 @@ class Recorded:
 
     def unused(self) -> list[str]:
         """Tensors nobody asked for, without the buffers that are computed here."""
-        return [name for name in self._source.names() if name not in self.used and not _BUFFERS.fullmatch(name)]
+        return [
+            name
+            for name in self._source.names()
+            if name not in self.used and not _BUFFERS.fullmatch(name)
+        ]

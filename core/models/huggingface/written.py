@@ -42,7 +42,9 @@ class FolderForm:
     said_by: str  # for messages: who says what the model is
 
 
-def form_of_source(source: str | Path, described_as: Mapping[str, Any] | None, origin: str) -> FolderForm:
+def form_of_source(
+    source: str | Path, described_as: Mapping[str, Any] | None, origin: str
+) -> FolderForm:
     """As the folder that the model began as.
 
     described_as: what `origin` (for messages) says of its model, if it does.
@@ -50,7 +52,9 @@ def form_of_source(source: str | Path, described_as: Mapping[str, Any] | None, o
     """
     source = Path(source).expanduser()
     family, model = family_of(Facts.of_folder(source)), from_huggingface(source)
-    different = described_as is not None and differences(described_as, description_of(**model.arguments()))
+    different = described_as is not None and differences(
+        described_as, description_of(**model.arguments())
+    )
     if different:
         raise ValueError(
             f"{origin} is not the model that {source} describes: {', '.join(different)}; give the folder that it "
@@ -138,7 +142,9 @@ class Parameters:
         tensors = []
         for name, part in self._parts.items():
             _, dtype = self._arrays[part.key]
-            for their_name, shape in self._rows[name].huggingface_shapes(self._shapes[name], self._config).items():
+            for their_name, shape in (
+                self._rows[name].huggingface_shapes(self._shapes[name], self._config).items()
+            ):
                 tensors.append(TheirTensor(their_name, shape, dtype, name))
         return tensors
 

@@ -50,12 +50,20 @@ class _Warmup(_CheckedSchedule):
     warmup_type: str = "log"
 
     def _rules(self) -> Rules:
-        yield self.warmup_num_steps >= 1, f"warmup_num_steps={self.warmup_num_steps} must be at least 1"
-        yield self.warmup_type in ("log", "linear"), f"unknown warmup_type {self.warmup_type!r}; known: log, linear"
+        yield (
+            self.warmup_num_steps >= 1,
+            f"warmup_num_steps={self.warmup_num_steps} must be at least 1",
+        )
+        yield (
+            self.warmup_type in ("log", "linear"),
+            f"unknown warmup_type {self.warmup_type!r}; known: log, linear",
+        )
 
     @property
     def _warmup(self) -> int:
-        return max(2, self.warmup_num_steps)  # log 1 is 0: DeepSpeed's warm-ups have at least two steps
+        return max(
+            2, self.warmup_num_steps
+        )  # log 1 is 0: DeepSpeed's warm-ups have at least two steps
 
     def _warmup_share(self, step: int) -> float:
         """Share of the warm-up that is done at its step `step`."""
@@ -129,7 +137,10 @@ class WarmupCosineLR(_Warmup):
         yield self.lr >= 0, f"lr={self.lr} must be at least 0"
         yield _longer_than_warmup(self.total_num_steps, self._warmup)
         for name in ("warmup_min_ratio", "cos_min_ratio"):
-            yield 0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)} must be between 0 and 1"
+            yield (
+                0 <= getattr(self, name) <= 1,
+                f"{name}={getattr(self, name)} must be between 0 and 1",
+            )
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
@@ -137,9 +148,13 @@ class WarmupCosineLR(_Warmup):
         if lagged < 0:
             return 0.0
         if lagged < self._warmup:
-            return self.lr * (self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmup_share(lagged))
+            return self.lr * (
+                self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmup_share(lagged)
+            )
         done = min(1.0, (lagged - self._warmup + 1) / (self.total_num_steps - self._warmup))
-        return self.lr * (self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+        return self.lr * (
+            self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +255,10 @@ SCHEDULES: dict[str, type] = {
 
 
 def _longer_than_warmup(total: int, warmup: int) -> tuple[bool, str]:
-    return total > warmup, f"total_num_steps={total} must be more than warmup_num_steps={warmup} (2 at least)"
+    return (
+        total > warmup,
+        f"total_num_steps={total} must be more than warmup_num_steps={warmup} (2 at least)",
+    )
 
 
 def schedule(name: str, options: Mapping[str, Any], lr: float) -> DeepSpeedSchedule:
@@ -269,9 +287,15 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
             try:
                 _convert(str(known[key].type), value)
             except (ValueError, TypeError, OverflowError):  # int("inf") among them
-                yield False, f"{key}={value!r} is not of the kind {_type_name(str(known[key].type))}"
+                yield (
+                    False,
+                    f"{key}={value!r} is not of the kind {_type_name(str(known[key].type))}",
+                )
         elif key in MOMENTUM and kind is OneCycle:
-            yield False, f"{key}={value} is not supported, the momentum has 1 value for the whole run; leave it out"
+            yield (
+                False,
+                f"{key}={value} is not supported, the momentum has 1 value for the whole run; leave it out",
+            )
         else:
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

@@ -37,7 +37,10 @@ class LearningRate:
         raise_all("LearningRate", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        yield self.kind in LR_SCHEDULES, f"kind={self.kind!r} is unknown; known: {', '.join(LR_SCHEDULES)}"
+        yield (
+            self.kind in LR_SCHEDULES,
+            f"kind={self.kind!r} is unknown; known: {', '.join(LR_SCHEDULES)}",
+        )
         yield (
             0 <= self.minimum <= self.peak,
             f"minimum={self.minimum} must be between 0 and peak={self.peak}",
@@ -71,7 +74,9 @@ class LearningRate:
             steps_after_warmup = step - self.warmup_steps
             return max(self.minimum, self.peak * math.sqrt(scale / (steps_after_warmup + scale)))
         assert self.total_steps is not None
-        decay_steps = self.decay_steps if self.kind == "wsd" else self.total_steps - self.warmup_steps
+        decay_steps = (
+            self.decay_steps if self.kind == "wsd" else self.total_steps - self.warmup_steps
+        )
         assert decay_steps is not None
         # what remains of the decay, from 1 down to 0
         share = min(1.0, max(0.0, (self.total_steps - step) / decay_steps))

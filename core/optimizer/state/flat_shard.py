@@ -109,5 +109,9 @@ def parameter_shards(segments: Iterable[Segment], start: int, stop: int) -> list
             # from positions in the buffer to elements of the parameter
             shift = segment.interval[0] - segment.span[0]
             interval = (first + shift, last + shift)
-            shards.append(ParameterShard(segment.name, segment.parameter, interval, (first - start, last - start)))
+            shards.append(
+                ParameterShard(
+                    segment.name, segment.parameter, interval, (first - start, last - start)
+                )
+            )
     return shards

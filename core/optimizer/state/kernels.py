@@ -37,13 +37,21 @@ class Batch:
     states: dict[str, list[Tensor]]
 
     @classmethod
-    def cut(cls, runs: Sequence[ElementRun], main: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> "Batch":
+    def cut(
+        cls,
+        runs: Sequence[ElementRun],
+        main: Tensor,
+        gradient: Tensor,
+        states: Mapping[str, Tensor],
+    ) -> "Batch":
         """Cut the runs out of flat tensors, as views."""
 
         def views(flat: Tensor) -> list[Tensor]:
             return [flat[run.start : run.stop] for run in runs]
 
-        return cls(views(main), views(gradient), {kind: views(state) for kind, state in states.items()})
+        return cls(
+            views(main), views(gradient), {kind: views(state) for kind, state in states.items()}
+        )
 
     @classmethod
     def joined(cls, batches: Sequence["Batch"]) -> "Batch":

@@ -27,7 +27,9 @@ def main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:
             )
         first_name.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, names[0])
     if len(first_name) > 1:
-        listed = " and ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in first_name.items())
+        listed = " and ".join(
+            f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in first_name.items()
+        )
         raise ValueError(
             f"one optimizer updates parameters of 1 dtype, these are of {len(first_name)}: {listed}; build the model "
             "with one params_dtype (16-bit weights count as float32)"

@@ -32,7 +32,10 @@ class Offload:
         raise_all("Offload", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        yield self.kind in OFFLOAD_KINDS, f"kind={self.kind!r} is unknown; known: {', '.join(OFFLOAD_KINDS)}"
+        yield (
+            self.kind in OFFLOAD_KINDS,
+            f"kind={self.kind!r} is unknown; known: {', '.join(OFFLOAD_KINDS)}",
+        )
         yield (
             0 <= self.fraction <= 1,
             f"fraction={self.fraction} must be between 0 (all beside the weights) and 1 (all offloaded)",
@@ -59,7 +62,9 @@ def _map_file(directory: Path, size: int, dtype: torch.dtype, name: str) -> Tens
     directory.mkdir(parents=True, exist_ok=True)
     file, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".states", dir=directory)
     try:
-        os.posix_fallocate(file, 0, size * dtype.itemsize)  # a full disk says so here, and not by a signal later
+        os.posix_fallocate(
+            file, 0, size * dtype.itemsize
+        )  # a full disk says so here, and not by a signal later
         return torch.from_file(path, shared=True, size=size, dtype=dtype)
     finally:
         os.close(file)

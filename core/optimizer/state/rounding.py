@@ -35,7 +35,9 @@ def random_bits(key: tuple[int, int], index: Tensor) -> Tensor:
 def random_bits_from(key: tuple[int, int], first: int, count: int, device: torch.device) -> Tensor:
     """`random_bits` of the indices first ... first + count - 1, without a tensor of int64 indices."""
     high = first >> 32
-    if (first + count - 1) >> 32 != high:  # the high word changes within them: once in 4 Gi elements
+    if (
+        first + count - 1
+    ) >> 32 != high:  # the high word changes within them: once in 4 Gi elements
         return random_bits(key, torch.arange(first, first + count, device=device))
     low = torch.arange(count, dtype=torch.int32, device=device).add_(_signed(first & 0xFFFFFFFF))
     return _hash(key, low, high)
@@ -70,7 +72,9 @@ def stochastic_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     # A bfloat16 is the upper half of a float32. Adding random lower bits carries into the upper half, one step up,
     # with the probability (lower bits / 2**16); then the lower half is cut off.
     rounded = (x.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(x == x, rounded, x).to(torch.bfloat16)  # NaN could carry into the sign; infinities do not
+    return torch.where(x == x, rounded, x).to(
+        torch.bfloat16
+    )  # NaN could carry into the sign; infinities do not
 
 
 def global_index(layout: Layout, start: list[int], shape: tuple[int, ...], index: Tensor) -> Tensor:
@@ -99,6 +103,8 @@ class Rounding:
         start = [s.start for s in layout.box(self._coordinate, self._sizes)]
         if not shape or shape[1:] == layout.shape[1:]:  # only rows are cut: indices are consecutive
             offset = start[0] * prod(shape[1:]) if shape else 0
-            return stochastic_bfloat16(x, random_bits_from(key, first + offset, x.numel(), x.device))
+            return stochastic_bfloat16(
+                x, random_bits_from(key, first + offset, x.numel(), x.device)
+            )
         index = torch.arange(first, first + x.numel(), device=x.device)
         return stochastic_bfloat16(x, random_bits(key, global_index(layout, start, shape, index)))

@@ -34,11 +34,15 @@ class OptimizerShard:
     interval: tuple[int, int] | None = None
 
 
-Views = list[tuple[Tensor, ParameterShard]]  # live elements of one state of one parameter, ascending
+Views = list[
+    tuple[Tensor, ParameterShard]
+]  # live elements of one state of one parameter, ascending
 States = Mapping[str, Mapping[str, Tensor | OptimizerShard]]
 
 
-def _views_by_name(state_buffers: list[StateBuffer], *, own_mains: bool = True) -> dict[str, dict[str, Views]]:
+def _views_by_name(
+    state_buffers: list[StateBuffer], *, own_mains: bool = True
+) -> dict[str, dict[str, Views]]:
     """name -> kind -> what this rank has of it; own_mains: "main" also of weights that are their own main weights."""
     views: dict[str, dict[str, Views]] = {}
     for state_buffer in state_buffers:
@@ -60,7 +64,9 @@ def _joined(views: Views) -> Tensor:
     return torch.cat([tensor.cpu() for tensor, _ in views])
 
 
-def _optimizer_shard(flat: Tensor, views: Views, ps: ParallelState, *, full_shapes: bool) -> OptimizerShard:
+def _optimizer_shard(
+    flat: Tensor, views: Views, ps: ParallelState, *, full_shapes: bool
+) -> OptimizerShard:
     first, last = views[0][1], views[-1][1]
     layout = first.layout
     box = layout.box(ps.coordinate, ps.sizes)
@@ -71,7 +77,11 @@ def _optimizer_shard(flat: Tensor, views: Views, ps: ParallelState, *, full_shap
 
 
 def optimizer_shards(
-    state_buffers: list[StateBuffer], ps: ParallelState, *, full_shapes: bool, own_mains: bool = True
+    state_buffers: list[StateBuffer],
+    ps: ParallelState,
+    *,
+    full_shapes: bool,
+    own_mains: bool = True,
 ) -> dict[str, dict[str, OptimizerShard]]:
     """name -> kind -> this rank's shard.
 
@@ -82,12 +92,19 @@ def optimizer_shards(
     for name, kinds in _views_by_name(state_buffers, own_mains=own_mains).items():
         shards[name] = {}
         for kind, views in kinds.items():
-            shards[name][kind] = _optimizer_shard(_joined(views), views, ps, full_shapes=full_shapes)
+            shards[name][kind] = _optimizer_shard(
+                _joined(views), views, ps, full_shapes=full_shapes
+            )
     return shards
 
 
 def load_states(
-    state_buffers: list[StateBuffer], ps: ParallelState, states: States, *, full_shapes: bool, own_mains: bool = True
+    state_buffers: list[StateBuffer],
+    ps: ParallelState,
+    states: States,
+    *,
+    full_shapes: bool,
+    own_mains: bool = True,
 ) -> None:
     """Copy states into the buffers. Raises ValueError, before anything is written: what is not this rank's."""
     local = _views_by_name(state_buffers, own_mains=own_mains)
@@ -116,7 +133,9 @@ def _matching_tensor(
     kinds: Mapping[str, Tensor | OptimizerShard], name: str, kind: str, local: OptimizerShard
 ) -> Tensor:
     if kind not in kinds:
-        raise ValueError(f"load_states: {name} has {sorted(kinds)} but not {kind}; give all that states() gives")
+        raise ValueError(
+            f"load_states: {name} has {sorted(kinds)} but not {kind}; give all that states() gives"
+        )
     state = kinds[kind]
     if isinstance(state, OptimizerShard):
         tensor, interval = state.tensor, state.interval
@@ -138,7 +157,11 @@ def checkpoint_states(
     All-gather of objects over pp.
     """
     stacks, trained = named_stacks(shard.module), shard.named_parameters()
-    frozen = [stacked_key(name, stacks)[0] for name, _ in named_parameters(shard.module) if name not in trained]
+    frozen = [
+        stacked_key(name, stacks)[0]
+        for name, _ in named_parameters(shard.module)
+        if name not in trained
+    ]
     partly_frozen = set(chain.from_iterable(all_gather_objects(frozen, shard.ps.group("pp"))))
     mapper = Mapper(shard.ps, stacks, partly_frozen)
     states: dict[str, dict[str, list[ShardedTensor]]] = {}

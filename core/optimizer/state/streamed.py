@@ -17,7 +17,9 @@ from core.optimizer.state.kernels import Batch, Factor
 from core.optimizer.state.state_buffers import StateBuffer
 
 CHUNK = 1 << 18  # elements: gradients, main weights and moments of a chunk fit into a core's cache
-FAR_CHUNK = 1 << 22  # elements, over a bus to an accelerator: large, because each copy has a latency
+FAR_CHUNK = (
+    1 << 22
+)  # elements, over a bus to an accelerator: large, because each copy has a latency
 Update = Callable[[Batch, Factor, UpdateKey], None]
 Round = Callable[[Tensor, StateBuffer, Span], Tensor]
 
@@ -54,7 +56,11 @@ class Streamer:
         if any_behind_bus:
             self._enter_side_stream()
             host_factor = factor.on_cpu()
-        work = [(state_buffer, span) for state_buffer in state_buffers for span in self._spans(state_buffer)]
+        work = [
+            (state_buffer, span)
+            for state_buffer in state_buffers
+            for span in self._spans(state_buffer)
+        ]
         fetched = [self._fetch(*work[0], 0, dtype)] if work else []
         for number, (state_buffer, _) in enumerate(work, 1):
             chunk = fetched.pop()
@@ -96,7 +102,9 @@ class Streamer:
         for key, runs in runs_of.items():
             self._update(Batch.cut(runs, chunk.mains, chunk.gradients, states), factor, key)
 
-    def _fetch(self, state_buffer: StateBuffer, span: Span, slot: int, dtype: torch.dtype) -> _StreamedChunk:
+    def _fetch(
+        self, state_buffer: StateBuffer, span: Span, slot: int, dtype: torch.dtype
+    ) -> _StreamedChunk:
         """Start to bring gradients, and main weights that do not exist in memory of their own, into scratch."""
         size, elements = span[1] - span[0], slice(*span)
         gradients = self._scratch_for("gradient", slot, state_buffer, dtype, size)
@@ -131,18 +139,24 @@ class Streamer:
             return
         if not state_buffer.wide:
             # rounded on the host, so that half the bytes travel
-            rounded = self._scratch_for("weight", chunk.slot, state_buffer, weights.dtype, weights.numel())
+            rounded = self._scratch_for(
+                "weight", chunk.slot, state_buffer, weights.dtype, weights.numel()
+            )
             mains = rounded.copy_(mains)
         with self._side_stream:
             self._send(weights, mains)
 
-    def _scratch_for(self, use: str, slot: int, state_buffer: StateBuffer, dtype: torch.dtype, size: int) -> Tensor:
+    def _scratch_for(
+        self, use: str, slot: int, state_buffer: StateBuffer, dtype: torch.dtype, size: int
+    ) -> Tensor:
         on_host = self._behind_bus(state_buffer)
         key = (use, slot, dtype, on_host)
         scratch = self._scratch.get(key)
         if scratch is None or scratch.numel() < size:
             device = torch.device("cpu") if on_host else self._device
-            pinned = on_host and self._device.type != "cpu"  # copies from pageable memory would not be asynchronous
+            pinned = (
+                on_host and self._device.type != "cpu"
+            )  # copies from pageable memory would not be asynchronous
             scratch = torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
             self._scratch[key] = scratch
         return scratch[:size]

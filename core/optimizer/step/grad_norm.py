@@ -51,7 +51,9 @@ def shard_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def sum_in_rank_order(local: Tensor, message: Tensor | None, ps: ParallelState) -> tuple[Tensor, list[Tensor]]:
+def sum_in_rank_order(
+    local: Tensor, message: Tensor | None, ps: ParallelState
+) -> tuple[Tensor, list[Tensor]]:
     """The sum of every rank's number (shape []), and each rank's row: its number, then its message.
 
     message: 1-D, float64, of one length on all ranks; facts that travel with the norm without a call of their own.

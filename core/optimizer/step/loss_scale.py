@@ -27,9 +27,13 @@ class _WatchedScale(Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        watched = next(value for value in (*args, *kwargs.values()) if isinstance(value, _WatchedScale))
+        watched = next(
+            value for value in (*args, *kwargs.values()) if isinstance(value, _WatchedScale)
+        )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if isinstance(result, Tensor):

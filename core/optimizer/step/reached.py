@@ -59,15 +59,21 @@ class Reached:
         """
         left_out_before = self.left_out
         behind_before = dict(self.behind) if self.behind else {}
-        self.left_out = frozenset(self._missing_everywhere(rows, missing)) if missing else frozenset()
+        self.left_out = (
+            frozenset(self._missing_everywhere(rows, missing)) if missing else frozenset()
+        )
         if self.left_out and not bool(found_inf):
             for name in self.left_out:
                 self.behind[name] = self.behind.get(name, 0) + 1
         if self.left_out != left_out_before:
             return True
         # counts of those that are left out change in every step, and in no key
-        remaining = {name: count for name, count in self.behind.items() if name not in self.left_out}
-        return remaining != {name: count for name, count in behind_before.items() if name not in self.left_out}
+        remaining = {
+            name: count for name, count in self.behind.items() if name not in self.left_out
+        }
+        return remaining != {
+            name: count for name, count in behind_before.items() if name not in self.left_out
+        }
 
     def _missing_everywhere(self, rows: Sequence[Tensor], missing: Sequence[str]) -> list[str]:
         words_of_rank = [[int(word) for word in row[1:].tolist()] for row in rows]

@@ -28,7 +28,9 @@ class GradientWatch:
                 for segment in buffer.segments:
                     start, stop = segment.span
                     if start < last and first < stop:
-                        self._slices.append((segment.name, buffer, max(start, first), min(stop, last)))
+                        self._slices.append(
+                            (segment.name, buffer, max(start, first), min(stop, last))
+                        )
         self._norms = torch.zeros(len(self._slices), dtype=torch.float64, device=ps.device)
         self._norms_of_skipped = torch.zeros_like(self._norms)
 
@@ -60,7 +62,9 @@ class GradientWatch:
         Collective: all-gather of objects over the world.
         """
         is_finite = self._norms_of_skipped.isfinite().tolist()
-        names = {name for (name, *_), finite in zip(self._slices, is_finite, strict=True) if not finite}
+        names = {
+            name for (name, *_), finite in zip(self._slices, is_finite, strict=True) if not finite
+        }
         reports = []
         for rank, rank_names in enumerate(all_gather_objects(sorted(names), self._ps.world)):
             reports += [f"{name} on rank {rank}" for name in rank_names]
@@ -79,5 +83,7 @@ class GradientWatch:
             return self._norms
         dtype = views[0].dtype if views[0].dtype.itemsize >= 4 else torch.float32
         if self._eager:
-            return torch.stack([torch.linalg.vector_norm(view, dtype=dtype) for view in views]).double()
+            return torch.stack(
+                [torch.linalg.vector_norm(view, dtype=dtype) for view in views]
+            ).double()
         return torch.stack(torch._foreach_norm(views, 2, dtype=dtype)).double()

@@ -40,8 +40,18 @@ WRONG_ON_SHARDS = {
     "shape",
 }  # their result on a shard is not the shard of the result
 # torch's own frames between a program and `__torch_function__`
-_TORCH_FRAMES = {"torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.utils"}
-_TORCH_FRAMES |= {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.nn.init"}
+_TORCH_FRAMES = {
+    "torch._tensor",
+    "torch.overrides",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch.nn.utils",
+}
+_TORCH_FRAMES |= {
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
+    "torch.nn.init",
+}
 _TORCH_FRAMES |= {"torch.autograd"}
 
 
@@ -60,4 +70,8 @@ def function_name(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return str(func.__self__.__name__)
-    return name if name in KIND_OF_FUNCTION else name.removeprefix("linalg_").removeprefix("__r").strip("_")
+    return (
+        name
+        if name in KIND_OF_FUNCTION
+        else name.removeprefix("linalg_").removeprefix("__r").strip("_")
+    )

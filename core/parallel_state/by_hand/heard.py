@@ -13,9 +13,7 @@ _FULL_TENSOR_REMEDY = (
     "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
     "parallel_state.get_tensor_model_parallel_group()"
 )
-_NORM_REMEDY = (
-    "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
-)
+_NORM_REMEDY = "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,10 @@ class Heard:
         """What a user reads of a function of a part; the parameter is one of the modules'."""
         named = (pair for module in modules for pair in module.named_parameters())
         name = next((name for name, p in named if p is self.parameter), "a parameter")
-        shape, full_shape = list(self.parameter.shape), list(layout_of(self.parameter).padded_shape())
+        shape, full_shape = (
+            list(self.parameter.shape),
+            list(layout_of(self.parameter).padded_shape()),
+        )
         subject = "the gradient of " if self.of_gradient else ""
         if self.kind == "shape":
             remedy = (

@@ -15,10 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand.functions import KIND_OF_FUNCTION, NEW_BUFFERS, called_by_program, function_name
+from core.parallel_state.by_hand.functions import (
+    KIND_OF_FUNCTION,
+    NEW_BUFFERS,
+    called_by_program,
+    function_name,
+)
 from core.parallel_state.by_hand.heard import Heard
 from core.parallel_state.by_hand.numbers import of_parameter
 
@@ -49,11 +57,22 @@ class ByHand:
     numbers: norms and counts of weights are followed until those of several are put together.
     """
 
-    def __init__(self, report: Callable[[Heard], None], *, gradients: bool = False, numbers: bool = False) -> None:
-        self._report, self._gradients, self._numbers, self.is_open = report, gradients, numbers, False
+    def __init__(
+        self, report: Callable[[Heard], None], *, gradients: bool = False, numbers: bool = False
+    ) -> None:
+        self._report, self._gradients, self._numbers, self.is_open = (
+            report,
+            gradients,
+            numbers,
+            False,
+        )
         self._parameters: list[Parameter] = []
-        self._followed: list[weakref.ref[Tensor]] = []  # results and gradients, to be given their own class back
-        self._wrapped: list[tuple[dict, int, Callable]] = []  # a tensor's hooks, which one, what it was
+        self._followed: list[
+            weakref.ref[Tensor]
+        ] = []  # results and gradients, to be given their own class back
+        self._wrapped: list[
+            tuple[dict, int, Callable]
+        ] = []  # a tensor's hooks, which one, what it was
         self._parameter, self._result = _classes(self)
         self._hooks = [
             weakref.finalize(self, register(_weak_hook(self, method)).remove)
@@ -145,7 +164,9 @@ class ByHand:
             name = function_name(func)
             kind = KIND_OF_FUNCTION.get(name)  # None: elementwise, a view, a fact
             # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
-            if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith("torch.nn.utils."):
+            if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
+                "torch.nn.utils."
+            ):
                 return result
             source, tensor = self._listened((*args, *kwargs.values()))
             if func is torch.autograd.grad:
@@ -164,12 +185,18 @@ class ByHand:
                 on_list = name.startswith("foreach")
                 self._report(replace(source, kind=kind, name=name, joined=source.joined or on_list))
             if self._numbers and not source.of_gradient:
-                followed = self._follow_number(source, name, kind, result, (*args, *kwargs.values()))
+                followed = self._follow_number(
+                    source, name, kind, result, (*args, *kwargs.values())
+                )
                 if followed is not None:
                     return followed
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
             source = replace(source, joined=source.joined or joins)
-            if kind is None and type(result) is Tensor and (joins or result.numel() == tensor.numel()):
+            if (
+                kind is None
+                and type(result) is Tensor
+                and (joins or result.numel() == tensor.numel())
+            ):
                 self._follow(result, source, for_good=name in NEW_BUFFERS)
         return result
 
@@ -177,7 +204,11 @@ class ByHand:
         """Results of `torch.autograd.grad`, in the order of its inputs."""
         inputs = [inputs] if isinstance(inputs, Tensor) else inputs
         for gradient, parameter in zip(gradients, inputs, strict=True):
-            if self._gradients and type(gradient) is Tensor and isinstance(parameter, self._parameter):
+            if (
+                self._gradients
+                and type(gradient) is Tensor
+                and isinstance(parameter, self._parameter)
+            ):
                 self._follow(gradient, Heard(parameter, True))
 
     def _called_inside(self, source: Heard, func: Any, result: Any) -> None:
@@ -190,18 +221,24 @@ class ByHand:
         elif type(result) is Tensor and result.shape == source.parameter.shape:
             self._follow(result, source)
 
-    def _follow_number(self, source: Heard, name: str, kind: str | None, result: Any, values: tuple) -> Any:
+    def _follow_number(
+        self, source: Heard, name: str, kind: str | None, result: Any, values: tuple
+    ) -> Any:
         """What stands for `result`, a number of one weight or of its norm; None if it is nothing of the kind."""
         if source.reduced:
             leaves = pytree.tree_leaves(values)
             sources = [x.heard for x in leaves if isinstance(x, self._result)]  # type: ignore[attr-defined]
-            meets = any(other.reduced and other.parameter is not source.parameter for other in sources)
+            meets = any(
+                other.reduced and other.parameter is not source.parameter for other in sources
+            )
             # the gradient of a sum is each stage's own: a penalty that calls backward on every rank is right
             is_penalty = name in ("add", "iadd") and getattr(result, "requires_grad", False)
             if meets and not is_penalty:
                 self._report(replace(source, kind="combined", name=source.reduced))
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
-        if is_count or (source.reduced and name == "item"):  # `float(...)` gives nothing but a plain one
+        if is_count or (
+            source.reduced and name == "item"
+        ):  # `float(...)` gives nothing but a plain one
             combined = replace(source, kind="combined", name=source.reduced or name)
             return of_parameter(result, source.parameter, partial(self._report, combined))
         if kind == "reduction" and type(result) is Tensor and not source.joined:
@@ -251,9 +288,13 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
     """The classes of parameters and of results that report to `by_hand`; copies and files hold plain ones."""
     reference = weakref.ref(by_hand)
 
-    def called(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def called(
+        cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith(("torch.optim.", "core.")):  # zero_grad, say: two per parameter, so no further calls
+        if caller.startswith(
+            ("torch.optim.", "core.")
+        ):  # zero_grad, say: two per parameter, so no further calls
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         listener = reference()
@@ -270,13 +311,21 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
     def copied(self: Tensor, memo: dict) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             plain: Tensor = self.detach().clone()
-        memo[id(self)] = copy = Parameter(plain, self.requires_grad) if isinstance(self, Parameter) else plain
+        memo[id(self)] = copy = (
+            Parameter(plain, self.requires_grad) if isinstance(self, Parameter) else plain
+        )
         return copy
 
     def reduced(self: Tensor, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.__reduce_ex__(self.as_subclass(Tensor), protocol)
 
-    shared = {"__torch_function__": classmethod(called), "__deepcopy__": copied, "__module__": __name__}
+    shared = {
+        "__torch_function__": classmethod(called),
+        "__deepcopy__": copied,
+        "__module__": __name__,
+    }
     shared["reports_to"] = reference
-    return type("Parameter", (Parameter,), shared), type("Tensor", (Tensor,), shared | {"__reduce_ex__": reduced})
+    return type("Parameter", (Parameter,), shared), type(
+        "Tensor", (Tensor,), shared | {"__reduce_ex__": reduced}
+    )

@@ -25,9 +25,15 @@ def _following(base: type, name: str, *, combines: bool) -> Callable[..., Any]:
 
     def method(self: Any, *others: Any) -> Any:
         result = plain(self, *others)
-        if combines and any(isinstance(x, OfParameter) and x.parameter is not self.parameter for x in others):
+        if combines and any(
+            isinstance(x, OfParameter) and x.parameter is not self.parameter for x in others
+        ):
             self.report()
-        return of_parameter(result, self.parameter, self.report) if type(result) in (int, float) else result
+        return (
+            of_parameter(result, self.parameter, self.report)
+            if type(result) in (int, float)
+            else result
+        )
 
     return method
 
@@ -41,7 +47,9 @@ def _class(base: type, combining: tuple[str, ...]) -> type:
     methods: dict[str, Any] = {name: _following(base, name, combines=True) for name in combining}
     methods |= {name: _following(base, name, combines=False) for name in _SCALINGS}
     return type(
-        base.__name__, (base, OfParameter), methods | {"__reduce_ex__": _plain_copy, "__module__": "builtins"}
+        base.__name__,
+        (base, OfParameter),
+        methods | {"__reduce_ex__": _plain_copy, "__module__": "builtins"},
     )
 
 

@@ -37,7 +37,11 @@ def plain(shape: Sequence[int]) -> Axes:
 
 def is_split(axes: Axes, dims: Sequence[int] | None = None) -> bool:
     """Whether one of `dims` (default: any) is split."""
-    chosen = range(len(axes)) if dims is None else [dim % len(axes) for dim in dims if -len(axes) <= dim < len(axes)]
+    chosen = (
+        range(len(axes))
+        if dims is None
+        else [dim % len(axes) for dim in dims if -len(axes) <= dim < len(axes)]
+    )
     return any(split for dim in chosen for _, split in axes[dim])
 
 
@@ -56,7 +60,9 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
                 size //= n
                 if size == 1:
                     break
-            elif n % size == 0:  # the outer factor of a rank's block is split, what is inside it whole
+            elif (
+                n % size == 0
+            ):  # the outer factor of a rank's block is split, what is inside it whole
                 taken.append((size, split))
                 left.append((n // size, False))
                 size = 1

@@ -85,7 +85,11 @@ def _dims(args: tuple, kwargs: dict[str, Any], place: int, default: Any, count: 
     given = kwargs.get("dim", kwargs.get("axis"))
     if given is None and len(args) > place:
         given = args[place]
-    is_ints = isinstance(given, (tuple, list)) and all(isinstance(d, int) for d in given) and len(given) > 0
+    is_ints = (
+        isinstance(given, (tuple, list))
+        and all(isinstance(d, int) for d in given)
+        and len(given) > 0
+    )
     if (not isinstance(given, int) and not is_ints) or isinstance(given, bool):
         given = default
     if given is None:
@@ -112,7 +116,11 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     if name in ("layer_norm", "rms_norm"):
         sizes = kwargs.get("normalized_shape", args[1] if len(args) > 1 else shape[-1:])
         dims = range(-len(sizes), 0)
-        return Finding("reduction", name, shape) if split_axes.is_split(axes, dims) else [(result, axes)]
+        return (
+            Finding("reduction", name, shape)
+            if split_axes.is_split(axes, dims)
+            else [(result, axes)]
+        )
     is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
     if kind == "reduction" or (kind == "sum" and not is_pair):
         return _reduced(name, args, kwargs, axes, result, shape)
@@ -135,7 +143,9 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         return [(result, _permuted(func, args, kwargs, axes))]
     if kind == "join":
         return [(result, _joined(args, kwargs, axes, result))]
-    candidates = [split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")]
+    candidates = [
+        split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")
+    ]
     return [(result, next((found for found in candidates if found is not None), None))]
 
 
@@ -161,7 +171,9 @@ def _attended(args: tuple, kwargs: dict[str, Any], result: Tensor) -> Outcome:
     return [(result, split_axes.broadcast(axes, result.shape))]
 
 
-def _reduced(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any, shape: tuple) -> Outcome:
+def _reduced(
+    name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any, shape: tuple
+) -> Outcome:
     place, default = _DIMS_OF[name]
     dims = _dims(args, kwargs, place, default, len(axes))
     if split_axes.is_split(axes, dims):
@@ -171,7 +183,9 @@ def _reduced(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result:
         if isinstance(tensor, Tensor) and tensor.dim() == len(axes) and tensor.shape == shape:
             found.append((tensor, axes))  # a softmax over keys
         elif isinstance(tensor, Tensor):
-            found.append((tensor, split_axes.without(axes, dims, keepdim=tensor.dim() == len(axes))))
+            found.append(
+                (tensor, split_axes.without(axes, dims, keepdim=tensor.dim() == len(axes)))
+            )
     return found
 
 
@@ -207,7 +221,9 @@ def _einsum(args: tuple, result: Tensor) -> Outcome:
         for letter, atom in zip(letters, _axes(operand), strict=True):
             if letter not in atoms or any(split for _, split in atom):
                 atoms[letter] = atom
-    if any(any(split for _, split in atom) for letter, atom in atoms.items() if letter not in output):
+    if any(
+        any(split for _, split in atom) for letter, atom in atoms.items() if letter not in output
+    ):
         return "einsum"
     return [(result, tuple(atoms[letter] for letter in output))]
 
@@ -229,7 +245,9 @@ def _joined(args: tuple, kwargs: dict[str, Any], axes: Axes, result: Tensor) -> 
     return (*axes[:dim], ((len(parts), False), *axes[dim]), *axes[dim + 1 :])
 
 
-def _cut(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any, shape: tuple) -> Outcome:
+def _cut(
+    name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any, shape: tuple
+) -> Outcome:
     across = Finding("cut", name, shape)
     if name in ("getitem", "setitem"):
         found = _indexed(axes, shape, args[1])
@@ -244,12 +262,20 @@ def _cut(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any
         (dim,) = _dims(args, kwargs, 1, 0, len(axes))
         if split_axes.is_split(axes, [dim]):
             return across
-        pieces = [result] if name == "select" else list(result) if isinstance(result, (tuple, list)) else []
+        pieces = (
+            [result]
+            if name == "select"
+            else list(result)
+            if isinstance(result, (tuple, list))
+            else []
+        )
         return [(piece, split_axes.without(axes, [dim])) for piece in pieces]
     if name in ("narrow", "index_select"):
         (dim,) = _dims(args, kwargs, 1, 0, len(axes))
         if not split_axes.is_split(axes, [dim]):
-            return [(result, (*axes[:dim], *split_axes.plain([result.shape[dim]]), *axes[dim + 1 :]))]
+            return [
+                (result, (*axes[:dim], *split_axes.plain([result.shape[dim]]), *axes[dim + 1 :]))
+            ]
         return across if result.shape != shape else [(result, axes)]
     (dim,) = _dims(args, kwargs, 2, 0, len(axes))
     start = 0
@@ -266,7 +292,10 @@ def _cut(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any
 def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
     """Axes of `x[index]`; "across" where it takes columns by number; None: not followed."""
     index = index if isinstance(index, tuple) else (index,)
-    if any(not (i is None or i is Ellipsis or isinstance(i, (int, slice))) or isinstance(i, bool) for i in index):
+    if any(
+        not (i is None or i is Ellipsis or isinstance(i, (int, slice))) or isinstance(i, bool)
+        for i in index
+    ):
         return None
     given = sum(i is not None and i is not Ellipsis for i in index)
     if Ellipsis not in index:

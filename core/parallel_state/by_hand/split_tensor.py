@@ -24,7 +24,9 @@ class SplitTensor(Tensor):
     seen_by: "weakref.ref[Follower]"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if torch.compiler.is_compiling() or _called_by_core():
@@ -77,7 +79,9 @@ class Follower:
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
         """Follow `tensor`; nothing where it is no plain one, or nothing of it is split."""
-        if type(tensor) is not Tensor or not (partial or (axes is not None and split_axes.is_split(axes))):
+        if type(tensor) is not Tensor or not (
+            partial or (axes is not None and split_axes.is_split(axes))
+        ):
             return
         tensor.__class__ = SplitTensor
         tensor.axes, tensor.partial = axes if axes is not None else (), partial  # type: ignore[attr-defined]
@@ -100,7 +104,13 @@ class Follower:
         """Before a function is called on what is followed. Raises ValueError: it would fail in other words."""
 
     def follow(
-        self, func: Any, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> None:
         """After it: tell what it did wrong, mark what it returned."""
         raise NotImplementedError

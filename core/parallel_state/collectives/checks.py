@@ -39,10 +39,16 @@ def compare_across_ranks(op: str, x: Tensor, group: Group) -> None:
         raise RuntimeError(
             f"group {group.name}: not every one of the ranks {group.ranks} came to {description}"
         ) from error
-    descriptions = [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in encoded_descriptions]
+    descriptions = [
+        bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in encoded_descriptions
+    ]
     if len(set(descriptions)) > 1:
-        lines = "\n".join(f"  rank {rank}: {line}" for rank, line in zip(group.ranks, descriptions, strict=True))
-        raise RuntimeError(f"the ranks of group {group.name} make different collective calls:\n{lines}")
+        lines = "\n".join(
+            f"  rank {rank}: {line}" for rank, line in zip(group.ranks, descriptions, strict=True)
+        )
+        raise RuntimeError(
+            f"the ranks of group {group.name} make different collective calls:\n{lines}"
+        )
 
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +57,13 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 def checksum(tensor: Tensor) -> Tensor:
     """The sum of the bits, read as integers of the elements' size: int64, shape []; nothing waits for a device."""
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return flat.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[flat.itemsize]).sum(dtype=torch.int64)
+    return (
+        flat.detach()
+        .contiguous()
+        .view(-1)
+        .view(_INTEGER_OF_SIZE[flat.itemsize])
+        .sum(dtype=torch.int64)
+    )
 
 
 def fingerprint(x: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ POLL_S = 0.02
 LONGEST = 20_000  # characters of what an exception says
 LINGER_S = 5.0  # how long the store outlives the first ranks that know the verdict, for late ones
 HOST_LINGER_S = 30.0  # on the rank whose process the store lives in
-GONE_S = 1.0  # a connection that closed needs no patience: whoever closed it has told why, or cannot
+GONE_S = (
+    1.0  # a connection that closed needs no patience: whoever closed it has told why, or cannot
+)
 
 
 class Unanswered(RuntimeError):
@@ -66,11 +68,14 @@ def _is_transport_failure(error: BaseException) -> bool:
     """Whether the transport raised it, not our code or the user's."""
     text = said(error)
     return isinstance(error, (Unanswered, dist.DistError)) or (
-        isinstance(error, RuntimeError) and ("gloo/" in text or "was closed after a failure" in text)
+        isinstance(error, RuntimeError)
+        and ("gloo/" in text or "was closed after a failure" in text)
     )
 
 
-def waited(error: BaseException, all_ranks: Collection[int], rank: int) -> tuple[tuple[int, ...], bool]:
+def waited(
+    error: BaseException, all_ranks: Collection[int], rank: int
+) -> tuple[tuple[int, ...], bool]:
     """(the ranks that an exception is the want of, whether by a timeout); no ranks if the exception is no such."""
     chain: list[BaseException] = []
     result: BaseException | None = error
@@ -109,7 +114,12 @@ class Board:
 
     def __init__(self, key: str, rank: int, world: int, moment_s: float) -> None:
         self._store: Any = c10d._get_default_store() if is_initialized() else None
-        self._key, self.rank, self.world, self.moment_s = f"paracore/failure/{key}", rank, world, moment_s
+        self._key, self.rank, self.world, self.moment_s = (
+            f"paracore/failure/{key}",
+            rank,
+            world,
+            moment_s,
+        )
 
     def tell(self, own_report: FailureReport) -> None:
         """Before leaving the groups: whoever fails because of that finds it here. An exception of one's own is the
@@ -130,7 +140,9 @@ class Board:
             self._store.add(f"{self._key}/known", 1)
             return verdict
 
-        return self._call_store(read_report, GONE_S + 2 * self.moment_s) or self._without_store(own_report)
+        return self._call_store(read_report, GONE_S + 2 * self.moment_s) or self._without_store(
+            own_report
+        )
 
     def linger(self, verdict: FailureReport) -> None:
         """Wait until all ranks that will come know the verdict, or for a while: the store may live in this process,
@@ -182,7 +194,11 @@ class Board:
                 return first
             reports = {own_report.rank: own_report}
             silent = _silent(own_report, reports, self._report_at)
-            dead = not own_report.timed_out and len(own_report.waits_for) == 1 and silent == set(own_report.waits_for)
+            dead = (
+                not own_report.timed_out
+                and len(own_report.waits_for) == 1
+                and silent == set(own_report.waits_for)
+            )
             if dead or not silent or time.monotonic() > end:
                 return _verdict(own_report, reports, silent)
             time.sleep(POLL_S)
@@ -207,7 +223,9 @@ def _read(text: bytes) -> FailureReport:
     return FailureReport(**result | {name: tuple(result[name]) for name in ("waits_for", "guilty")})
 
 
-def _silent(own_report: FailureReport, reports: dict[int, FailureReport], read_report: Any) -> set[int]:
+def _silent(
+    own_report: FailureReport, reports: dict[int, FailureReport], read_report: Any
+) -> set[int]:
     """Ranks that are waited for, directly or by others, and have reported nothing; reports found are added."""
     silent, to_visit = set(), list(own_report.waits_for)
     while to_visit:

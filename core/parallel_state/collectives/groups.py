@@ -38,7 +38,9 @@ class Closed:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"the group {self._name!r} was closed after a failure; start the job again")
+        raise RuntimeError(
+            f"the group {self._name!r} was closed after a failure; start the job again"
+        )
 
 
 @dataclass(eq=False)
@@ -64,7 +66,9 @@ class Group:
     def __post_init__(self) -> None:
         self.size = len(self.ranks)
         served = backends(self.process_group)
-        self.gloo = frozenset(device_type for device_type, backend in served.items() if backend == "gloo")
+        self.gloo = frozenset(
+            device_type for device_type, backend in served.items() if backend == "gloo"
+        )
         self.staged = self.gloo - {"cpu"}
         self._on_host: Group | None = None
 
@@ -198,7 +202,9 @@ def world_timeout_s() -> float:
     return min(timeouts, default=DEFAULT_TIMEOUT_S)
 
 
-def create_group(name: str, ranks: tuple[int, ...], timeout_s: float, backend: str | None = None) -> ProcessGroup:
+def create_group(
+    name: str, ranks: tuple[int, ...], timeout_s: float, backend: str | None = None
+) -> ProcessGroup:
     """A new group of `ranks`; only they take part, so every rank must create its groups in one order.
 
     backend: default: the world's.
@@ -258,7 +264,9 @@ def abandon_world() -> None:
     destroy_world()
 
 
-def mesh(groups: list[ProcessGroup], device_type: str, ranks: Any, names: tuple[str, ...]) -> DeviceMesh:
+def mesh(
+    groups: list[ProcessGroup], device_type: str, ranks: Any, names: tuple[str, ...]
+) -> DeviceMesh:
     """A DeviceMesh over existing groups; nothing new is created."""
     layout = torch.tensor(ranks)
     if len(groups) == 1:  # torch derives a 1-D mesh from the group itself

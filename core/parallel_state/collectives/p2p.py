@@ -38,7 +38,11 @@ class Received:
         """
         group = self._group
         _wait(self._work, self._tensor, group)
-        return self._tensor if self._into is None else self._into.copy_(self._tensor, non_blocking=True)
+        return (
+            self._tensor
+            if self._into is None
+            else self._into.copy_(self._tensor, non_blocking=True)
+        )
 
 
 def _wait(work: Any, tensor: Tensor, group: Group) -> None:
@@ -53,7 +57,9 @@ def _wait(work: Any, tensor: Tensor, group: Group) -> None:
 class Sent:
     """A message under way; holds its tensor until `wait()`."""
 
-    def __init__(self, tensor: Tensor, works: list[Any], group: Group, header_tensor: Tensor | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, works: list[Any], group: Group, header_tensor: Tensor | None = None
+    ) -> None:
         self._tensors: tuple[Tensor | None, ...] = (tensor, header_tensor)
         self._works, self._group, self._version = works, group, version_of(tensor)
 
@@ -84,7 +90,9 @@ def version_of(tensor: Tensor) -> int:
 
 def _header(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if len(shape) > MAX_DIMS or dtype not in DTYPES:
-        raise ValueError(f"cannot send shape {shape} of {dtype}: at most {MAX_DIMS} dims of {DTYPES}")
+        raise ValueError(
+            f"cannot send shape {shape} of {dtype}: at most {MAX_DIMS} dims of {DTYPES}"
+        )
     return torch.tensor([DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))])
 
 

@@ -22,7 +22,12 @@ class _PeerMessages:
     """Messages under way to and from each peer; keeps their tensors alive until they have arrived."""
 
     def __init__(
-        self, send_buffers: list[Tensor], receive_buffers: list[Tensor], group: Group, tag: int, label: str
+        self,
+        send_buffers: list[Tensor],
+        receive_buffers: list[Tensor],
+        group: Group,
+        tag: int,
+        label: str,
     ) -> None:
         process_group, size, rank = group.process_group, group.size, group.rank
         self._group, self._label, self._tensors_under_way, tag = (
@@ -35,14 +40,19 @@ class _PeerMessages:
         self._works: list[tuple[int, Any]] = [
             (peer, process_group.send([send_buffers[peer]], peer, tag)) for peer in peers
         ]
-        self._works += [(peer, process_group.recv([receive_buffers[peer]], peer, tag)) for peer in reversed(peers)]
+        self._works += [
+            (peer, process_group.recv([receive_buffers[peer]], peer, tag))
+            for peer in reversed(peers)
+        ]
         group.under_way.add(self)
 
     def wait(self) -> None:
         """Raises RuntimeError, naming the peer and what was under way, where it does not come within the timeout."""
         group = self._group
         if not self._works:
-            raise RuntimeError(f"{self._label} was given up: its group {group.name} was closed after a failure")
+            raise RuntimeError(
+                f"{self._label} was given up: its group {group.name} was closed after a failure"
+            )
         group.under_way.discard(self)
         for peer, work in self._works:
             try:
@@ -103,9 +113,13 @@ def start_sum_into_own(
     if group is None:
         return Done(x)
     if x.dim() != 1 or x.shape[0] % group.size:
-        raise ValueError(f"a buffer of shape {list(x.shape)} does not divide into {group.size} equal parts; pad it")
+        raise ValueError(
+            f"a buffer of shape {list(x.shape)} does not divide into {group.size} equal parts; pad it"
+        )
     if x.device.type in group.staged:
-        on_host = start_sum_into_own(to_host(x), group.on_host, reduce_dtype=reduce_dtype, tag=tag, label=label)
+        on_host = start_sum_into_own(
+            to_host(x), group.on_host, reduce_dtype=reduce_dtype, tag=tag, label=label
+        )
         return StagedCollective(on_host, own_part(x, group))
     start_time = perf_counter()
     if group.checked:
@@ -118,12 +132,17 @@ def start_sum_into_own(
         shards = list(scratch.split(shard_size))
         shards.insert(group.rank, local)
         pending = _PendingSum(
-            local, shards, group.rank, _PeerMessages(list(to_send.split(shard_size)), shards, group, tag, label)
+            local,
+            shards,
+            group.rank,
+            _PeerMessages(list(to_send.split(shard_size)), shards, group, tag, label),
         )
     elif reduce_dtype is not None:
         to_send = x.to(reduce_dtype)
         send_buffers = torch.empty_like(to_send)
-        work = dist.all_to_all_single(send_buffers, to_send, group=group.process_group, async_op=True)
+        work = dist.all_to_all_single(
+            send_buffers, to_send, group=group.process_group, async_op=True
+        )
         shards = list(send_buffers.split(shard_size))
         pending = _PendingSum(local, shards, group.rank, work)
     else:
@@ -133,12 +152,16 @@ def start_sum_into_own(
     return pending
 
 
-def start_gather_parts(x: Tensor, group: Group | None, *, tag: int = 0, label: str = "a gather") -> PendingCollective:
+def start_gather_parts(
+    x: Tensor, group: Group | None, *, tag: int = 0, label: str = "a gather"
+) -> PendingCollective:
     """x [n * size] of which each rank has filled its own shard; after `wait()` all are there, on every rank."""
     if group is None:
         return Done(x)
     if x.device.type in group.staged:
-        return StagedCollective(start_gather_parts(to_host(x), group.on_host, tag=tag, label=label), x)
+        return StagedCollective(
+            start_gather_parts(to_host(x), group.on_host, tag=tag, label=label), x
+        )
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(label, x, group)

@@ -86,7 +86,9 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     cell_width = _column(label_time, scale)
     if panel_width > cell_width:
         panel_width -= panel_width % cell_width
-    last_column = max(len(line.rstrip(". ")) for line in lines)  # no panel for the end of the last cell alone
+    last_column = max(
+        len(line.rstrip(". ")) for line in lines
+    )  # no panel for the end of the last cell alone
     panels = []
     for begin in range(0, last_column, panel_width):
         panel = ""
@@ -133,8 +135,12 @@ def draw_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
     lanes = list[str]()
     for rank, row in enumerate(timeline.rows):
         y = _TOP + rank * (_LANE_HEIGHT + _LANE_GAP)
-        lanes.append(f'<text x="{_LEFT - 10}" y="{y + _LANE_HEIGHT / 2 + 4}" class="a e">rank {rank}</text>')
-        lanes.append(f'<rect x="{_LEFT}" y="{y}" width="{width}" height="{_LANE_HEIGHT}" fill="{_IDLE}"/>')
+        lanes.append(
+            f'<text x="{_LEFT - 10}" y="{y + _LANE_HEIGHT / 2 + 4}" class="a e">rank {rank}</text>'
+        )
+        lanes.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{width}" height="{_LANE_HEIGHT}" fill="{_IDLE}"/>'
+        )
         lanes += _boxes(row, y, width / total)
     step = f"{timeline.makespan:.4g}"
     if unit:
@@ -232,5 +238,15 @@ def draw_trace(timeline: Timeline, microseconds: float = 1e6) -> str:
             name = kind if microbatch is None else f"{kind}{microbatch}"
             times = {"ts": start * microseconds, "dur": (end - start) * microseconds}
             arguments = {"stage": stage, "microbatch": microbatch}
-            events.append({"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": rank, **times, "args": arguments})
+            events.append(
+                {
+                    "name": name,
+                    "cat": kind,
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank,
+                    **times,
+                    "args": arguments,
+                }
+            )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -54,7 +54,9 @@ def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv
     if placement is None:
         placement = _placement_of(orders)
     stages = tuple(placement)
-    if text.endswith(("\n\n", "\n\r\n")):  # the last ranks of a given placement may have nothing to do
+    if text.endswith(
+        ("\n\n", "\n\r\n")
+    ):  # the last ranks of a given placement may have nothing to do
         missing_ranks = 1 + max(stages, default=-1) - len(orders)
         orders += [[]] * missing_ranks
     check_placement(stages, len(orders))
@@ -100,5 +102,7 @@ def _placement_of(orders: Iterable[Iterable[Action]]) -> list[int]:
     count = 1 + max(rank_of_stage, default=-1)
     for stage in range(count):
         if stage not in rank_of_stage:
-            raise ValueError(f"no rank does F of stage {stage} of {count}: number the stages without gaps")
+            raise ValueError(
+                f"no rank does F of stage {stage} of {count}: number the stages without gaps"
+            )
     return [rank_of_stage[stage] for stage in range(count)]

@@ -61,7 +61,9 @@ def _check_output_gradient(index: int, output: Tensor | GradientEdge, gradient: 
     # autograd accepts a wrong dtype, and its own error about a wrong shape does not name the output
     shape, dtype, _ = _metadata(output)
     if not isinstance(gradient, Tensor):
-        raise ValueError(f"the gradient of output {index} is a {type(gradient).__name__}, not a tensor or None")
+        raise ValueError(
+            f"the gradient of output {index} is a {type(gradient).__name__}, not a tensor or None"
+        )
     if gradient.shape != shape or gradient.dtype != dtype:
         raise ValueError(
             f"output {index} is {tuple(shape)} of {dtype}, its gradient is {tuple(gradient.shape)} of "
@@ -121,13 +123,17 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             input_grads.append(leaf.grad)
-            leaf.grad = None  # an input that stands twice in `inputs` gets its gradient once, then None
+            leaf.grad = (
+                None  # an input that stands twice in `inputs` gets its gradient once, then None
+            )
         else:
             input_grads.append(None)
     return input_grads if nesting is None else pytree.tree_unflatten(input_grads, nesting)
 
 
-def stage_backward_weight(bag: WeightGradBag, on_ready: Callable[[nn.Parameter], None] | None = None) -> None:
+def stage_backward_weight(
+    bag: WeightGradBag, on_ready: Callable[[nn.Parameter], None] | None = None
+) -> None:
     """W: computes every weight gradient that waits in the bag, newest first, so that memory falls with each.
 
     on_ready: called with each parameter after its last use in this bag was added to its gradient, while others
@@ -144,7 +150,9 @@ def stage_backward_weight(bag: WeightGradBag, on_ready: Callable[[nn.Parameter],
             on_ready(parameter)
 
 
-def stage_backward(outputs: Any, output_grads: Any, inputs: Any, bag: WeightGradBag | None = None) -> Any:
+def stage_backward(
+    outputs: Any, output_grads: Any, inputs: Any, bag: WeightGradBag | None = None
+) -> Any:
     """I, then W of `bag` (the one that the stage's forward saw); returns the input gradients, as I does.
 
     Raises ValueError as `stage_backward_input`.

@@ -101,7 +101,9 @@ def check_leaf(stage: int, leaf: Any) -> None:
     search = _TensorSearch(io.BytesIO())
     try:
         search.dump(leaf)
-        problem = "that holds a tensor, whose gradient would be nobody's" if search.has_tensor else ""
+        problem = (
+            "that holds a tensor, whose gradient would be nobody's" if search.has_tensor else ""
+        )
     except Exception as error:
         problem = f"that is neither a tensor nor a plain constant ({error})"
     if problem:
@@ -150,7 +152,9 @@ def writable_view(value: Any) -> Any:
     Autograd refuses that for a leaf that requires grad; this view has the same memory and the leaf as its input.
     Costs 3 us.
     """
-    return _WritableView.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
+    return (
+        _WritableView.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
+    )
 
 
 def clone_tensor(value: Any) -> Any:

@@ -45,11 +45,15 @@ class Form:
     def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
         """The form of any nesting of tensors and constants, and its tensors."""
         if isinstance(value, Tensor):  # the common case, without pytree
-            return cls(_TENSOR_NESTING, (None,), ((tuple(value.shape), value.dtype, value.requires_grad),)), [value]
+            return cls(
+                _TENSOR_NESTING, (None,), ((tuple(value.shape), value.dtype, value.requires_grad),)
+            ), [value]
         leaves, nesting = flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
-        shapes = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+        shapes = tuple(
+            (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors
+        )
         return cls(nesting, constants, shapes), tensors
 
     def fill(self, tensors: Iterable[Tensor]) -> Any:
@@ -103,7 +107,10 @@ class Form:
         return [constant[0] for constant in self.constants if constant is not None]
 
     def __str__(self) -> str:
-        return ", ".join(f"{list(shape)} of {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in self.tensors)
+        return ", ".join(
+            f"{list(shape)} of {str(dtype).removeprefix('torch.')}"
+            for shape, dtype, _ in self.tensors
+        )
 
 
 class _Placeholder:
@@ -212,7 +219,9 @@ class Channel:
                 works += self._send_header(form, group, destination)
             else:
                 _check_form(action, form, first_form)
-        if not tensors:  # never send nothing: a later receive from there proves that earlier sends have arrived
+        if (
+            not tensors
+        ):  # never send nothing: a later receive from there proves that earlier sends have arrived
             tensors = [torch.zeros(1, dtype=torch.uint8, device=self._device)]
         for tensor in tensors:
             works.append(isend(tensor, destination, group, header=False))
@@ -301,7 +310,9 @@ class Channel:
     def _expect_header(self, inbox: _Inbox) -> None:
         if inbox.header is None:
             shape = (HEADER_LENGTH + 1,)
-            inbox.header = irecv(shape, torch.int64, inbox.source, inbox.group.on_host, header=False)
+            inbox.header = irecv(
+                shape, torch.int64, inbox.source, inbox.group.on_host, header=False
+            )
 
     def _post_ahead(self, inbox: _Inbox) -> None:
         """Prefetch: post receives until `prefetch_depth` are under way, as far as their shapes are known."""

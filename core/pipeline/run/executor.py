@@ -52,9 +52,13 @@ class Clock:
             torch.accelerator.synchronize(self._device)
 
             def seconds(moment: Any) -> float:
-                return float(self.begin.elapsed_time(moment)) / 1e3  # elapsed_time is in milliseconds
+                return (
+                    float(self.begin.elapsed_time(moment)) / 1e3
+                )  # elapsed_time is in milliseconds
 
-        events = tuple(Event(action, seconds(start), seconds(end)) for action, start, end in self._marks)
+        events = tuple(
+            Event(action, seconds(start), seconds(end)) for action, start, end in self._marks
+        )
         return Measured(events, seconds(self._end))
 
 
@@ -80,7 +84,9 @@ class Executor:
         self.current_action: Action | None = None
         # activations and gradients that wait on this rank: (F or B, stage that will take it, microbatch)
         self._pending: dict[tuple[str, int, int | None], Any] = {}
-        self._recomputed = {(action.stage, action.microbatch) for action in plan.order if action.kind == "R"}
+        self._recomputed = {
+            (action.stage, action.microbatch) for action in plan.order if action.kind == "R"
+        }
 
     def run(self, clock: Clock) -> None:
         """Every action in order, then wait until everything sent has arrived."""
@@ -141,7 +147,9 @@ class Executor:
         if kind in "FI":
             direction = "F" if kind == "F" else "B"
             received = self._pending.get((direction, stage, microbatch))
-        watch.around(action, self.stages[stage].module, self.step.microbatches[microbatch], received, run)
+        watch.around(
+            action, self.stages[stage].module, self.step.microbatches[microbatch], received, run
+        )
 
     def _compute(self, action: Action) -> None:
         kind, index, microbatch = action

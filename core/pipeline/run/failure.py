@@ -55,7 +55,9 @@ class FailureBroadcast:
         board = Board(self.key, ps.rank, ps.world.size, min(timeout, 1 + timeout / 10))
         _clear_frames(error)
         is_value_error = isinstance(error, ValueError)
-        report = FailureReport(ps.rank, self.call, description, timed_out, missing_ranks, is_value_error)
+        report = FailureReport(
+            ps.rank, self.call, description, timed_out, missing_ranks, is_value_error
+        )
         # publish before leaving the groups: who fails because of us must find our report
         board.tell(report)
         ps.abandon()
@@ -63,7 +65,9 @@ class FailureBroadcast:
         board.linger(first)
         if isinstance(error, Exception):
             error_type = PipelineValueError if first.wrong else PipelineError
-            raise error_type(f"the step failed. The first failure, its traceback before it:\n{first.text}") from error
+            raise error_type(
+                f"the step failed. The first failure, its traceback before it:\n{first.text}"
+            ) from error
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -54,7 +54,9 @@ class _ForwardStepModule(nn.Module):
 
     def forward(self, received: Any = None) -> Any:
         assert self.forward_step is not None
-        output, self.loss_func = self.forward_step(self.data_iterator, _StageWithInput(self.model, received))
+        output, self.loss_func = self.forward_step(
+            self.data_iterator, _StageWithInput(self.model, received)
+        )
         return output
 
 
@@ -127,7 +129,9 @@ def _average_like_megatron(outputs: tuple, num_microbatches: int) -> tuple[Tenso
 def _warn_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
     """Warn, once, where gradients stay those of one replica and nothing is there that would sum them."""
     first = models[0]
-    sums_gradients = isinstance(first, DistributedDataParallel) or hasattr(first, "finish_grad_sync")
+    sums_gradients = isinstance(first, DistributedDataParallel) or hasattr(
+        first, "finish_grad_sync"
+    )
     if not sums_gradients and not first.__dict__.get("_warned_of_replicas"):
         first.__dict__["_warned_of_replicas"] = True
         warnings.warn(
@@ -164,12 +168,16 @@ def forward_backward(
     else:
         iterators = [data_iterator] * len(models)
     if len(iterators) != len(models):
-        raise ValueError(f"{len(iterators)} data iterators for {len(models)} model chunks; give one for each chunk")
+        raise ValueError(
+            f"{len(iterators)} data iterators for {len(models)} model chunks; give one for each chunk"
+        )
     model_state = getattr(models[0], "parallel", None)
     ps = model_state if isinstance(model_state, ParallelState) else current_state()
     if grad_sync is None and not forward_only and ps.size("dp-cp") > 1:
         _warn_of_replicas(models, ps.size("dp-cp"))
-    cache = _cached_pipeline(models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only)
+    cache = _cached_pipeline(
+        models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only
+    )
     assert cache.pipeline is not None
     for chunk, iterator in zip(cache.chunks, iterators, strict=True):
         chunk.forward_step, chunk.data_iterator = forward_step_func, iterator
@@ -180,7 +188,10 @@ def forward_backward(
         assert loss_func is not None
         loss, report = _average_like_megatron(loss_func(output), num_microbatches)
         reports.append(report)
-        return loss, 1.0  # already averaged: Megatron's losses are means, ours are sums over counted tokens
+        return (
+            loss,
+            1.0,
+        )  # already averaged: Megatron's losses are means, ours are sums over counted tokens
 
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)

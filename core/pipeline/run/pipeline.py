@@ -22,14 +22,27 @@ from core.pipeline.run.checks.arguments import (
     refuse_nested_recompute,
     resolve_schedule,
 )
-from core.pipeline.run.checks.plain_loop import BatchWatch, LossWatch, PlainLoopWatch, refuse_other_groups
+from core.pipeline.run.checks.plain_loop import (
+    BatchWatch,
+    LossWatch,
+    PlainLoopWatch,
+    refuse_other_groups,
+)
 from core.pipeline.run.checks.sums import SumsWatch
 from core.pipeline.run.executor import Clock, Executor
 from core.pipeline.run.failure import FailureBroadcast
 from core.pipeline.run.microbatch import StepContext
 from core.pipeline.run.ranges import named
 from core.pipeline.run.stage import Stage
-from core.pipeline.run.step import Batch, LossFn, StepResult, evaluating, join_outputs, rows_of, split_microbatches
+from core.pipeline.run.step import (
+    Batch,
+    LossFn,
+    StepResult,
+    evaluating,
+    join_outputs,
+    rows_of,
+    split_microbatches,
+)
 from core.pipeline.run.tied import check_tables, detach_tied_gradients, sum_tied_gradients
 from core.pipeline.schedule.actions import Schedule
 from core.pipeline.schedule.lower import RankPlan, plan
@@ -105,7 +118,9 @@ class Pipeline:
         problem: Exception | None = None
         resolved: list[str] = []
         try:
-            self._build(stages, schedule, recompute, recompute_keeps, without_sync=grad_sync is None)
+            self._build(
+                stages, schedule, recompute, recompute_keeps, without_sync=grad_sync is None
+            )
             resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
@@ -116,7 +131,10 @@ class Pipeline:
             raise
         check_tables(self.modules, ps)
         modules = [*self.modules.values()]
-        self._loss_watch, self.sums_watch = LossWatch(ps, modules), SumsWatch(modules, ps, grad_sync)
+        self._loss_watch, self.sums_watch = (
+            LossWatch(ps, modules),
+            SumsWatch(modules, ps, grad_sync),
+        )
         if ps.size("pp") > 1 and grad_sync is None:  # torch's optimizers, a loop of one's own
             self._plain_loop = PlainLoopWatch(ps, modules)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
@@ -151,13 +169,21 @@ class Pipeline:
         self._connect(schedule)
 
     def _build(
-        self, stages: Modules, schedule: ScheduleLike, recompute: Any, keeps: str, *, without_sync: bool
+        self,
+        stages: Modules,
+        schedule: ScheduleLike,
+        recompute: Any,
+        keeps: str,
+        *,
+        without_sync: bool,
     ) -> None:
         """Schedule and stages. Raises ValueError, on this rank: see the class."""
         ps, modules = self.ps, list(modules_of(stages).values())
         self.schedule = resolve_schedule(schedule, stages, ps, self.num_microbatches)
         # schedule and policies first: they say which stages there are, and what each recomputes
-        no_modules = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
+        no_modules = [
+            type(module).__name__ for module in modules if not isinstance(module, nn.Module)
+        ]
         if no_modules:
             raise ValueError(
                 f"{len(no_modules)} of {len(modules)} stages are no nn.Module but a {no_modules[0]}; wrap it in one"
@@ -183,7 +209,12 @@ class Pipeline:
         for index, module in zip(self.schedule.stages_of(ps.index("pp")), modules, strict=True):
             policy = policies[index]
             refuse_nested_recompute(index, module, policy, self.schedule)
-            how = {"policy": policy, "keeps": keeps, "seed": self.seed, "context_rank": ps.index("cp")}
+            how = {
+                "policy": policy,
+                "keeps": keeps,
+                "seed": self.seed,
+                "context_rank": ps.index("cp"),
+            }
             self.stages[index] = Stage(module, index, count, device=ps.device, **how)
 
     @property
@@ -191,7 +222,9 @@ class Pipeline:
         """stage -> module of this rank."""
         return {index: stage.module for index, stage in self.stages.items()}
 
-    def step(self, batch: Batch | None, loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
+    def step(
+        self, batch: Batch | None, loss_fn: LossFn, loss_scale: float | Tensor = 1.0
+    ) -> StepResult:
         """Gradients of `loss_scale` x the global sum of `loss_fn`'s losses, added up by `grad_sync`.
 
         batch: this replica's tensors [b, ...], cut along dim 0 into microbatches, the same on all its pipeline
@@ -204,7 +237,9 @@ class Pipeline:
         with self._broadcast_failures("step"):
             loss_fn = self._loss_watch.around(loss_fn)
             self._batch_watch.before_step(batch)
-            step = self._step_context(batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale)
+            step = self._step_context(
+                batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale
+            )
 
             # a gradient is final after one delivery per microbatch and stage that uses the parameter
             deliveries: dict[Any, int] = {}
@@ -277,7 +312,9 @@ class Pipeline:
         if self._plain_loop is not None:
             self._plain_loop.before_call()
 
-    def _run_forward(self, batch: Batch | None, loss_fn: LossFn | None, microbatches: int | None = None) -> Executor:
+    def _run_forward(
+        self, batch: Batch | None, loss_fn: LossFn | None, microbatches: int | None = None
+    ) -> Executor:
         """All microbatches, forward only."""
         count = microbatches if microbatches is not None else self._microbatches_of_all(batch)
         step = self._step_context(batch, count, loss_fn)
@@ -298,14 +335,22 @@ class Pipeline:
         rows_per_rank = all_gather_objects(rows_of(batch), self.ps.group("pp"))
         known_rows = {rows for rows in rows_per_rank if rows is not None} or {self.num_microbatches}
         if len(known_rows) > 1:
-            raise ValueError(f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None")
+            raise ValueError(
+                f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None"
+            )
         return gcd(*known_rows, self.num_microbatches)  # any number of rows divides by this
 
-    def _step_context(self, batch: Batch | None, count: int, loss_fn: LossFn | None, **options: Any) -> StepContext:
-        microbatches: list[Any] = [None] * count if batch is None else split_microbatches(batch, count)
+    def _step_context(
+        self, batch: Batch | None, count: int, loss_fn: LossFn | None, **options: Any
+    ) -> StepContext:
+        microbatches: list[Any] = (
+            [None] * count if batch is None else split_microbatches(batch, count)
+        )
         # replicas number their microbatches one after the other: random numbers depend on the global index
         first_microbatch = self.ps.index("dp") * count
-        return StepContext(self.step_index, first_microbatch, microbatches, loss_fn, self.grad_sync, **options)
+        return StepContext(
+            self.step_index, first_microbatch, microbatches, loss_fn, self.grad_sync, **options
+        )
 
     def _tune(self) -> None:
         """After the first steps of "auto": measured costs, and the schedule that they lead to."""
@@ -328,14 +373,18 @@ class Pipeline:
             self._plain_loop.before_call()
         self._calls += 1
         self._position = "before its first action"
-        return FailureBroadcast(self.ps, self._key, f"{call} (call {self._calls})", lambda: self._position)
+        return FailureBroadcast(
+            self.ps, self._key, f"{call} (call {self._calls})", lambda: self._position
+        )
 
     def _connect(self, schedule: Schedule) -> RankPlan:
         """This rank's plan, connected to all its peers. Collective over pp where the schedule is new."""
         if schedule not in self._plans:
             rank_plan = plan(schedule, self.ps.index("pp"))
             self._plans[schedule] = rank_plan
-            self.ps.connect((self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links)
+            self.ps.connect(
+                (self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links
+            )
         return self._plans[schedule]
 
     def _global_rank(self, index: int) -> int:
@@ -344,9 +393,16 @@ class Pipeline:
 
     def _executor(self, schedule: Schedule, step: StepContext, batch: Batch | None) -> Executor:
         rank_plan = self._connect(schedule)
-        by_global_rank = self.ps.connect((self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links)
-        groups = {(a, b): by_global_rank[self._global_rank(a), self._global_rank(b)] for a, b in rank_plan.links}
-        channel = Channel(rank_plan, groups, self._global_rank, self.ps.device, self.receive_ahead, rows_of(batch))
+        by_global_rank = self.ps.connect(
+            (self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links
+        )
+        groups = {
+            (a, b): by_global_rank[self._global_rank(a), self._global_rank(b)]
+            for a, b in rank_plan.links
+        }
+        channel = Channel(
+            rank_plan, groups, self._global_rank, self.ps.device, self.receive_ahead, rows_of(batch)
+        )
         watch = self._tuner.watch if self._tuner is not None and step.training else None
         return Executor(rank_plan, self.stages, channel, step, watch)
 
@@ -388,7 +444,9 @@ class Pipeline:
         expected, _, shared_name = per_rank[0]
         for rank, (rank_arguments, rank_problem, _) in enumerate(per_rank):
             if rank_problem:
-                raise ValueError(f"rank {rank} cannot build its part of the pipeline: {rank_problem}")
+                raise ValueError(
+                    f"rank {rank} cannot build its part of the pipeline: {rank_problem}"
+                )
             if rank_arguments != expected:
                 pairs = zip(expected, rank_arguments, strict=True)
                 first, other = next((a, b) for a, b in pairs if a != b)

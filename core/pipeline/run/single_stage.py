@@ -56,7 +56,9 @@ class SingleStage:
         stage: StageContext | None = None,
     ) -> None:
         if ps.size("pp") > 1:
-            raise ValueError(f"SingleStage runs 1 pipeline stage, this grid has {ps.size('pp')}; use pipeline=1")
+            raise ValueError(
+                f"SingleStage runs 1 pipeline stage, this grid has {ps.size('pp')}; use pipeline=1"
+            )
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
         owns_gradients = any(has_main_grad(parameter) for parameter in model.parameters())
@@ -141,7 +143,9 @@ class SingleStage:
         microbatches: into how many the batch is cut; default: at most the step's number. Any nesting of tensors; what
         is not a tensor is taken from the first microbatch. No collective but the model's own.
         """
-        return join_outputs(self._forward_each(batch, lambda output, microbatch: output, microbatches))
+        return join_outputs(
+            self._forward_each(batch, lambda output, microbatch: output, microbatches)
+        )
 
     def _forward_each(
         self, batch: Batch, use: Callable[[Any, Any], Any], microbatches: int | None = None

@@ -19,7 +19,14 @@ from core.autograd.recomputation.policy import check_keeps
 from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
-from core.pipeline.run.boundary import check_leaf, clone_tensor, flatten, graphless_view, tree_map, writable_view
+from core.pipeline.run.boundary import (
+    check_leaf,
+    clone_tensor,
+    flatten,
+    graphless_view,
+    tree_map,
+    writable_view,
+)
 from core.pipeline.run.microbatch import MicrobatchState, StepContext
 from core.pipeline.run.step import (
     call_loss_fn,
@@ -71,28 +78,43 @@ class Stage:
 
         # our own models carry a context that their operations already hold; foreign modules get a new one
         module_context = getattr(module, "stage", None)
-        self.context = module_context if isinstance(module_context, StageContext) else StageContext()
+        self.context = (
+            module_context if isinstance(module_context, StageContext) else StageContext()
+        )
         self._patches: list[Any] = [reroute(module, self.context)]
         if policy not in ("none", "stage"):
             try:
-                self._patches.append(apply_recompute(module, policy, stage=self.context, keeps=keeps))
+                self._patches.append(
+                    apply_recompute(module, policy, stage=self.context, keeps=keeps)
+                )
             except Exception:
                 self.close()
                 raise
 
         self._context_rank = context_rank
-        self._forward_arguments, self._keeps_activations = forward_arguments(module), keeps == "attention"
+        self._forward_arguments, self._keeps_activations = (
+            forward_arguments(module),
+            keeps == "attention",
+        )
         self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
         self._has_compiled_code, self._module_state = False, ModuleState(module)
-        self._outputs_want_grad: list[bool] | None = None  # per output tensor, once known in this step
+        self._outputs_want_grad: list[bool] | None = (
+            None  # per output tensor, once known in this step
+        )
         # the same from earlier steps, by what is trained and which inputs want a gradient
         self._known_wants: dict[Any, list[bool]] = {}
         self._known_wants_key: Any = None
         self._trained_flags: tuple[bool, ...] = ()
-        self._grad_attributes: set[tuple[int, str]] = set()  # (module id, attribute) whose tensor wants a gradient
-        self._writes_inputs: bool | None = None  # whether the module writes into its inputs; None until tried
+        self._grad_attributes: set[tuple[int, str]] = (
+            set()
+        )  # (module id, attribute) whose tensor wants a gradient
+        self._writes_inputs: bool | None = (
+            None  # whether the module writes into its inputs; None until tried
+        )
         self._params_without_grad: list[nn.Parameter] = []
-        for parameter in self.parameters:  # before layers are compiled, not by a graph break in their first call
+        for parameter in (
+            self.parameters
+        ):  # before layers are compiled, not by a graph break in their first call
             make_compilable(parameter)
 
     @property
@@ -109,9 +131,13 @@ class Stage:
         """Before a step: note what is trained, which buffers exist and whether parts are compiled by torch."""
         self._module_state.refresh(list(self.module.modules()))
         self._has_compiled_code = any(map(has_compiled_code, self.module.modules()))
-        self._params_without_grad = [parameter for parameter in self.parameters if parameter.grad is None]
+        self._params_without_grad = [
+            parameter for parameter in self.parameters if parameter.grad is None
+        ]
         self._outputs_want_grad = None
-        self._trained_flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        self._trained_flags = tuple(
+            parameter.requires_grad for parameter in self.module.parameters()
+        )
 
     def tensors_until_weight_grad(self, microbatch: int) -> list[Tensor]:
         """Linear inputs and output gradients that the W of a microbatch still needs."""
@@ -122,7 +148,9 @@ class Stage:
         self._in_flight.clear()
         self.context.release()
 
-    def forward(self, microbatch: int, received: Any, step: StepContext, *, keep_graph: bool) -> Any:
+    def forward(
+        self, microbatch: int, received: Any, step: StepContext, *, keep_graph: bool
+    ) -> Any:
         """F: returns the output, detached, for the next stage; each tensor's `requires_grad` says whether this
         stage wants a gradient for it. On the last stage [2] sums of loss and tokens (the output itself without a
         loss; None where R will compute the sums).
@@ -219,7 +247,11 @@ class Stage:
         step.sync.before_forward(self.module)
         notes, state.notes = state.notes, None
         assert notes is not None
-        with torch.enable_grad(), self._module_state.with_state(state.modules_before), notes.second_run():
+        with (
+            torch.enable_grad(),
+            self._module_state.with_state(state.modules_before),
+            notes.second_run(),
+        ):
             output = self._call(microbatch, state, step)
         if self.last:
             self._remember_loss_edge(state, output, step)
@@ -238,13 +270,22 @@ class Stage:
         return None
 
     def _call(
-        self, microbatch: int, state: MicrobatchState, step: StepContext, *, will_recompute: bool = False
+        self,
+        microbatch: int,
+        state: MicrobatchState,
+        step: StepContext,
+        *,
+        will_recompute: bool = False,
     ) -> Any:
         """The module's output; on the last stage (loss_sum, num_tokens), unless R will compute the loss."""
         # every random number is a function of seed, step and microbatch, so that R draws the dropout mask of F
-        self.context.begin(seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag)
+        self.context.begin(
+            seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag
+        )
         seed = stage_seed(self.seed, step.step, state.global_index, self.index, self._context_rank)
-        for generator in generators_of(self.device):  # for foreign modules; the pipeline restores them after the step
+        for generator in generators_of(
+            self.device
+        ):  # for foreign modules; the pipeline restores them after the step
             generator.manual_seed(seed)
 
         received, batch = self._module_inputs(state, step.microbatches[microbatch], will_recompute)
@@ -257,7 +298,9 @@ class Stage:
         self.context.release()  # a module that stands in two stages must not defer into this microbatch's bag
         return output
 
-    def _module_inputs(self, state: MicrobatchState, batch: Any, will_recompute: bool) -> tuple[Any, Any]:
+    def _module_inputs(
+        self, state: MicrobatchState, batch: Any, will_recompute: bool
+    ) -> tuple[Any, Any]:
         """What the module is called with. It may write into it, as in one process; R needs the original."""
         received = state.received
         if will_recompute and self._writes_inputs is not False:
@@ -270,10 +313,14 @@ class Stage:
     def _notice_input_writes(self, state: MicrobatchState) -> None:
         """After a first F that R will repeat: if the module wrote into its copy, later ones need copies as well."""
         if state.writable_copy is not None:
-            self._writes_inputs = bool(self._writes_inputs) or any(_write_counts(state.writable_copy))
+            self._writes_inputs = bool(self._writes_inputs) or any(
+                _write_counts(state.writable_copy)
+            )
             state.writable_copy = None
 
-    def _hand_over(self, state: MicrobatchState, output: Any, *, keep_graph: bool, with_graph: bool) -> Any:
+    def _hand_over(
+        self, state: MicrobatchState, output: Any, *, keep_graph: bool, with_graph: bool
+    ) -> Any:
         """The output for the next stage, without its graph, each tensor marked by whether it wants a gradient."""
         leaves, nesting = ([output], None) if isinstance(output, Tensor) else flatten(output)
         for leaf in leaves:
@@ -322,7 +369,9 @@ class Stage:
             state.output_edges = [get_gradient_edge(loss_sum)]
             state.loss_gradient = [scale_like(loss_sum, step.loss_scale)]
 
-    def input_gradients(self, microbatch: int, output_grads: list[Tensor] | None, step: StepContext) -> list[Tensor]:
+    def input_gradients(
+        self, microbatch: int, output_grads: list[Tensor] | None, step: StepContext
+    ) -> list[Tensor]:
         """I: takes the gradients of the outputs that want one, returns those of the inputs that do; frees the graph.
 
         output_grads: None on the last stage. An input that nothing depends on gets zeros: the previous stage waits
@@ -335,7 +384,9 @@ class Stage:
         step.sync.before_input_grad(self.module)
         self.context.loss_scale = step.loss_scale
         # torch's own checkpoint may run a forward again in here: it must find the context of the first time
-        self.context.begin(seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag)
+        self.context.begin(
+            seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag
+        )
         state.bag.open = True
         with without_autocast(self.device):
             gradients = stage_backward_input(state.output_edges, output_grads, state.input_leaves)
@@ -350,7 +401,12 @@ class Stage:
             input_grads.append(gradient)
         self._unshare_new_gradients([*state.bag.tensors(), *input_grads])
         # the graph is gone; until W only the bag is needed
-        state.received, state.input_leaves, state.output_edges, state.loss_gradient = None, [], [], []
+        state.received, state.input_leaves, state.output_edges, state.loss_gradient = (
+            None,
+            [],
+            [],
+            [],
+        )
         return input_grads
 
     def _unshare_new_gradients(self, needed_later: list[Tensor]) -> None:
@@ -360,16 +416,23 @@ class Stage:
         into it, and so into what waits for W or is being sent.
         """
         # parameters with main_grad have no .grad: the owner of main_grad takes the gradient
-        with_new_grad = [parameter for parameter in self._params_without_grad if parameter.grad is not None]
+        with_new_grad = [
+            parameter for parameter in self._params_without_grad if parameter.grad is not None
+        ]
         if not with_new_grad:
             return
         addresses = {tensor.untyped_storage().data_ptr() for tensor in needed_later}
         for parameter in with_new_grad:
             gradient = parameter.grad
             assert gradient is not None
-            if gradient.layout is torch.strided and gradient.untyped_storage().data_ptr() in addresses:
+            if (
+                gradient.layout is torch.strided
+                and gradient.untyped_storage().data_ptr() in addresses
+            ):
                 parameter.grad = gradient.clone()
-        self._params_without_grad = [parameter for parameter in self._params_without_grad if parameter.grad is None]
+        self._params_without_grad = [
+            parameter for parameter in self._params_without_grad if parameter.grad is None
+        ]
 
     def weight_gradients(self, microbatch: int, step: StepContext) -> None:
         """W: empties the bag; `sync` hears of each parameter whose gradient of this microbatch is complete."""

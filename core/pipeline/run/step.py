@@ -14,8 +14,12 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.random import mix32
 
-Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]  # tensors are [b, ...]; see split_microbatches for the rest
-LossFn = Callable[[Any, Any], tuple[Tensor, Tensor | float]]  # (output, microbatch) -> (loss_sum, num_tokens)
+Batch = (
+    Tensor | tuple[Any, ...] | Mapping[str, Any]
+)  # tensors are [b, ...]; see split_microbatches for the rest
+LossFn = Callable[
+    [Any, Any], tuple[Tensor, Tensor | float]
+]  # (output, microbatch) -> (loss_sum, num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +49,9 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0, context: i
 
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
-    if isinstance(module, torch.jit.ScriptModule):  # has no Python signature; its argument 0 is self
+    if isinstance(
+        module, torch.jit.ScriptModule
+    ):  # has no Python signature; its argument 0 is self
         arguments = module.forward.schema.arguments[1:]  # type: ignore[attr-defined]
         return tuple(argument.name for argument in arguments)
     named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -58,7 +64,9 @@ def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     return names
 
 
-def call_stage(module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] | None = None) -> Any:
+def call_stage(
+    module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] | None = None
+) -> Any:
     """Call `module` on a microbatch: a tensor or tuple positionally, a mapping by the names forward takes.
 
     Entries that forward does not take (a loss mask, say) are left for the loss. `arguments` spares looking
@@ -80,7 +88,9 @@ def call_stage(module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] 
     return module(microbatch)
 
 
-def call_next_stage(module: nn.Module, received: Any, microbatch: Any, arguments: tuple[str, ...]) -> Any:
+def call_next_stage(
+    module: nn.Module, received: Any, microbatch: Any, arguments: tuple[str, ...]
+) -> Any:
     """Call a stage on the previous stage's output: a tensor, a tuple (positionally) or a mapping (by name).
 
     Everything else that its forward takes by name comes from the microbatch, where that is a mapping.
@@ -149,10 +159,14 @@ def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 def loss_and_tokens(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
     """[2] float64: loss and tokens of a microbatch, detached."""
-    if not isinstance(num_tokens, Tensor):  # filled in on the device, which is no copy from the host
+    if not isinstance(
+        num_tokens, Tensor
+    ):  # filled in on the device, which is no copy from the host
         num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=device)
     # float64: sums over millions of tokens stay exact enough to compare layouts by
-    scalars = [value.detach().to(device, torch.float64).reshape(()) for value in (loss_sum, num_tokens)]
+    scalars = [
+        value.detach().to(device, torch.float64).reshape(()) for value in (loss_sum, num_tokens)
+    ]
     return torch.stack(scalars)
 
 
@@ -202,7 +216,9 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
     # all tensors of the outermost level must agree; deeper ones are cut if they have as many rows
     sizes = {key: value.shape[0] for key, value in _entries(batch) if _has_rows(value)}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one")
+        raise ValueError(
+            f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one"
+        )
     size = rows_of(batch) or 0
     if num_microbatches < 1 or size % num_microbatches or not size:
         divisors = [count for count in range(1, size + 1) if size % count == 0]
@@ -236,7 +252,9 @@ def _cut_rows(value: Any, first: int, count: int, size: int) -> Any:
         if hasattr(value, "_fields"):  # a namedtuple
             return type(value)(*elements)
         return tuple(elements)
-    one_entry_per_row = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    one_entry_per_row = isinstance(value, list) or (
+        isinstance(value, np.ndarray) and value.ndim > 0
+    )
     if one_entry_per_row and len(value) == size:
         return value[first : first + count]
     return value
@@ -261,7 +279,9 @@ def _view_rows(value: Tensor, first: int, count: int) -> Tensor:
 
 def rows_of(batch: Batch | None) -> int | None:
     """Rows of the first tensor that is cut into microbatches; None without one."""
-    candidates = [value for _, value in _entries(batch) if _has_rows(value)] or pytree.tree_leaves(batch)
+    candidates = [value for _, value in _entries(batch) if _has_rows(value)] or pytree.tree_leaves(
+        batch
+    )
     return next((value.shape[0] for value in candidates if _has_rows(value)), None)
 
 

@@ -57,7 +57,9 @@ def _unmarked_matrices(modules: Mapping[int, nn.Module]) -> list[_Matrix]:
 def _refuse_different_ends(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
     """Raise ValueError, on every rank: a marked table whose two ends hold different values. All-gather over pp."""
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
-    tables = [parameter for parameter in parameters if _is_marked(parameter) and not parameter.is_meta]
+    tables = [
+        parameter for parameter in parameters if _is_marked(parameter) and not parameter.is_meta
+    ]
     # a sum of absolute values is enough to tell two initialisations apart, and is cheap to compare
     local_sums = [float(table.detach().abs().sum(dtype=torch.float64)) for table in tables]
     totals = []  # (rank, sum of absolute values)
@@ -78,20 +80,26 @@ def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
     drift apart. Two all-gathers over pp.
     """
     # weights that a checkpoint will fill are no numbers yet, and are equal once it has
-    await_checkpoint = any(getattr(module, "awaits_checkpoint", False) for module in modules.values())
+    await_checkpoint = any(
+        getattr(module, "awaits_checkpoint", False) for module in modules.values()
+    )
     if ps.size("pp") == 1 or await_checkpoint:
         return
     _refuse_different_ends(modules, ps)
     first_by_content: dict[tuple, tuple[int, _Matrix]] = {}  # (checksum, shape) -> (rank, matrix)
     twins = []
-    for rank, matrices in enumerate(all_gather_objects(_unmarked_matrices(modules), ps.group("pp"))):
+    for rank, matrices in enumerate(
+        all_gather_objects(_unmarked_matrices(modules), ps.group("pp"))
+    ):
         for matrix in matrices:
             first = first_by_content.setdefault((matrix.checksum, matrix.shape), (rank, matrix))
             if first[0] != rank:
                 twins.append((first, (rank, matrix)))
     if twins:
         # an embedding is the likelier one to be meant as tied: warn of that first
-        with_embedding = [pair for pair in twins if pair[0][1].is_embedding or pair[1][1].is_embedding]
+        with_embedding = [
+            pair for pair in twins if pair[0][1].is_embedding or pair[1][1].is_embedding
+        ]
         first, second = (with_embedding or twins)[0]
         warnings.warn(_twins_warning(first, second), stacklevel=4)
 
@@ -145,10 +153,14 @@ def detach_tied_gradients(
     return earlier_grads
 
 
-def sum_tied_gradients(earlier_grads: Mapping[nn.Parameter, Tensor | None], ps: ParallelState) -> None:
+def sum_tied_gradients(
+    earlier_grads: Mapping[nn.Parameter, Tensor | None], ps: ParallelState
+) -> None:
     """After the step: sums the gradients of both ends. All-reduce over the ranks of the first and the last stage."""
     for parameter, earlier in earlier_grads.items():
-        if parameter.grad is None:  # this end got no gradient; the other one waits in the all-reduce all the same
+        if (
+            parameter.grad is None
+        ):  # this end got no gradient; the other one waits in the all-reduce all the same
             parameter.grad = torch.zeros_like(parameter)
         # both ends have the sum now, and make the same update
         all_reduce(parameter.grad, ps.group("embedding"))

@@ -61,7 +61,9 @@ class Schedule:
     name: str = "custom"
 
     @classmethod
-    def make(cls, placement: Iterable[int], orders: Iterable[Iterable[Action]], name: str = "custom") -> "Schedule":
+    def make(
+        cls, placement: Iterable[int], orders: Iterable[Iterable[Action]], name: str = "custom"
+    ) -> "Schedule":
         """A schedule from any iterables: stages' ranks, and one order of actions per rank."""
         return cls(tuple(placement), tuple(tuple(order) for order in orders), name)
 
@@ -85,7 +87,9 @@ class Schedule:
     def recomputed(self) -> frozenset[tuple[int, int | None]]:
         """(stage, microbatch) of every R."""
         actions = chain.from_iterable(self.orders)
-        return frozenset((action.stage, action.microbatch) for action in actions if action.kind == "R")
+        return frozenset(
+            (action.stage, action.microbatch) for action in actions if action.kind == "R"
+        )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, ascending."""
@@ -104,7 +108,9 @@ class Schedule:
         name, colon, placement_text = head.rpartition(":")
         # `isdecimal` alone would take other scripts' digits, and a number of any length
         ranks = placement_text.split()
-        are_numbers = all(rank.isascii() and rank.isdecimal() and len(rank) < MAX_LENGTH for rank in ranks)
+        are_numbers = all(
+            rank.isascii() and rank.isdecimal() and len(rank) < MAX_LENGTH for rank in ranks
+        )
         if not colon or not ranks or not are_numbers:
             raise ValueError(
                 f"a schedule's text starts with `name: rank of stage 0, of stage 1 ..`, got {head[:60]!r}"

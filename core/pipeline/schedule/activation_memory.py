@@ -26,14 +26,22 @@ class ActivationMemory:
         self.problem, self.limits, self.careful = problem, limits, careful
         self.used = [0.0] * problem.ranks
         self.progress = [[0] * problem.microbatches for _ in range(problem.ranks)]
-        self.oldest, self.newest = [0] * problem.ranks, [0] * problem.ranks  # microbatches in flight
+        self.oldest, self.newest = (
+            [0] * problem.ranks,
+            [0] * problem.ranks,
+        )  # microbatches in flight
         # bits to shift by, of each stage
         self.shift = [
-            problem.stages_of[rank].index(stage) * STATE_BITS for stage, rank in enumerate(problem.placement)
+            problem.stages_of[rank].index(stage) * STATE_BITS
+            for stage, rank in enumerate(problem.placement)
         ]
-        self.remaining_by_progress: list[dict[int, tuple[float, float]]] = [{} for _ in range(problem.ranks)]
+        self.remaining_by_progress: list[dict[int, tuple[float, float]]] = [
+            {} for _ in range(problem.ranks)
+        ]
         self.peak_of_one = [self.remaining(rank, 0)[0] for rank in range(problem.ranks)]
-        self.finished = [sum(ALL_DONE << self.shift[stage] for stage in stages) for stages in problem.stages_of]
+        self.finished = [
+            sum(ALL_DONE << self.shift[stage] for stage in stages) for stages in problem.stages_of
+        ]
 
     def remaining(self, rank: int, progress: int) -> tuple[float, float]:
         """(memory it takes on top to end a microbatch with this progress, memory that it holds now)."""
@@ -66,7 +74,9 @@ class ActivationMemory:
         used = self.used[rank] + more
         if more <= 0:
             return True
-        if not self.careful or used + self.peak_of_one[rank] <= limit:  # room for a whole microbatch: surely safe
+        if (
+            not self.careful or used + self.peak_of_one[rank] <= limit
+        ):  # room for a whole microbatch: surely safe
             return used <= limit
 
         # the banker's rule: let the microbatches in flight end in turn, each giving its memory back
@@ -103,5 +113,7 @@ class ActivationMemory:
         self.progress[rank][microbatch] = self.after(microbatch, rank, stage, kind)
         self.newest[rank] = max(self.newest[rank], microbatch + 1)
         rank_progress, finished = self.progress[rank], self.finished[rank]
-        while self.oldest[rank] < self.newest[rank] and rank_progress[self.oldest[rank]] == finished:
+        while (
+            self.oldest[rank] < self.newest[rank] and rank_progress[self.oldest[rank]] == finished
+        ):
             self.oldest[rank] += 1

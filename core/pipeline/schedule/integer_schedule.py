@@ -29,7 +29,11 @@ class SchedulingProblem:
     """
 
     def __init__(
-        self, placement: Sequence[int], microbatches: int, costs: Costs, recompute: Collection[int] = ()
+        self,
+        placement: Sequence[int],
+        microbatches: int,
+        costs: Costs,
+        recompute: Collection[int] = (),
     ) -> None:
         self.placement, self.microbatches = tuple(placement), microbatches
         self.stages, self.ranks = len(self.placement), max(self.placement) + 1
@@ -95,7 +99,9 @@ class SchedulingProblem:
                 work -= self.microbatches * max(0.0, self.duration[first + R] - wait)
             until_first = 0.0
             for stage in range(stages[0]):
-                until_first += self.duration[stage * self.stride] + self.delay[(stage + 1) * self.stride]
+                until_first += (
+                    self.duration[stage * self.stride] + self.delay[(stage + 1) * self.stride]
+                )
             bound = max(bound, until_first + work)
         return bound
 
@@ -125,7 +131,9 @@ class SchedulingProblem:
                 peak = memory
         return durations, peak
 
-    def end_times(self, orders: IntegerOrders, durations: list[list[float]]) -> tuple[float, list[float]] | None:
+    def end_times(
+        self, orders: IntegerOrders, durations: list[list[float]]
+    ) -> tuple[float, list[float]] | None:
         """(makespan, end of each action) if each rank does its list in order; None for a deadlock.
 
         The hottest path of the search: every rank runs until it needs a result that is not there, and leaves its
@@ -195,7 +203,9 @@ class SchedulingProblem:
         """The inverse of `schedule`, for a complete one; None when it recomputes other stages than this problem."""
         if any(not self.recomputed[stage] for stage, _ in schedule.recomputed):
             return None
-        recomputed_stages = [stage for stage, recomputed in enumerate(self.recomputed) if recomputed]
+        recomputed_stages = [
+            stage for stage, recomputed in enumerate(self.recomputed) if recomputed
+        ]
         full_schedule = split_backward(add_recompute(schedule, recomputed_stages))
         orders: IntegerOrders = []
         for rank_order in full_schedule.orders:

@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from core.pipeline.schedule.activation_memory import ActivationMemory
-from core.pipeline.schedule.integer_schedule import KIND_BITS, KINDS, F, I, IntegerOrders, R, SchedulingProblem, W
+from core.pipeline.schedule.integer_schedule import (
+    KIND_BITS,
+    KINDS,
+    F,
+    I,
+    IntegerOrders,
+    R,
+    SchedulingProblem,
+    W,
+)
 
 FOREVER = 1 << 60
 
@@ -55,7 +64,16 @@ class Policies:
         frequent = ("IFRW", "IFWR", "IRFW", "FIRW", "FIWR", "FRIW")
         permutations = map("".join, itertools.permutations(KINDS))
         not_recompute_first = [kinds for kinds in permutations if kinds[0] != "R"]
-        in_flight = (ranks // 2, ranks * 3 // 4, ranks, ranks, ranks * 3 // 2, 2 * ranks, FOREVER, FOREVER)
+        in_flight = (
+            ranks // 2,
+            ranks * 3 // 4,
+            ranks,
+            ranks,
+            ranks * 3 // 2,
+            2 * ranks,
+            FOREVER,
+            FOREVER,
+        )
         self.rng, self.plain = rng, list(PLAIN_POLICIES)
         # options without an effect in this problem have one value
         ahead = (0, 1, 1, 2) if any(problem.recomputed) else (0,)
@@ -92,7 +110,9 @@ class ListScheduler:
     def __init__(self, problem: SchedulingProblem, limits: Sequence[float], policy: Policy) -> None:
         self.problem, self.policy = problem, policy
         self.memory = ActivationMemory(problem, limits, policy.careful)
-        self.priority = [policy.kinds.index(kind) for kind in KINDS]  # by kind; the smallest goes first
+        self.priority = [
+            policy.kinds.index(kind) for kind in KINDS
+        ]  # by kind; the smallest goes first
         self.done_count = [[0] * problem.stages for _ in KINDS]  # microbatches by kind and stage
         # (stage, microbatch) whose W waits, per rank, oldest first
         self.waiting_weights: list[deque[tuple[int, int]]] = [deque() for _ in range(problem.ranks)]
@@ -100,7 +120,9 @@ class ListScheduler:
         self.orders: IntegerOrders = [[] for _ in range(problem.ranks)]
         self.free_at = [0.0] * problem.ranks
         self.entry_interval = policy.pace * problem.time_per_microbatch
-        self.events = [(0.0, rank) for rank in range(problem.ranks)]  # a heap: when to look at which rank
+        self.events = [
+            (0.0, rank) for rank in range(problem.ranks)
+        ]  # a heap: when to look at which rank
 
     def arrival(self, action: int) -> float:
         """When the input of an action is there (-1: not yet known)."""
@@ -137,7 +159,11 @@ class ListScheduler:
                 microbatch = done_recompute[stage]
                 needed = microbatch == oldest and gradient >= 0
                 allowed = needed or microbatch < oldest + policy.ahead
-                if microbatch < done_forward[stage] and allowed and fits(rank, stage, microbatch, R):
+                if (
+                    microbatch < done_forward[stage]
+                    and allowed
+                    and fits(rank, stage, microbatch, R)
+                ):
                     # needed for an I, it is as urgent as the I itself; with `ahead` it need not wait for the gradient
                     recompute_priority = priority[I] if needed else priority[R]
                     arrival = gradient if needed and not policy.ahead else 0.0
@@ -147,7 +173,9 @@ class ListScheduler:
             microbatch = done_forward[stage]
             if microbatch < problem.microbatches and microbatch - oldest < policy.in_flight:
                 arrival = self.arrival(problem.action(F, stage, microbatch))
-                followed_by_input = policy.direct and stage == problem.stages - 1 and microbatch == oldest
+                followed_by_input = (
+                    policy.direct and stage == problem.stages - 1 and microbatch == oldest
+                )
                 up_to = R if followed_by_input and recomputed else F
                 if arrival >= 0 and fits(rank, stage, microbatch, up_to):
                     yield priority[F], stage, microbatch, arrival, F
@@ -167,7 +195,11 @@ class ListScheduler:
                 later.append((arrival, priority))
                 continue
             # the deepest stage has the least work before it; the oldest microbatch frees its memory first
-            key = (priority, -stage, microbatch) if self.policy.deep else (priority, microbatch, -stage)
+            key = (
+                (priority, -stage, microbatch)
+                if self.policy.deep
+                else (priority, microbatch, -stage)
+            )
             if key < best_key:
                 best, best_key = (stage, microbatch, kind), key
         if best is None:
@@ -175,8 +207,13 @@ class ListScheduler:
         # patience: it may pay to wait for something better that is about to arrive
         if later and self.policy.patience:
             stage, _, kind = best
-            until = now + self.policy.patience * self.problem.duration[stage * self.problem.stride + kind]
-            worth_waiting = [arrival for arrival, priority in later if priority < best_key[0] and arrival < until]
+            until = (
+                now
+                + self.policy.patience * self.problem.duration[stage * self.problem.stride + kind]
+            )
+            worth_waiting = [
+                arrival for arrival, priority in later if priority < best_key[0] and arrival < until
+            ]
             if worth_waiting:
                 return min(worth_waiting), None
         return now, best
@@ -218,7 +255,9 @@ class ListScheduler:
         neighbour = stage + direction
         if 0 <= neighbour < problem.stages and problem.placement[neighbour] != rank:
             consumer = action + direction * problem.stride
-            heapq.heappush(self.events, (end + problem.delay[consumer], problem.placement[neighbour]))
+            heapq.heappush(
+                self.events, (end + problem.delay[consumer], problem.placement[neighbour])
+            )
         return end
 
     def run(self) -> IntegerOrders | None:
@@ -237,7 +276,9 @@ class ListScheduler:
         return self.orders
 
 
-def list_schedule(problem: SchedulingProblem, limits: Sequence[float], policy: Policy) -> IntegerOrders | None:
+def list_schedule(
+    problem: SchedulingProblem, limits: Sequence[float], policy: Policy
+) -> IntegerOrders | None:
     """One pass under memory limits (per rank) and a policy; None when it deadlocks.
 
     With limits that let one microbatch at a time through, a careful one never does.

@@ -27,7 +27,9 @@ def _storages(values: Any) -> dict[int, Any]:
             inner_names, _ = leaf.__tensor_flatten__()
             storages |= _storages([getattr(leaf, name) for name in inner_names])
         elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            with suppress(NotImplementedError, RuntimeError):  # a user's own kind of tensor, without memory
+            with suppress(
+                NotImplementedError, RuntimeError
+            ):  # a user's own kind of tensor, without memory
                 storage = leaf.untyped_storage()
                 storages[storage._cdata] = storage
     return storages
@@ -106,7 +108,12 @@ class MemoryWatch:
     live: LiveStorages = field(default_factory=LiveStorages)
 
     def around(
-        self, action: Action, module: nn.Module, microbatch: Any, received: Any, run: Callable[[], tuple[Any, Any]]
+        self,
+        action: Action,
+        module: nn.Module,
+        microbatch: Any,
+        received: Any,
+        run: Callable[[], tuple[Any, Any]],
     ) -> None:
         """Run an action and count its bytes.
 
@@ -137,7 +144,11 @@ class MemoryWatch:
             stage.beyond = max(stage.beyond, top - graph_bytes)
         elif kind == "I":
             excluded = _storages(not_activations)
-            waiting = sum(storage.nbytes() for key, storage in _storages(left_behind).items() if key not in excluded)
+            waiting = sum(
+                storage.nbytes()
+                for key, storage in _storages(left_behind).items()
+                if key not in excluded
+            )
             stage.waiting = max(stage.waiting, waiting)
             stage.beyond = max(stage.beyond, top - max(0, stage.waiting - stage.graph))
         else:
@@ -158,7 +169,9 @@ def _unshared_bytes(handed_on: Any) -> int:
     return sum(storages[key].nbytes() for key in unshared)
 
 
-def live_peaks(schedule: Schedule, stages: Mapping[int, StageMemory], depth: int) -> tuple[float, ...]:
+def live_peaks(
+    schedule: Schedule, stages: Mapping[int, StageMemory], depth: int
+) -> tuple[float, ...]:
     """The most bytes that live on each rank: what the player counts, the inside of actions, and messages.
 
     depth: how many receives are posted ahead. A message counts from the posting of its receive until the action
@@ -171,8 +184,15 @@ def live_peaks(schedule: Schedule, stages: Mapping[int, StageMemory], depth: int
 class _RankWalk:
     """Through the plan of one rank, counting bytes."""
 
-    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int) -> None:
-        self.schedule, self.plan, self.stages, self.depth = schedule, plan(schedule, rank), stages, depth
+    def __init__(
+        self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int
+    ) -> None:
+        self.schedule, self.plan, self.stages, self.depth = (
+            schedule,
+            plan(schedule, rank),
+            stages,
+            depth,
+        )
         small_messages = schedule.stages
         if schedule.placement[-1] == rank:  # the last stage keeps the sums of every microbatch
             small_messages += schedule.microbatches

@@ -13,7 +13,9 @@ class _Partial(NamedTuple):
     ends: tuple[int, ...]  # the layer after each stage
 
 
-def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
+def partition(
+    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+) -> list[range]:
     """The layers of each stage, at least one each: the slowest stage is as fast as possible, then the next.
 
     costs: of each layer, measured or estimated. first, last: of the embedding on the first stage and of the
@@ -52,14 +54,20 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
                     continue
                 cost = stage_cost(stage, begin, end)
                 slowest = max(shorter.slowest, cost)
-                options.append(_Partial(slowest, shorter.sum_of_squares + cost * cost, (*shorter.ends, end)))
+                options.append(
+                    _Partial(slowest, shorter.sum_of_squares + cost * cost, (*shorter.ends, end))
+                )
             extended[end] = min(options)
         best = extended
     complete = best[layers]
     assert complete is not None
-    return [range(begin, end) for begin, end in zip((0, *complete.ends), complete.ends, strict=False)]
+    return [
+        range(begin, end) for begin, end in zip((0, *complete.ends), complete.ends, strict=False)
+    ]
 
 
 def even(layers: int, stages: int) -> list[range]:
     """The same number of layers per stage, as near as it goes."""
-    return [range(stage * layers // stages, (stage + 1) * layers // stages) for stage in range(stages)]
+    return [
+        range(stage * layers // stages, (stage + 1) * layers // stages) for stage in range(stages)
+    ]

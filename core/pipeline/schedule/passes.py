@@ -38,7 +38,9 @@ def add_gathers(schedule: Schedule) -> Schedule:
     gathered once per step and stay whole meanwhile, where memory allows it."""
 
     def with_gathers(order: Order) -> Iterator[Action]:
-        last_use = {action.stage: index for index, action in enumerate(order) if action.kind in "FRIB"}
+        last_use = {
+            action.stage: index for index, action in enumerate(order) if action.kind in "FRIB"
+        }
         unsharded: set[int] = set()
         for index, action in enumerate(order):
             if action.stage not in unsharded:

@@ -127,9 +127,13 @@ def _check_action(schedule: Schedule, rank: int, action: Action, count: int, don
     kind, stage, microbatch = action
     subject = f"schedule {schedule.name!r}, rank {rank}: {action}"
     if stage >= schedule.stages or microbatch is None or microbatch >= count:
-        raise ValueError(f"{subject} is none of its {schedule.stages} stages and {count} microbatches")
+        raise ValueError(
+            f"{subject} is none of its {schedule.stages} stages and {count} microbatches"
+        )
     if schedule.placement[stage] != rank:
-        raise ValueError(f"{subject} belongs to rank {schedule.placement[stage]}, where stage {stage} is placed")
+        raise ValueError(
+            f"{subject} belongs to rank {schedule.placement[stage]}, where stage {stage} is placed"
+        )
 
     # a backward is whole or in two halves, never both
     fused_is_done = ("B", stage, microbatch) in done
@@ -139,7 +143,9 @@ def _check_action(schedule: Schedule, rank: int, action: Action, count: int, don
 
     needed = {"F": "", "R": "F", "I": "F", "B": "F", "W": "I"}[kind]
     if needed and (needed, stage, microbatch) not in done:
-        raise ValueError(f"{subject} comes before {Action(needed, stage, microbatch)}, whose result it needs")
+        raise ValueError(
+            f"{subject} comes before {Action(needed, stage, microbatch)}, whose result it needs"
+        )
     if kind == "R" and (input_is_done or fused_is_done):
         raise ValueError(f"{subject} comes after the backward that would need it")
 
@@ -229,7 +235,9 @@ def play(schedule: Schedule, costs: Costs | None = None, *, fused_backward: bool
     return Played(timeline, peaks, memory)
 
 
-def _memory_curve(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tuple[tuple[float, float], ...]:
+def _memory_curve(
+    schedule: Schedule, row: Sequence[Event], costs: Costs
+) -> tuple[tuple[float, float], ...]:
     """(time, memory) of one rank: an F or R takes its memory when it starts, an I or W gives it when it ends; of a B
     the I ends first, and what waits for its W is there in between."""
     changes: list[tuple[float, float]] = []
@@ -256,14 +264,18 @@ def _memory_curve(schedule: Schedule, row: Sequence[Event], costs: Costs) -> tup
 
 def _describe_deadlock(schedule: Schedule, position: Sequence[int], done: Mapping) -> str:
     """Follow who waits for whom until a rank comes back, or has ended without the action."""
-    stuck_ranks = [rank for rank, order in enumerate(schedule.orders) if position[rank] < len(order)]
+    stuck_ranks = [
+        rank for rank, order in enumerate(schedule.orders) if position[rank] < len(order)
+    ]
     rank, path, waits = stuck_ranks[0], [], []
     while rank not in path:
         path.append(rank)
         action = schedule.orders[rank][position[rank]]
         missing = next(source for source in _sources(schedule, action) if source not in done)
         source_rank = schedule.placement[missing[1]]
-        waits.append(f"rank {rank} stops at {action} and waits for {Action(*missing)} of rank {source_rank}")
+        waits.append(
+            f"rank {rank} stops at {action} and waits for {Action(*missing)} of rank {source_rank}"
+        )
         rank = source_rank
         if rank not in stuck_ranks:
             return f"schedule {schedule.name!r} never ends: {', '.join(waits)}, which has ended without it"

@@ -62,7 +62,9 @@ def _look_up(name: str) -> Named:
 
 def _check_positive(count: int, noun: str) -> None:
     if not hasattr(count, "__index__"):
-        raise ValueError(f"a schedule needs a whole number of {noun}s, got {count!r}; convert it with int()")
+        raise ValueError(
+            f"a schedule needs a whole number of {noun}s, got {count!r}; convert it with int()"
+        )
     if count < 1:
         raise ValueError(f"a schedule needs at least 1 {noun}, got {count}")
 
@@ -105,7 +107,9 @@ def placement(schedule: str | Generator, ranks: int, chunks: int | None = None) 
     return _look_up(schedule).place(ranks, chunks_of(schedule, chunks))
 
 
-def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make(
+    schedule: str | Generator, ranks: int, microbatches: int, chunks: int | None = None
+) -> Schedule:
     """A named schedule, or one of your own, checked.
 
     Raises ValueError: unknown name; ranks, microbatches or chunks that cannot be; a generator of your own whose
@@ -122,7 +126,9 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
         return named.generator(ranks, microbatches)
 
     if chunks is not None:
-        raise ValueError(f"chunks {chunks} is for named schedules; a generator of your own places its stages itself")
+        raise ValueError(
+            f"chunks {chunks} is for named schedules; a generator of your own places its stages itself"
+        )
     if not callable(schedule):
         raise ValueError(
             f"schedule={schedule!r} is no schedule: give a name ({', '.join(NAMED)}, auto), a Schedule, or a "
@@ -130,7 +136,9 @@ def make(schedule: str | Generator, ranks: int, microbatches: int, chunks: int |
         )
     generated = schedule(ranks, microbatches)
     if not isinstance(generated, Schedule):
-        raise ValueError(f"the function for the schedule returned {generated!r}, not a Schedule; use Schedule.make")
+        raise ValueError(
+            f"the function for the schedule returned {generated!r}, not a Schedule; use Schedule.make"
+        )
     # before anything runs: other ranks would wait for actions that never come
     if (generated.ranks, generated.microbatches) != (ranks, microbatches):
         raise ValueError(

@@ -37,7 +37,9 @@ class Timeline:
         end of the step is the common moment by which they are aligned.
         """
         longest = max(measured.length for measured in measurements)
-        return cls(tuple(_shift(measured.events, longest - measured.length) for measured in measurements))
+        return cls(
+            tuple(_shift(measured.events, longest - measured.length) for measured in measurements)
+        )
 
     @property
     def makespan(self) -> float:

@@ -32,34 +32,45 @@ def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:
     chunks = -(-len(stages) // ranks)
     equal_costs = Costs().divided(chunks)
     named = [
-        schedule for schedule in candidates(stages, microbatches) if play(schedule, equal_costs).peak <= ranks + 0.5
+        schedule
+        for schedule in candidates(stages, microbatches)
+        if play(schedule, equal_costs).peak <= ranks + 0.5
     ]
     if named:
         return min(named, key=lambda schedule: play(schedule, equal_costs).makespan)
     return search(stages, microbatches, equal_costs, budget=1_000_000).schedule
 
 
-def measured_costs(schedule: Schedule, timeline: Timeline, memory: Mapping[int, StageMemory]) -> Costs:
+def measured_costs(
+    schedule: Schedule, timeline: Timeline, memory: Mapping[int, StageMemory]
+) -> Costs:
     """Medians per stage of what a step took; an R that never ran costs what F does.
 
     Raises ValueError: a timeline without an F of every stage.
     """
-    durations: dict[str, list[list[float]]] = {kind: [[] for _ in range(schedule.stages)] for kind in "FIWR"}
+    durations: dict[str, list[list[float]]] = {
+        kind: [[] for _ in range(schedule.stages)] for kind in "FIWR"
+    }
     for row in timeline.rows:
         for action, start, end in row:
             durations[action.kind][action.stage].append(end - start)
     if not all(durations["F"]):
         measured_stages = sum(map(bool, durations["F"]))
-        raise ValueError(f"the timeline has {measured_stages} of {schedule.stages} stages; run a step first")
+        raise ValueError(
+            f"the timeline has {measured_stages} of {schedule.stages} stages; run a step first"
+        )
 
     # the median: the first microbatches of a step are slower (allocation), and others may be disturbed
     per_stage: dict[str, Any] = {}
     for kind, by_stage in durations.items():
         per_stage[kind] = tuple(
-            median(stage_durations or durations["F"][stage]) for stage, stage_durations in enumerate(by_stage)
+            median(stage_durations or durations["F"][stage])
+            for stage, stage_durations in enumerate(by_stage)
         )
     for name in BYTE_COSTS:
-        per_stage[name] = tuple(float(getattr(memory[stage], name)) for stage in range(schedule.stages))
+        per_stage[name] = tuple(
+            float(getattr(memory[stage], name)) for stage in range(schedule.stages)
+        )
     return Costs(**per_stage, comm=_message_delay(schedule, timeline))
 
 
@@ -133,7 +144,9 @@ class Tuner:
         text, problem = "", None
         if self.ps.rank == 0:
             try:
-                self.result = self._search(schedule, measured_costs(schedule, timeline, memory), memory)
+                self.result = self._search(
+                    schedule, measured_costs(schedule, timeline, memory), memory
+                )
                 text = self.result.schedule.text()
                 print(self.result.summary(" MiB"), flush=True)
             except Exception as error:
@@ -143,7 +156,9 @@ class Tuner:
             raise ValueError(problem)
         return Schedule.parse(text)
 
-    def _search(self, schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory]) -> SearchResult:
+    def _search(
+        self, schedule: Schedule, costs: Costs, memory: Mapping[int, StageMemory]
+    ) -> SearchResult:
         """The best schedule found of which no more than the limit lives.
 
         The search counts what is held between actions. What lives beside it (`live_peaks`: the inside of actions,
@@ -155,7 +170,9 @@ class Tuner:
             limit = max(live_peaks(schedule, memory, self.depth))
         in_mebibytes: dict[str, Any] = {}
         for name in BYTE_COSTS:
-            in_mebibytes[name] = tuple(costs.at(name, stage) / MIB for stage in range(schedule.stages))
+            in_mebibytes[name] = tuple(
+                costs.at(name, stage) / MIB for stage in range(schedule.stages)
+            )
         costs = replace(costs, **in_mebibytes)
 
         problem = SchedulingProblem(schedule.placement, self.microbatches, costs, self.recomputed)
@@ -179,7 +196,9 @@ class Tuner:
                     enough=WORTH_SEARCHING,
                     candidates=named,
                 )
-            except ValueError:  # nothing fits beside these margins; a schedule that holds less has smaller ones
+            except (
+                ValueError
+            ):  # nothing fits beside these margins; a schedule that holds less has smaller ones
                 margins = _memory_beside(smallest, costs, memory, self.depth)
                 continue
             beside = _memory_beside(result.schedule, costs, memory, self.depth)
@@ -195,7 +214,14 @@ class Tuner:
         limits = tuple(limit / MIB - margin for margin in beside)
         steps = ((smallest.name, played.makespan),)
         return SearchResult(
-            smallest, played, max(problem.work), problem.bound(), limits, steps, 0, memory_beside=beside
+            smallest,
+            played,
+            max(problem.work),
+            problem.bound(),
+            limits,
+            steps,
+            0,
+            memory_beside=beside,
         )
 
     def _print_comparison(self, timeline: Timeline) -> None:

@@ -8,7 +8,13 @@ import random
 from collections.abc import Sequence
 from time import perf_counter
 
-from core.pipeline.schedule.integer_schedule import KIND_BITS, F, I, IntegerOrders, SchedulingProblem
+from core.pipeline.schedule.integer_schedule import (
+    KIND_BITS,
+    F,
+    I,
+    IntegerOrders,
+    SchedulingProblem,
+)
 
 # The temperature: how much longer a step may get, first and last, in units of the mean time of an action
 FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.3, 0.02
@@ -20,7 +26,11 @@ class Climber:
     """Orders that it changes in place, and the best ones it saw. spent: actions looked at, the measure of work."""
 
     def __init__(
-        self, problem: SchedulingProblem, orders: IntegerOrders, limits: Sequence[float], rng: random.Random
+        self,
+        problem: SchedulingProblem,
+        orders: IntegerOrders,
+        limits: Sequence[float],
+        rng: random.Random,
     ) -> None:
         self.problem, self.limits, self.rng = problem, limits, rng
         self.spent, self.best_orders = 0, orders

@@ -131,7 +131,9 @@ def search(
         played = play(schedule, costs)
     named_steps = tuple((candidate.name, result.makespan) for candidate, result in named)
     time_limit = seconds if perf_counter() > deadline else 0.0
-    return SearchResult(schedule, played, max(problem.work), problem.bound(), limits, named_steps, spent, time_limit)
+    return SearchResult(
+        schedule, played, max(problem.work), problem.bound(), limits, named_steps, spent, time_limit
+    )
 
 
 def default_budget(actions: int) -> int:
@@ -146,7 +148,9 @@ def _limits_per_rank(memory_limit: float | Sequence[float] | None, ranks: int) -
         return (memory_limit,) * ranks
     limits = tuple(memory_limit)
     if len(limits) != ranks:
-        raise ValueError(f"{len(limits)} memory limits for {ranks} ranks; give one number, or one per rank")
+        raise ValueError(
+            f"{len(limits)} memory limits for {ranks} ranks; give one number, or one per rank"
+        )
     return limits
 
 
@@ -199,7 +203,12 @@ class _BestOrders:
 
 
 def _improve(
-    problem: SchedulingProblem, starts: _BestOrders, budget: int, seed: int, deadline: float, enough: float
+    problem: SchedulingProblem,
+    starts: _BestOrders,
+    budget: int,
+    seed: int,
+    deadline: float,
+    enough: float,
 ) -> int:
     """Improve `starts` until the budget is spent, the time over or the bound as good as reached; returns what was
     spent."""
@@ -209,7 +218,9 @@ def _improve(
 
     # half of the budget for list scheduling, but no more passes than are useful
     passes = min(budget // 2 // (PASS_COST * actions), MAX_PASSES)
-    spent = _list_schedules(problem, starts, passes, bound, rng, deadline) * PASS_COST * problem.actions
+    spent = (
+        _list_schedules(problem, starts, passes, bound, rng, deadline) * PASS_COST * problem.actions
+    )
 
     # the rest for annealing, by successive halving: each round has the same share, for half as many climbers
     remaining_looks = (budget - spent) // actions

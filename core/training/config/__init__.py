@@ -8,7 +8,12 @@ Nothing here needs a process group, or the code that trains.
 
 from core.training.config.across import same_on_all_ranks
 from core.training.config.data import DataConfig
-from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
+from core.training.config.parts import (
+    CheckpointConfig,
+    DataParallelConfig,
+    PipelineConfig,
+    TrainingConfig,
+)
 from core.training.config.run import ConfigError, RunConfig
 from core.training.config.sources import Loaded, load_run
 from core.training.model.config import DTYPES, ModelConfig

@@ -39,9 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE.toml",
         help="tell what a run of these files and flags is",
     )
-    subject.add_argument("--template", nargs="?", const="-", metavar="FILE.toml", help="write a commented file")
+    subject.add_argument(
+        "--template", nargs="?", const="-", metavar="FILE.toml", help="write a commented file"
+    )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks of the run; default: WORLD_SIZE, or 1", default=None
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks of the run; default: WORLD_SIZE, or 1",
+        default=None,
     )
     options, flags = parser.parse_known_args(arguments)
     try:

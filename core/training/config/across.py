@@ -29,7 +29,8 @@ def same_on_all_ranks(run: RunConfig) -> None:
         hidden = len(differences) - _MAX_SHOWN
         more = f"; and {hidden} more" if hidden > 0 else ""
         raise ValueError(
-            "; ".join(differences[:_MAX_SHOWN]) + f"{more}. Give every rank the same files, flags and software"
+            "; ".join(differences[:_MAX_SHOWN])
+            + f"{more}. Give every rank the same files, flags and software"
         )
 
 
@@ -48,5 +49,7 @@ def _differences(per_rank: list[dict[str, Any]]) -> list[str]:
         for name in first | values:
             value, expected = values.get(name), first.get(name)
             if value != expected:
-                messages.append(f"rank {rank} differs from rank 0: {name} {value!r} != {expected!r}")
+                messages.append(
+                    f"rank {rank} differs from rank 0: {name} {value!r} != {expected!r}"
+                )
     return messages

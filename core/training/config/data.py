@@ -85,7 +85,9 @@ class DataConfig:
             )
         for name, prefix in self.valid_sets.items():
             yield (
-                re.fullmatch(r"[\w.-]+", name) is not None and name != "validation" and isinstance(prefix, str),
+                re.fullmatch(r"[\w.-]+", name) is not None
+                and name != "validation"
+                and isinstance(prefix, str),
                 f"valid_sets: {name!r} = {prefix!r} must be a name of letters, digits and ._- other than validation, "
                 "and the prefix of a .bin and .idx",
             )
@@ -95,8 +97,14 @@ class DataConfig:
             )
         yield from self._shard_rules()
         yield from _split_rules(self.split)
-        yield self.sequence_length >= 1, f"sequence_length={self.sequence_length} must be at least 1"
-        yield self.vocab_size >= 257, f"vocab_size={self.vocab_size} cannot hold every byte; use 257 or more"
+        yield (
+            self.sequence_length >= 1,
+            f"sequence_length={self.sequence_length} must be at least 1",
+        )
+        yield (
+            self.vocab_size >= 257,
+            f"vocab_size={self.vocab_size} cannot hold every byte; use 257 or more",
+        )
 
     def _shard_rules(self) -> Iterator[tuple[bool, str]]:
         lists = [name for name in self.train if name.endswith(SUFFIX)]

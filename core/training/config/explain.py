@@ -54,7 +54,12 @@ def _memory(sections: dict) -> Iterator[str]:
     except (ImportError, ValueError, OSError) as error:
         yield f"memory per rank: not known here ({str(error).splitlines()[0]})"
         return
-    parts = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer, "host": state.host}
+    parts = {
+        "weights": state.weights,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "host": state.host,
+    }
     told = " + ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
     total = sum(parts.values()) / 2**20
     yield f"memory per rank: {told} = {total:,.1f} MiB on the fullest one, before activations"
@@ -79,10 +84,14 @@ def _table(merged: Merged) -> Iterator[str]:
             section = field.section
             yield f"[{section}]"
         origin = merged.origin[field.name]
-        columns = f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
+        columns = (
+            f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
+        )
         if help_width < 30:  # a narrow terminal: the help goes below
             yield columns.rstrip()
-            yield from textwrap.wrap(field.help, left_width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            yield from textwrap.wrap(
+                field.help, left_width, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
             continue
         first, *following = textwrap.wrap(field.help, help_width) or [""]
         yield (columns + first).rstrip()
@@ -127,7 +136,11 @@ def template() -> str:
             section = field.section
             if section:
                 lines += ["", *_comment(_first_line(PARTS[section])), f"[{section}]"]
-        lines += ["", *_comment(field.help), *_comment(f"{field.type}; default: {_value_text(field.default)}")]
+        lines += [
+            "",
+            *_comment(field.help),
+            *_comment(f"{field.type}; default: {_value_text(field.default)}"),
+        ]
         lines.append(_setting(field))
     return "\n".join(lines) + "\n"
 

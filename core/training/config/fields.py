@@ -152,7 +152,9 @@ def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise _WrongKind(_kind_of_value(value))
     items = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
-    if strange := [item for item in items if isinstance(item, bool) or not isinstance(item, str | int | float)]:
+    if strange := [
+        item for item in items if isinstance(item, bool) or not isinstance(item, str | int | float)
+    ]:
         raise _WrongKind(f"a list with {strange[0]!r}")
     return tuple(str(item) for item in items)
 
@@ -167,11 +169,24 @@ def _table(value: Any) -> dict[str, str | float]:
     for key, item in value.items():
         if not isinstance(key, str) or not isinstance(item, str | int | float):
             raise _WrongKind(f"a table with {key!r}: {item!r}")
-        table[key] = str(item).lower() if isinstance(item, bool) else item if isinstance(item, str) else _number(item)
+        table[key] = (
+            str(item).lower()
+            if isinstance(item, bool)
+            else item
+            if isinstance(item, str)
+            else _number(item)
+        )
     return table
 
 
-_READ = {"integer": _integer, "number": _number, "flag": _flag, "text": _text, "texts": _texts, "table": _table}
+_READ = {
+    "integer": _integer,
+    "number": _number,
+    "flag": _flag,
+    "text": _text,
+    "texts": _texts,
+    "table": _table,
+}
 
 
 def number_of(text: str) -> int | float | str:
@@ -218,7 +233,11 @@ def docs_of(cls: type) -> dict[str, str]:
     assert isinstance(tree, ast.ClassDef)
     docs = {}
     for node, after in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
             text = after.value.value if isinstance(after.value, ast.Constant) else None
             if isinstance(text, str):
                 docs[node.target.id] = " ".join(text.split())
@@ -248,7 +267,9 @@ def fields_of(cls: type) -> dict[str, Field]:
     return {field.name: field for field in _fields_in(cls)}
 
 
-def flatten(nested: Mapping[str, Any], fields_by_name: Mapping[str, Field]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def flatten(
+    nested: Mapping[str, Any], fields_by_name: Mapping[str, Field]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """({"optimizer": {"lr": 1}} as {"optimizer.lr": 1}, what is said about names that are there twice).
 
     A field that holds a table stays whole. The first one of two values of a name is kept.
@@ -260,13 +281,19 @@ def flatten(nested: Mapping[str, Any], fields_by_name: Mapping[str, Field]) -> t
 
     def walk(keys: tuple[str, ...], value: Any) -> None:
         name = ".".join(keys)
-        if isinstance(value, Mapping) and name not in fields_by_name and (value or not keys or name in sections):
+        if (
+            isinstance(value, Mapping)
+            and name not in fields_by_name
+            and (value or not keys or name in sections)
+        ):
             for key, inner in value.items():
                 walk((*keys, str(key)), inner)
             return
         statement = f"{'.'.join(_quoted(key) for key in keys)} = {brief(value)}"
         if name in flat:
-            twice.append(f"{name} is given twice, as {written[name]} and as {statement}; leave one out")
+            twice.append(
+                f"{name} is given twice, as {written[name]} and as {statement}; leave one out"
+            )
         else:
             flat[name], written[name] = value, statement
 

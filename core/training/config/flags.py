@@ -22,11 +22,28 @@ _CONFIG = "config"
 _MANY = ("texts", "table")
 # what `--help` tells
 COMMON = (
-    *("model.preset", "model.huggingface", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *(
+        "model.preset",
+        "model.huggingface",
+        "model.num_layers",
+        "model.hidden_size",
+        "model.num_attention_heads",
+    ),
     *("model.ffn_hidden_size", "model.bf16"),
     *("parallel.tensor", "parallel.pipeline", "parallel.sequence_parallel", "pipeline.schedule"),
-    *("data_parallel.zero_stage", "data.train", "data.valid", "data.tokenizer", "data.sequence_length"),
-    *("training.train_steps", "training.global_batch_size", "training.micro_batch_size", "training.recompute"),
+    *(
+        "data_parallel.zero_stage",
+        "data.train",
+        "data.valid",
+        "data.tokenizer",
+        "data.sequence_length",
+    ),
+    *(
+        "training.train_steps",
+        "training.global_batch_size",
+        "training.micro_batch_size",
+        "training.recompute",
+    ),
     *("training.eval_interval", "training.output", "optimizer.lr", "optimizer.lr_schedule"),
     *("checkpoint.directory", "checkpoint.every", "device"),
 )
@@ -52,7 +69,11 @@ def flag_of(name: str) -> str:
 
 
 def read_flags(
-    args: Sequence[str], fields_by_name: Mapping[str, Field], *, defaults: Mapping[str, Any], description: str = ""
+    args: Sequence[str],
+    fields_by_name: Mapping[str, Field],
+    *,
+    defaults: Mapping[str, Any],
+    description: str = "",
 ) -> Flags:
     """The flags among `args`. --help prints those that most runs need with `defaults`, --help-all every field with
     its docstring, and leaves (SystemExit).
@@ -80,7 +101,9 @@ def read_flags(
     return Flags(values=values, typed=typed, files=parsed.config, problems=tuple(problems))
 
 
-def short_help(fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any], description: str) -> str:
+def short_help(
+    fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any], description: str
+) -> str:
     """`description`, then flag, default and docstring of each of `COMMON`; of long docstrings the first sentence."""
     width, indent = min(110, shutil.get_terminal_size((110, 24)).columns), " " * 6
     head = "The flags that most runs need; --help-all tells every one:"
@@ -102,7 +125,9 @@ def _scan(
     """(arguments without flags that lack a value, or have one too many; name -> flag as typed; those mistakes)."""
     accepted: list[str] = []
     typed: dict[str, str] = {}
-    problems = [Problem("", "'--' is a stray word among the flags; leave it out")] if "--" in args else []
+    problems = (
+        [Problem("", "'--' is a stray word among the flags; leave it out")] if "--" in args else []
+    )
     args = [word for word in args if word != "--"]
     owner = _Owner("", "text", 0)  # of the words that follow
     for word, after in zip(args, [*args, "--"][1:], strict=True):
@@ -117,8 +142,18 @@ def _scan(
             continue
         head, equals, _ = word.partition("=")
         name, switch = _names(head, fields_by_name)
-        kind = fields_by_name[switch].kind if switch in fields_by_name else "text" if name == _CONFIG else None
-        owner = _Owner(head, "unknown" if kind is None else "config" if name == _CONFIG else kind, int(bool(equals)))
+        kind = (
+            fields_by_name[switch].kind
+            if switch in fields_by_name
+            else "text"
+            if name == _CONFIG
+            else None
+        )
+        owner = _Owner(
+            head,
+            "unknown" if kind is None else "config" if name == _CONFIG else kind,
+            int(bool(equals)),
+        )
         if kind is not None and (switch in typed or name in typed):
             problems.append(Problem("", _twice(head, typed.get(switch) or typed[name], kind)))
             owner = replace(owner, kind="twice")
@@ -127,7 +162,9 @@ def _scan(
         elif _is_switch(fields_by_name.get(switch)):
             owner = _Owner(head, "switch", 0, _switch(switch))
             if equals:
-                problems.append(Problem("", f"{word}: a value is one word too many; use {_switch(switch)}"))
+                problems.append(
+                    Problem("", f"{word}: a value is one word too many; use {_switch(switch)}")
+                )
             else:
                 accepted.append(word)
                 typed[switch] = head
@@ -159,7 +196,11 @@ def _twice(head: str, earlier: str, kind: str) -> str:
     both = head if head == earlier else f"{earlier} and {head}"
     if kind in _MANY:
         return f"{both} is given twice; give all its values after one {head}"
-    return f"{both} is given twice; leave one out" if head == earlier else f"{both} are both given; leave one out"
+    return (
+        f"{both} is given twice; leave one out"
+        if head == earlier
+        else f"{both} are both given; leave one out"
+    )
 
 
 @dataclass(frozen=True)
@@ -211,7 +252,10 @@ def _strays(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Pr
 
 
 def _parsed(
-    args: Sequence[str], fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any], description: str
+    args: Sequence[str],
+    fields_by_name: Mapping[str, Field],
+    defaults: Mapping[str, Any],
+    description: str,
 ) -> tuple[Any, list[str]]:
     try:
         import tyro
@@ -230,7 +274,11 @@ def _parsed(
             )
     except SystemExit as end:
         if end.code and messages.getvalue():  # what the scan did not see; without tyro's frame
-            print("error:", " ".join(re.sub(r"[^\x20-\x7e]", " ", messages.getvalue()).split()), file=sys.stderr)
+            print(
+                "error:",
+                " ".join(re.sub(r"[^\x20-\x7e]", " ", messages.getvalue()).split()),
+                file=sys.stderr,
+            )
         raise
 
 
@@ -251,7 +299,8 @@ def _mirror(tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[st
                 tuple[str, ...],
                 tyro.conf.UseAppendAction,
                 tyro.conf.arg(
-                    help="Read the run from this file; a later one wins, flags win over all.", metavar="FILE.toml"
+                    help="Read the run from this file; a later one wins, flags win over all.",
+                    metavar="FILE.toml",
                 ),
             ],
             field(default=()),
@@ -262,13 +311,20 @@ def _mirror(tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[st
         inner = make_dataclass(kind.__name__, entries(section), kw_only=True)
         first_line = (kind.__doc__ or "").partition("\n")[0]
         entries_by_section.append(
-            (section, Annotated[inner, tyro.conf.arg(help=first_line)], field(default_factory=inner))
+            (
+                section,
+                Annotated[inner, tyro.conf.arg(help=first_line)],
+                field(default_factory=inner),
+            )
         )
     return make_dataclass("Run", entries_by_section, kw_only=True)
 
 
 def _entry(tyro: Any, spec: Field, default: Any) -> tuple[str, Any, Any]:
-    help_ = {"help": spec.help, "help_behavior_hint": f"(default: {NONE if default is None else literal(default)})"}
+    help_ = {
+        "help": spec.help,
+        "help_behavior_hint": f"(default: {NONE if default is None else literal(default)})",
+    }
     if _is_switch(spec):
         return spec.key, Annotated[bool, tyro.conf.arg(**help_)], field(default=bool(default))
     help_["metavar"] = _placeholder(spec)

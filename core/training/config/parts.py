@@ -99,8 +99,14 @@ class DataParallelConfig:
         raise_all("DataParallelConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        yield self.zero_stage in (0, 1, 2, 3), f"zero_stage={self.zero_stage} is unknown; known: 0, 1, 2, 3"
-        yield self.offload in ("none", "optimizer"), f"unknown offload {self.offload!r}; known: none, optimizer"
+        yield (
+            self.zero_stage in (0, 1, 2, 3),
+            f"zero_stage={self.zero_stage} is unknown; known: 0, 1, 2, 3",
+        )
+        yield (
+            self.offload in ("none", "optimizer"),
+            f"unknown offload {self.offload!r}; known: none, optimizer",
+        )
         yield (
             0 <= self.offload_fraction <= 1,
             f"offload_fraction={self.offload_fraction} must be between 0 (nothing) and 1 (all)",
@@ -111,7 +117,10 @@ class DataParallelConfig:
         )
         for name in ("grad_dtype", "reduce_dtype"):
             value = getattr(self, name)
-            yield value is None or value in DTYPES, f"unknown {name} {value!r}; known: {', '.join(DTYPES)}"
+            yield (
+                value is None or value in DTYPES,
+                f"unknown {name} {value!r}; known: {', '.join(DTYPES)}",
+            )
         size = self.bucket_size
         yield size is None or size >= 1, f"bucket_size={size} must be at least 1 element"
         every = self.check_replicas_every
@@ -218,31 +227,52 @@ class TrainingConfig:
         for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
         yield from self._ramp_rules()
-        yield self.train_steps <= MOST_STEPS, f"train_steps={self.train_steps} must be at most 2**62"
+        yield (
+            self.train_steps <= MOST_STEPS,
+            f"train_steps={self.train_steps} must be at most 2**62",
+        )
         for name in ("eval_interval", "eval_batches"):
             yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
         # activation checkpointing
         known = ("none", "selective", "layer", "stage")
         megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
-        yield self.recompute in known, f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}"
+        yield (
+            self.recompute in known,
+            f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}",
+        )
         chunk, keeps = self.loss_chunk, self.recompute_keeps
         yield (
             chunk is None or chunk >= 1,
             f"loss_chunk={chunk} must be at least 1 token; leave it out for all",
         )
-        yield keeps in ("attention", "nothing"), f"unknown recompute_keeps {keeps!r}; known: attention, nothing"
-        yield self.compile in ("none", "layer"), f"unknown compile {self.compile!r}; known: none, layer"
+        yield (
+            keeps in ("attention", "nothing"),
+            f"unknown recompute_keeps {keeps!r}; known: attention, nothing",
+        )
+        yield (
+            self.compile in ("none", "layer"),
+            f"unknown compile {self.compile!r}; known: none, layer",
+        )
         yield from self._profile_rules()
         peak = self.peak_tflops
-        yield peak is None or peak > 0, f"peak_tflops={peak} must be above 0; leave it out to have it found"
+        yield (
+            peak is None or peak > 0,
+            f"peak_tflops={peak} must be above 0; leave it out to have it found",
+        )
 
     def _profile_rules(self) -> Iterator[tuple[bool, str]]:
-        yield self.profile is not None or not self.profile_nvtx, "profile_nvtx needs profile=start:stop; give both"
+        yield (
+            self.profile is not None or not self.profile_nvtx,
+            "profile_nvtx needs profile=start:stop; give both",
+        )
         if self.profile is None:
             return
         steps = self.profiled_steps
         if steps is None:
-            yield False, f"profile={self.profile!r} must be start:stop, such as 20:25 for the steps 20 to 24 (from 0)"
+            yield (
+                False,
+                f"profile={self.profile!r} must be start:stop, such as 20:25 for the steps 20 to 24 (from 0)",
+            )
             return
         yield (
             steps[1] <= self.train_steps,
@@ -256,7 +286,10 @@ class TrainingConfig:
             return
         given = f"rampup_batch_size={' '.join(words)}"
         if len(words) != 3 or not all(word.isdecimal() for word in words):
-            yield False, f"{given} must be 3 whole numbers, start increment samples, as 16 16 100000"
+            yield (
+                False,
+                f"{given} must be 3 whole numbers, start increment samples, as 16 16 100000",
+            )
             return
         start, increment, _ = map(int, words)
         whole = self.global_batch_size
@@ -355,25 +388,37 @@ class CheckpointConfig:
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         for name, minimum in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
-            yield getattr(self, name) >= minimum, f"{name}={getattr(self, name)} must be at least {minimum}"
+            yield (
+                getattr(self, name) >= minimum,
+                f"{name}={getattr(self, name)} must be at least {minimum}",
+            )
         # what is kept, and by which metric
         hours, mode, failure = self.keep_hours, self.keep_best_mode, self.on_failure
         yield hours is None or hours > 0, f"keep_hours={hours} must be above 0"
         yield self.stale_seconds > 0, f"stale_seconds={self.stale_seconds} must be above 0"
-        yield self.keep_best_count >= 1, f"keep_best_count={self.keep_best_count} must be at least 1"
+        yield (
+            self.keep_best_count >= 1,
+            f"keep_best_count={self.keep_best_count} must be at least 1",
+        )
         yield mode in ("min", "max"), f"unknown keep_best_mode {mode!r}; known: min, max"
         yield (
             self.keep_best in (None, *METRICS),
             f"keep_best={self.keep_best!r} is no metric of a run; known: {', '.join(METRICS)}",
         )
-        yield failure in ("retry", "raise", "warn"), f"unknown on_failure {failure!r}; known: retry, raise, warn"
+        yield (
+            failure in ("retry", "raise", "warn"),
+            f"unknown on_failure {failure!r}; known: retry, raise, warn",
+        )
         yield (
             self.load is None or self.weights is None,
             f"load={self.load} goes on with a run and weights={self.weights} begins one; give one of them",
         )
         for name in self.change:
             yield name in CHANGES, f"change names {name!r}; known: {', '.join(CHANGES)}"
-        yield self.resume in ("must", "auto", "never"), f"unknown resume {self.resume!r}; known: must, auto, never"
+        yield (
+            self.resume in ("must", "auto", "never"),
+            f"unknown resume {self.resume!r}; known: must, auto, never",
+        )
         yield (
             self.directory is not None or (self.every == 0 and self.resume != "must"),
             f"every={self.every} and resume={self.resume} need a directory; give one",

@@ -14,7 +14,12 @@ from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.parallel_state.context import wrong_length
 from core.training.config.data import DataConfig
-from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
+from core.training.config.parts import (
+    CheckpointConfig,
+    DataParallelConfig,
+    PipelineConfig,
+    TrainingConfig,
+)
 from core.training.functions import function_of
 from core.training.model import folder
 from core.training.model.config import ModelConfig
@@ -82,7 +87,9 @@ def _folder_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointCo
         # here, so that a run without them is read without the code that trains
         from core.training.model.weights import weights_rules
 
-        yield from weights_rules(model, str(checkpoint.weights), _tokens_of(data), data.sequence_length)
+        yield from weights_rules(
+            model, str(checkpoint.weights), _tokens_of(data), data.sequence_length
+        )
 
 
 def _tokens_of(data: DataConfig) -> int | None:
@@ -165,7 +172,9 @@ def _file_rules(data: DataConfig) -> Rules:
             for _, prefix in open_blend(blend) if blend else ():
                 if is_text(prefix):  # becomes a token file when everything else fits together
                     continue
-                tokens = (Manifest.read(prefix) if is_list(prefix) else TokenFile(prefix)).num_tokens
+                tokens = (
+                    Manifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
+                ).num_tokens
                 yield (
                     length < tokens or name != "train",
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
@@ -174,7 +183,10 @@ def _file_rules(data: DataConfig) -> Rules:
         except (ValueError, OSError) as error:
             yield False, str(error)
     if data.tokenizer is not None:
-        yield Path(data.tokenizer).is_file(), f"tokenizer={data.tokenizer} is not a file; give a tokenizer.json"
+        yield (
+            Path(data.tokenizer).is_file(),
+            f"tokenizer={data.tokenizer} is not a file; give a tokenizer.json",
+        )
 
 
 def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
@@ -190,7 +202,10 @@ def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: Pipelin
     try:
         stages = len(pipeline.placement(parallel.pipeline))
     except Exception as error:  # of a function of the user's, which may raise anything
-        yield False, f"schedule={pipeline.schedule} over pipeline={parallel.pipeline} ranks: {error}"
+        yield (
+            False,
+            f"schedule={pipeline.schedule} over pipeline={parallel.pipeline} ranks: {error}",
+        )
         return
     yield (
         own_model or stages <= num_layers,
@@ -200,7 +215,9 @@ def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: Pipelin
     )
 
 
-def _ramp_rules(training: TrainingConfig, parallel: ParallelConfig, pipeline: PipelineConfig) -> Rules:
+def _ramp_rules(
+    training: TrainingConfig, parallel: ParallelConfig, pipeline: PipelineConfig
+) -> Rules:
     yield (
         training.ramp is None or parallel.pipeline == 1 or pipeline.schedule != "auto",
         f"schedule=auto is searched for one number of microbatches, rampup_batch_size="
@@ -228,9 +245,17 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
             )
     # the run's own directory
     directory = checkpoint.directory
-    if checkpoint.resume == "must" and load is None and directory is not None and "://" not in directory:
+    if (
+        checkpoint.resume == "must"
+        and load is None
+        and directory is not None
+        and "://" not in directory
+    ):
         steps = len(dist_checkpointing.CheckpointRoot(directory).steps())
-        yield steps > 0, f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run"
+        yield (
+            steps > 0,
+            f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run",
+        )
 
 
 def _export_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
@@ -240,10 +265,17 @@ def _export_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointCo
 
 
 def _update_rules(
-    model: ModelConfig, parallel: ParallelConfig, data_parallel: DataParallelConfig, optimizer: OptimizerConfig
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    data_parallel: DataParallelConfig,
+    optimizer: OptimizerConfig,
 ) -> Rules:
     """Muon needs whole matrices; stochastic rounding and loss scales need their dtypes (mixed precision)."""
-    zero_stage, tensor, is_muon = data_parallel.zero_stage, parallel.tensor, optimizer.optimizer == "muon"
+    zero_stage, tensor, is_muon = (
+        data_parallel.zero_stage,
+        parallel.tensor,
+        optimizer.optimizer == "muon",
+    )
     yield (
         not is_muon or (zero_stage == 0 and tensor == 1),
         f"optimizer=muon orthogonalises whole matrices, zero_stage={zero_stage} and tensor={tensor} may cut them; "
@@ -298,7 +330,9 @@ def run_rules(parts: Mapping[str, Any]) -> Rules:
             yield from rules(*(parts[name] for name in needed))
 
 
-def in_world(parallel: ParallelConfig, world_size: int) -> tuple[ParallelConfig, list[tuple[bool, str]]]:
+def in_world(
+    parallel: ParallelConfig, world_size: int
+) -> tuple[ParallelConfig, list[tuple[bool, str]]]:
     """The layout with its data size, and the rule that the world broke, if any."""
     try:
         return parallel.for_world(world_size), []

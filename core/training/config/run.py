@@ -15,7 +15,12 @@ from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten
 from core.training.config.messages.names import unknown
-from core.training.config.parts import CheckpointConfig, DataParallelConfig, PipelineConfig, TrainingConfig
+from core.training.config.parts import (
+    CheckpointConfig,
+    DataParallelConfig,
+    PipelineConfig,
+    TrainingConfig,
+)
 from core.training.config.rules import in_world, run_rules
 from core.training.config.toml_files import read_toml, write_toml
 from core.training.model.config import ModelConfig
@@ -23,7 +28,11 @@ from core.training.model.folder import tokenizer_in
 
 _TRAIN_STEPS, _DECAY_STEPS = "training.train_steps", "optimizer.lr_decay_steps"
 # defaults of a run that differ from those of an optimizer alone
-_OPTIMIZER_DEFAULTS: dict[str, Any] = {"lr_schedule": "cosine", "lr_warmup_fraction": 0.1, "weight_decay": 0.1}
+_OPTIMIZER_DEFAULTS: dict[str, Any] = {
+    "lr_schedule": "cosine",
+    "lr_warmup_fraction": 0.1,
+    "weight_decay": 0.1,
+}
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(0|[1-9][0-9]{0,2}))?")
 
 
@@ -64,7 +73,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.optimizer is None:
             steps = getattr(self.training, "train_steps", None)
-            object.__setattr__(self, "optimizer", OptimizerConfig(**_OPTIMIZER_DEFAULTS, lr_decay_steps=steps))
+            object.__setattr__(
+                self, "optimizer", OptimizerConfig(**_OPTIMIZER_DEFAULTS, lr_decay_steps=steps)
+            )
         for name, kind in PARTS.items():
             section = getattr(self, name)
             if not isinstance(section, kind):
@@ -73,7 +84,11 @@ class RunConfig:
                     "RunConfig.from_dict reads plain values"
                 )
         raise_all("RunConfig", _device_rules(self.device))
-        if self.data.tokenizer is None and (tokenizer := tokenizer_in(self.model.huggingface)) and self.data.train:
+        if (
+            self.data.tokenizer is None
+            and (tokenizer := tokenizer_in(self.model.huggingface))
+            and self.data.train
+        ):
             object.__setattr__(self, "data", replace(self.data, tokenizer=tokenizer))
 
     @classmethod
@@ -149,7 +164,8 @@ def _device_rules(device: object) -> Iterator[tuple[bool, str]]:
         "device='gpu': torch calls it cuda (NVIDIA, AMD), xpu (Intel) or npu; or leave it out",
     )
     yield (
-        device is None or (match is not None and int(match[1] or 0) <= 127),  # torch stores the index in 8 bits
+        device is None
+        or (match is not None and int(match[1] or 0) <= 127),  # torch stores the index in 8 bits
         f"device={device!r} must be a kind, as cpu or cuda, or kind:index with an index from 0 to 127, as cuda:1",
     )
 
@@ -250,7 +266,9 @@ def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ())
         facts, sources = _resolved(sections["model"])
         values, derived = values | facts, derived | sources
     if "device" not in wrong_names:
-        problems += [Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds]
+        problems += [
+            Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds
+        ]
         sections["device"] = valid["device"]
     return Draft(values=values, derived=derived, sections=sections, problems=tuple(problems))
 
@@ -261,7 +279,9 @@ def _fill_derived(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str
     names = {"model.huggingface", "data.tokenizer", "data.train"}
     if not names & wrong_names and valid["data.tokenizer"] is None and valid["data.train"]:
         valid["data.tokenizer"] = tokenizer_in(valid["model.huggingface"])
-        derived |= {"data.tokenizer": "model.huggingface"} if valid["data.tokenizer"] is not None else {}
+        derived |= (
+            {"data.tokenizer": "model.huggingface"} if valid["data.tokenizer"] is not None else {}
+        )
     return derived
 
 
@@ -279,7 +299,10 @@ def _resolved(model: ModelConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _fill_decay_steps(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str]:
-    schedule, warmup_fraction = valid["optimizer.lr_schedule"], valid["optimizer.lr_warmup_fraction"]
+    schedule, warmup_fraction = (
+        valid["optimizer.lr_schedule"],
+        valid["optimizer.lr_warmup_fraction"],
+    )
     needs_steps = schedule in LR_SCHEDULES and (schedule not in ENDLESS or warmup_fraction > 0)
     if not needs_steps or valid[_DECAY_STEPS] is not None or _DECAY_STEPS in wrong_names:
         return {}
@@ -290,15 +313,24 @@ def _fill_decay_steps(valid: dict[str, Any], wrong_names: set[str]) -> dict[str,
 
 
 def _build_section(
-    section: str, kind: type, valid: Mapping[str, Any], config_fields: Mapping[str, Field], derived: Mapping[str, str]
+    section: str,
+    kind: type,
+    valid: Mapping[str, Any],
+    config_fields: Mapping[str, Field],
+    derived: Mapping[str, str],
 ) -> tuple[Any, Problem | None]:
     """A part from valid values, or its broken rules."""
-    arguments = {field.key: valid[field.name] for field in config_fields.values() if field.section == section}
+    arguments = {
+        field.key: valid[field.name] for field in config_fields.values() if field.section == section
+    }
     try:
         return kind(**arguments), None
     except ValueError as error:
         text = f"{section}: {str(error).removeprefix(f'{kind.__name__}: ')}"
-        for name, source in derived.items():  # the message names a number that the user did not give
+        for (
+            name,
+            source,
+        ) in derived.items():  # the message names a number that the user did not give
             if name == f"{section}.lr_decay_steps" and f"={valid[source]}" in text:
                 text += f" ({name} follows {source}={valid[source]})"
         return None, Problem(section, text)

@@ -11,12 +11,24 @@ from core import __version__
 from core.training.config.flags import read_flags
 from core.training.config.messages.names import in_the_runs_names
 from core.training.config.messages.unused import unused
-from core.training.config.run import ConfigError, Draft, Problem, RunConfig, between, drafted, known_fields
+from core.training.config.run import (
+    ConfigError,
+    Draft,
+    Problem,
+    RunConfig,
+    between,
+    drafted,
+    known_fields,
+)
 from core.training.config.texts import with_token_files
 from core.training.config.toml_files import literal, read_toml, write_toml
 from core.training.log.leaving import let_the_first_rank_end, listed, say_mistake
 
-_WHOLE_MODELS = ("model.preset", "model.huggingface", "model.build")  # each says all facts of a model
+_WHOLE_MODELS = (
+    "model.preset",
+    "model.huggingface",
+    "model.build",
+)  # each says all facts of a model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +60,13 @@ class Loaded:
         It follows again where the file is read, also beside another value of that other field.
         """
         fields_by_name = known_fields()
-        values = {n: None if self.origin[n] in fields_by_name else value for n, value in self.run.flat().items()}
-        return write_toml(fields_by_name.values(), values, path, comment=f"written by paracore {__version__}")
+        values = {
+            n: None if self.origin[n] in fields_by_name else value
+            for n, value in self.run.flat().items()
+        }
+        return write_toml(
+            fields_by_name.values(), values, path, comment=f"written by paracore {__version__}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +88,18 @@ class Merged:
         where = [self.origin[problem.name]] if problem.name in self.origin else []
         for name in known_fields():
             section, _, key = name.rpartition(".")
-            if section == problem.name and f" {key}=" in problem.text and self.origin[name] != "default":
+            if (
+                section == problem.name
+                and f" {key}=" in problem.text
+                and self.origin[name] != "default"
+            ):
                 where.append(f"{key}: {self.origin[name]}")
         return f"{problem.text} ({', '.join(where)})" if where else problem.text
 
 
-def merge(args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, description: str = "") -> Merged:
+def merge(
+    args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, description: str = ""
+) -> Merged:
     """Dataclass defaults < the model of `checkpoint.weights` < `defaults` (flat names) < `--config` files, the last
     one first < flags. Nothing is judged on the way: a value that a later source replaces is no mistake.
 
@@ -130,7 +153,10 @@ def _settings_of_weights(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_run(
-    args: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None, description: str = ""
+    args: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    description: str = "",
 ) -> Loaded:
     """The run that a script's command line describes; see `merge`.
 
@@ -139,7 +165,9 @@ def load_run(
     (SystemExit); so does --help with 0. Issues no collective.
     """
     try:
-        merged = merge(sys.argv[1:] if args is None else args, defaults=defaults, description=description)
+        merged = merge(
+            sys.argv[1:] if args is None else args, defaults=defaults, description=description
+        )
     except ImportError as error:
         _leave([str(error)])
     try:

@@ -20,7 +20,9 @@ def with_token_files(run: RunConfig) -> RunConfig:
     Raises ValueError, OSError, ImportError: a text that cannot be prepared.
     """
     data = run.data
-    if not data.train or not any(map(is_text, [*data.train, *data.valid, *data.valid_sets.values()])):
+    if not data.train or not any(
+        map(is_text, [*data.train, *data.valid, *data.valid_sets.values()])
+    ):
         return run
     texts = _Texts(data)
     train = texts.blend(data.train)
@@ -51,7 +53,9 @@ class _Texts:
                 say=self._say,
             )
             name = str(path)
-        if self._first and self._tokenizer is None and not is_list(name):  # the others are read by its tokenizer
+        if (
+            self._first and self._tokenizer is None and not is_list(name)
+        ):  # the others are read by its tokenizer
             beside = tokenizer_beside(TokenFile(name).prefix)
             self._tokenizer = str(beside) if beside is not None else None
         self._first = False

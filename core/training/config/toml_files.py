@@ -38,7 +38,9 @@ def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} cannot be read as TOML: {explained(text, error)}") from None
     except (OSError, ValueError) as error:  # UnicodeDecodeError among them
-        raise ValueError(f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(
+            f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return Read(values, lines, tuple(f"{path}: {message}" for message in duplicates))
 
 
@@ -84,7 +86,11 @@ def _paths(parsed: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[t
 def literal(value: Any) -> str:
     """`value` as TOML writes it; None as the text that stands for it."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{literal(key)} = {literal(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{literal(key)} = {literal(item)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(literal, value)) + "]"
     if value is None:
@@ -93,7 +99,10 @@ def literal(value: Any) -> str:
 
 
 def write_toml(
-    fields: Iterable[Field], values: Mapping[str, Any], path: str | Path | None = None, comment: str = ""
+    fields: Iterable[Field],
+    values: Mapping[str, Any],
+    path: str | Path | None = None,
+    comment: str = "",
 ) -> str:
     """A file with every field and its value, part by part; written to `path` where one is given."""
     lines, section = [f"# {comment}"] if comment else [], ""

@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m core.training.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.add_argument("--device", help="cpu, cuda, npu, xpu; default: the accelerator if there is one")
+    parser.add_argument(
+        "--device", help="cpu, cuda, npu, xpu; default: the accelerator if there is one"
+    )
     parser.add_argument("--no-self-test", action="store_true", help="start no processes")
     options = parser.parse_args(arguments)
     checks = _checks(options.device, not options.no_self_test)

@@ -28,6 +28,8 @@ def collect_here(device: str | None = None) -> list[Check]:
             participants = f"between {world()[1]} ranks on {rank_device.type}"
     except (RuntimeError, ValueError) as error:
         value = f"the ranks that torchrun started do not come together: {first_line(error)}"
-        failed = Check(name="self-test", value=value, status="missing", remedy=selftest.REMEDY, required=True)
+        failed = Check(
+            name="self-test", value=value, status="missing", remedy=selftest.REMEDY, required=True
+        )
         return [*checks, failed]
     return checks + selftest.as_checks(outcomes_per_rank, participants)

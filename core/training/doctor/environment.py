@@ -9,5 +9,12 @@ from core.training.doctor.packages import packages
 
 def environment(device: torch.device) -> dict[str, str]:
     """Name -> value of every check but the compiler's and the self-test; starts no process, raises nothing."""
-    checks = [*packages(), *machine(), devices(device), *backends(device), attention(device), fused_adamw(device)]
+    checks = [
+        *packages(),
+        *machine(),
+        devices(device),
+        *backends(device),
+        attention(device),
+        fused_adamw(device),
+    ]
     return {check.name: check.value for check in checks}

@@ -42,12 +42,25 @@ class Compiler:
         source = Path(self._folder.name) / "trial.cpp"
         source.write_text(SOURCE)
         include = f"-I{sysconfig.get_path('include')}"
-        command = [*self.name.split(), "-shared", "-fPIC", "-fopenmp", include, str(source), "-o", f"{source}.so"]
+        command = [
+            *self.name.split(),
+            "-shared",
+            "-fPIC",
+            "-fopenmp",
+            include,
+            str(source),
+            "-o",
+            f"{source}.so",
+        ]
         self._process: subprocess.Popen | None = None
         self._error = ""
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         except OSError as error:
             self._error = f"{self.name} does not start: {error.strerror}"
@@ -57,10 +70,14 @@ class Compiler:
         error = self._wait()
         self._folder.cleanup()
         if error:
-            return Check(name="torch.compile", value=error, status="off", remedy=self._remedy(error))
+            return Check(
+                name="torch.compile", value=error, status="off", remedy=self._remedy(error)
+            )
         if device.type != "cpu" and find_spec("triton") is None:
             value = f"{self.name} works, but triton is not installed"
-            return Check(name="torch.compile", value=value, status="off", remedy="pip install triton")
+            return Check(
+                name="torch.compile", value=value, status="off", remedy="pip install triton"
+            )
         return Check(name="torch.compile", value=f"{self.name} works", status="ok")
 
     def _wait(self) -> str:
@@ -93,7 +110,13 @@ def fast_paths(kind: str | None, compiler: Compiler) -> Iterator[Check]:
         device = local_device(kind)
     except ValueError as error:
         remedy = "give a device of this machine, or leave --device out"
-        yield Check(name="device asked for", value=str(error), status="missing", remedy=remedy, required=True)
+        yield Check(
+            name="device asked for",
+            value=str(error),
+            status="missing",
+            remedy=remedy,
+            required=True,
+        )
         device = torch.device("cpu")
     yield devices(device)
     yield from backends(device)
@@ -113,7 +136,11 @@ def devices(device: torch.device) -> Check:
     for index in range(torch.accelerator.device_count()):
         name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
         description = f"{device.type}:{index} {name}"
-        properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        properties = (
+            module.get_device_properties(index)
+            if hasattr(module, "get_device_properties")
+            else None
+        )
         size = getattr(properties, "total_memory", 0)
         if size:
             description += f", {gib(size)}"
@@ -127,13 +154,21 @@ def devices(device: torch.device) -> Check:
 
 
 def _no_accelerator() -> Check:
-    device_files = [path for path in ("/dev/nvidia0", "/dev/kfd", "/dev/davinci0") if Path(path).exists()]
+    device_files = [
+        path for path in ("/dev/nvidia0", "/dev/kfd", "/dev/davinci0") if Path(path).exists()
+    ]
     if torch.accelerator.is_available():
-        return Check(name="device", value="cpu, as asked; this machine has an accelerator too", status="info")
+        return Check(
+            name="device", value="cpu, as asked; this machine has an accelerator too", status="info"
+        )
     if not device_files:
         return Check(name="device", value="cpu; this machine has no accelerator", status="info")
-    value = f"cpu; {device_files[0]} is an accelerator that this torch ({torch.__version__}) cannot use"
-    remedy = "install the torch build for it and its driver: https://pytorch.org/get-started/locally"
+    value = (
+        f"cpu; {device_files[0]} is an accelerator that this torch ({torch.__version__}) cannot use"
+    )
+    remedy = (
+        "install the torch build for it and its driver: https://pytorch.org/get-started/locally"
+    )
     return Check(name="device", value=value, status="off", remedy=remedy)
 
 
@@ -147,7 +182,9 @@ def backends(device: torch.device) -> Iterator[Check]:
             yield Check(name=name, value="in this torch", status="ok", required=True)
         else:
             remedy = f"install a torch that was built with {name}: https://pytorch.org/get-started"
-            yield Check(name=name, value="not in this torch", status="missing", remedy=remedy, required=True)
+            yield Check(
+                name=name, value="not in this torch", status="missing", remedy=remedy, required=True
+            )
     other_names = [name for name in available if name not in ("gloo", device_backend)]
     if other_names:
         yield Check(name="other backends", value=", ".join(other_names), status="info")
@@ -169,7 +206,9 @@ def attention(device: torch.device) -> Check:
                 failing.append(name)
                 texts = [str(message.message).split(" (Triggered")[0] for message in messages]
                 reasons = reasons or "; ".join(texts)[:300]
-    value = f"{', '.join(working) or 'none'} on {device.type} at {str(dtype).removeprefix('torch.')}"
+    value = (
+        f"{', '.join(working) or 'none'} on {device.type} at {str(dtype).removeprefix('torch.')}"
+    )
     if failing:
         value += f"; not there: {', '.join(failing)}"
     disabled = [name for name in ("flash", "mem_efficient", "math") if not _is_enabled(name)]
@@ -196,16 +235,25 @@ def bfloat16(device: torch.device) -> Check:
     try:
         check_dtype(device, torch.bfloat16)
     except ValueError as error:
-        return Check(name="bfloat16", value=str(error), status="off", remedy="train in float32, or model.fp16=true")
+        return Check(
+            name="bfloat16",
+            value=str(error),
+            status="off",
+            remedy="train in float32, or model.fp16=true",
+        )
     note = note_on_bf16(device)
     if note is None:
         return Check(name="bfloat16", value=f"on {device.type}", status="ok")
-    return Check(name="bfloat16", value=note, status="off", remedy="train in float32 here: model.bf16=false")
+    return Check(
+        name="bfloat16", value=note, status="off", remedy="train in float32 here: model.bf16=false"
+    )
 
 
 def fused_adamw(device: torch.device) -> Check:
     """Whether torch's one-kernel AdamW runs here; optimizers of this project are built on it."""
-    params, gradients, first_moments, second_moments = ([torch.ones(4, device=device)] for _ in range(4))
+    params, gradients, first_moments, second_moments = (
+        [torch.ones(4, device=device)] for _ in range(4)
+    )
     steps = [torch.ones((), device=device)]
     try:
         torch._fused_adamw_(

@@ -25,8 +25,16 @@ def machine() -> Iterator[Check]:
 def _safely(check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except (OSError, ValueError, AttributeError) as error:  # another kernel, a locked-down container
-        return Check(name=check.__name__.replace("_", " "), value=f"not known: {first_line(error)}", status="info")
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+    ) as error:  # another kernel, a locked-down container
+        return Check(
+            name=check.__name__.replace("_", " "),
+            value=f"not known: {first_line(error)}",
+            status="info",
+        )
 
 
 def cpu() -> Check:
@@ -99,7 +107,9 @@ def shared_memory() -> Check:
     if free >= MIN_SHARED_MEMORY:
         return Check(name="/dev/shm", value=value, status="ok")
     wanted = gib(MIN_SHARED_MEMORY)
-    remedy = f"give it {wanted} or more: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+    remedy = (
+        f"give it {wanted} or more: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+    )
     return Check(name="/dev/shm", value=value, status="off", remedy=remedy)
 
 

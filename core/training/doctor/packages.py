@@ -13,7 +13,13 @@ from core.extras import EXTRAS
 from core.training.doctor.check import Check, first_line
 
 PYTHON = (3, 11)
-REQUIRED = {"torch": "2.11", "numpy": "1.26", "einops": "0.8", "tensorstore": "0.1.70", "zarr": "3.1"}
+REQUIRED = {
+    "torch": "2.11",
+    "numpy": "1.26",
+    "einops": "0.8",
+    "tensorstore": "0.1.70",
+    "zarr": "3.1",
+}
 
 
 def version_numbers(text: str) -> tuple[int, ...]:

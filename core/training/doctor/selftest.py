@@ -96,7 +96,9 @@ def _send_recv(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     def receive() -> Tensor:
         return irecv(tuple(x.shape), x.dtype, source, group, device=x.device, header=False).wait()
 
-    if group.rank % 2:  # NCCL's messages between two ranks take turns: if all sent first, they would deadlock
+    if (
+        group.rank % 2
+    ):  # NCCL's messages between two ranks take turns: if all sent first, they would deadlock
         received = receive()
         isend(message, destination, group, header=False).wait()
         return received, x + source
@@ -116,7 +118,9 @@ COLLECTIVES: dict[str, Callable[[Tensor, Group], tuple[Tensor, Tensor]]] = {
 }
 
 
-def exercise(group: Group, device: torch.device, size: int = MESSAGE_BYTES) -> Iterator[SelftestOutcome]:
+def exercise(
+    group: Group, device: torch.device, size: int = MESSAGE_BYTES
+) -> Iterator[SelftestOutcome]:
     """Each collective of `COLLECTIVES`, in order; ends at the first that fails, as ranks are out of step then.
 
     Collective: every rank of the group takes every outcome. After a wrong result all ranks still make the next call.
@@ -194,12 +198,18 @@ class LocalWorld:
                 if not received:  # the process has closed its end
                     open_pipes.remove(pipe)
             remaining = self.deadline - time.monotonic()
-        endings = [self._end(pid, kill=pipe in open_pipes) for pid, pipe in zip(self.pids, self.pipes, strict=True)]
+        endings = [
+            self._end(pid, kill=pipe in open_pipes)
+            for pid, pipe in zip(self.pids, self.pipes, strict=True)
+        ]
         # nothing is left behind: neither processes nor files
         for pipe in self.pipes:
             os.close(pipe)
         shutil.rmtree(self.directory, ignore_errors=True)
-        return [_add_ending(_parse(texts[pipe]), end) for pipe, end in zip(self.pipes, endings, strict=True)]
+        return [
+            _add_ending(_parse(texts[pipe]), end)
+            for pipe, end in zip(self.pipes, endings, strict=True)
+        ]
 
     def _end(self, pid: int, *, kill: bool) -> str:
         """Wait for a process, killed first if it is late; how it ended, "" if well."""
@@ -237,15 +247,21 @@ def _run_rank(rank: int, ranks: int, directory: str, pipe: int) -> None:
         # one thread per rank: two ranks on few cores would wait for each other
         torch.set_num_threads(1)
         try:
-            init_world("gloo", WAIT_S, init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+            init_world(
+                "gloo", WAIT_S, init_method=f"file://{directory}/store", rank=rank, world_size=ranks
+            )
             group = world_group(WAIT_S)
             assert group is not None
         except (RuntimeError, ValueError) as error:
-            _write_outcome(pipe, SelftestOutcome(name=next(iter(COLLECTIVES)), error=_one_line(error)))
+            _write_outcome(
+                pipe, SelftestOutcome(name=next(iter(COLLECTIVES)), error=_one_line(error))
+            )
         else:
             for outcome in exercise(group, torch.device("cpu")):
                 _write_outcome(pipe, outcome)
-            with suppress(RuntimeError):  # a rank that left early would break a slower one's connection
+            with suppress(
+                RuntimeError
+            ):  # a rank that left early would break a slower one's connection
                 barrier(group)
         code = 0
     finally:
@@ -260,9 +276,16 @@ def local_checks() -> list[Check]:
     """Run the self-test between forked processes of this machine."""
     try:
         outcomes_per_rank = LocalWorld.start().outcomes()
-    except (OSError, AttributeError) as error:  # no more processes, no fork on this system, no room for a file
+    except (
+        OSError,
+        AttributeError,
+    ) as error:  # no more processes, no fork on this system, no room for a file
         value = f"could not start processes: {error}"
-        return [Check(name="self-test", value=value, status="off", remedy="run it under torchrun instead")]
+        return [
+            Check(
+                name="self-test", value=value, status="off", remedy="run it under torchrun instead"
+            )
+        ]
     return as_checks(outcomes_per_rank, f"gloo between {RANKS} processes")
 
 
@@ -271,7 +294,9 @@ def joined(device: torch.device, group: Group | None) -> list[SelftestOutcome]:
     return list(exercise(group, device)) if group is not None else []
 
 
-def as_checks(outcomes_per_rank: Sequence[Sequence[SelftestOutcome]], participants: str) -> list[Check]:
+def as_checks(
+    outcomes_per_rank: Sequence[Sequence[SelftestOutcome]], participants: str
+) -> list[Check]:
     """One check per collective: the slowest rank's rate, or the first thing that went wrong and on which rank."""
     checks = []
     for name in COLLECTIVES:
@@ -280,15 +305,21 @@ def as_checks(outcomes_per_rank: Sequence[Sequence[SelftestOutcome]], participan
             for outcome in rank_outcomes:
                 if outcome.name == name:
                     outcomes[rank] = outcome
-        errors = [f"rank {rank}: {outcome.error}" for rank, outcome in outcomes.items() if outcome.error]
+        errors = [
+            f"rank {rank}: {outcome.error}" for rank, outcome in outcomes.items() if outcome.error
+        ]
         title = f"self-test {name}"
         if errors:
             # a process that died is the cause, what the others say about their connections the consequence
             value = "; ".join(sorted(errors, key=lambda error: "the process" not in error))
-            checks.append(Check(name=title, value=value, status="missing", remedy=REMEDY, required=True))
+            checks.append(
+                Check(name=title, value=value, status="missing", remedy=REMEDY, required=True)
+            )
         elif len(outcomes) < len(outcomes_per_rank):
             value = "not reached, because one before it failed"
-            checks.append(Check(name=title, value=value, status="missing", remedy=None, required=True))
+            checks.append(
+                Check(name=title, value=value, status="missing", remedy=None, required=True)
+            )
         else:
             rate = min(outcome.gb_per_s for outcome in outcomes.values())
             checks.append(Check(name=title, value=f"{rate:.2f} GB/s, {participants}", status="ok"))

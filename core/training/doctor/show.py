@@ -33,7 +33,12 @@ def lines(checks: Sequence[Check], seconds: float) -> list[tuple[str, str]]:
     name_width = max((len(check.name) for check in checks), default=0)
     rows = []
     for check in checks:
-        rows.append((f"{MARKS[check.status]:<8}{check.name:<{name_width}}  {check.value}", str(check.status)))
+        rows.append(
+            (
+                f"{MARKS[check.status]:<8}{check.name:<{name_width}}  {check.value}",
+                str(check.status),
+            )
+        )
         if check.remedy is not None:
             rows.append((f"{'':<{8 + name_width}}  -> {check.remedy}", str(check.status)))
     missing = failures(checks)
@@ -61,7 +66,9 @@ def show(checks: Sequence[Check], seconds: float) -> None:
             console = Console(highlight=False)
             for text, status in rows:
                 coloured = Text(text)
-                end = len(MARKS["missing"]) if status == "ok" else None  # of a good line the mark only
+                end = (
+                    len(MARKS["missing"]) if status == "ok" else None
+                )  # of a good line the mark only
                 coloured.stylize(COLOURS[status], 0, end)
                 console.print(coloured, soft_wrap=True)
             return

@@ -94,7 +94,9 @@ class Axis:
     def ticks(self, count: int = 5) -> list[float]:
         """Round values between the ends."""
         if self.logarithmic:
-            powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
+            powers = range(
+                math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1
+            )
             every = -(-len(powers) // (count + 1)) or 1
             if len(powers) >= 2:
                 return [10.0**power for power in powers[::every]]
@@ -112,14 +114,19 @@ def value_axis(curve: Curve) -> Axis:
     low, high = min(seen), max(seen)
     # levels must not press the curve flat: those far away are told in the legend
     reach = LEVEL_REACH * (high - low)
-    near = [v for v in (curve.levels or {}).values() if finite(v) and low - reach <= v <= high + reach]
+    near = [
+        v for v in (curve.levels or {}).values() if finite(v) and low - reach <= v <= high + reach
+    ]
     low, high = min([low, *near]), max([high, *near])
     if curve.logarithmic and low > 0 and high / low > LOG_FROM:
         return Axis(low / 1.3, high * 1.3, BOTTOM, TOP, True)
     if curve.zero:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        high, low = high + (abs(high) * 0.1 or 1.0), low if curve.zero and low == 0 else low - (abs(low) * 0.1 or 1.0)
+        high, low = (
+            high + (abs(high) * 0.1 or 1.0),
+            low if curve.zero and low == 0 else low - (abs(low) * 0.1 or 1.0),
+        )
     air = 0.05 * (high - low)
     return Axis(low if curve.zero and low == 0 else low - air, high + air, BOTTOM, TOP)
 
@@ -190,7 +197,9 @@ def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]
     """One path per run without gaps; a lone point is a dot; very many points are their mean within their range."""
     if len(steps) <= POINTS:
         pairs = zip(steps, curve.values, strict=True)
-        rows: list[Row | None] = [(s, v, v, v) if v is not None and finite(v) else None for s, v in pairs]
+        rows: list[Row | None] = [
+            (s, v, v, v) if v is not None and finite(v) else None for s, v in pairs
+        ]
     else:
         rows = list(_buckets(curve, steps))
         for run in _runs(rows):
@@ -246,7 +255,11 @@ def _points(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
 
 def _markers(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[str]:
     """A triangle below each step that is not finite, or pointed out; of very many, some."""
-    odd = {s: f"{v}" for s, v in zip(steps, curve.values, strict=True) if v is not None and not finite(v)}
+    odd = {
+        s: f"{v}"
+        for s, v in zip(steps, curve.values, strict=True)
+        if v is not None and not finite(v)
+    }
     told = odd | {s: f"{odd[s]}, skipped" if s in odd else "skipped" for s in curve.marked}
     chosen = sorted(told)
     for step in chosen[:: -(-len(chosen) // MARKERS) or 1]:

@@ -30,7 +30,9 @@ def errors_as_one_line() -> Iterator[None]:
             say_mistake("interrupted")
         raise SystemExit(130) from None
     except RuntimeError as error:
-        lost_connection = rank and "onnection" in str(error)  # another rank has left, and prints why
+        lost_connection = rank and "onnection" in str(
+            error
+        )  # another rank has left, and prints why
         if not lost_connection:
             show_crash(error)
             raise
@@ -70,7 +72,9 @@ def fitted(line: str, width: int) -> str:
     if is_drawing:
         return line
     return "\n".join(
-        textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        textwrap.wrap(
+            line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     )
 
 
@@ -81,8 +85,15 @@ class Console:
     make again; it may be set until `with`.
     """
 
-    def __init__(self, rank: int, total_steps: int, *, tokens_per_step: int = 0, start: int = 0) -> None:
-        self.quiet, self.total, self.tokens, self.start = rank != 0, total_steps, tokens_per_step, start
+    def __init__(
+        self, rank: int, total_steps: int, *, tokens_per_step: int = 0, start: int = 0
+    ) -> None:
+        self.quiet, self.total, self.tokens, self.start = (
+            rank != 0,
+            total_steps,
+            tokens_per_step,
+            start,
+        )
         self._progress: Any = None
         self._task: Any = None
 
@@ -101,7 +112,13 @@ class Console:
         if self.quiet:
             return self
         try:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
         except ImportError:  # lines alone will do
             return self
         columns = [
@@ -133,11 +150,15 @@ class Console:
         if self._progress is None:
             return
         self._progress.update(self._task, completed=step, loss=loss)
-        steps_per_s = self._progress.tasks[self._task].speed  # of the last half minute; None at first
+        steps_per_s = self._progress.tasks[
+            self._task
+        ].speed  # of the last half minute; None at first
         if steps_per_s:
             self._progress.update(self._task, speed=f"{steps_per_s * self.tokens:,.0f} tokens/s |")
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -11,7 +11,9 @@ from core.parallel_state.collectives import all_gather_objects
 from core.transformer.moe.load import ExpertLoad, Loads
 
 
-def loads_of(stages: Iterable[nn.Module], ps: ParallelState) -> Callable[[], list[ExpertLoad]] | None:
+def loads_of(
+    stages: Iterable[nn.Module], ps: ParallelState
+) -> Callable[[], list[ExpertLoad]] | None:
     """What tells how evenly the last step used the experts of these stages; None for a model without some.
 
     From now on auxiliary losses are summed for it.

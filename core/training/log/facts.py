@@ -15,7 +15,11 @@ _MODULE = "core.pretrain"
 
 def run_facts(records: Sequence[StepRecord], layout: str, parameters: int) -> dict[str, str]:
     """Name -> words, of a run that has just ended; layout: in words."""
-    facts = {"date": time.strftime("%Y-%m-%d %H:%M"), "layout": layout, "parameters": f"{parameters:,}"}
+    facts = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "layout": layout,
+        "parameters": f"{parameters:,}",
+    }
     known = [record for record in records if record.time is not None]
     if known and (tokens := known[-1].tokens_seen) is not None:
         facts["tokens seen"] = f"{tokens:,}"
@@ -48,11 +52,15 @@ def _commit() -> str:
         return ""
     try:
         commit = _git(folder, "rev-parse", "--short", "HEAD")
-        return f", commit {commit}" + (" with changes" if _git(folder, "status", "--porcelain", "-uno") else "")
+        return f", commit {commit}" + (
+            " with changes" if _git(folder, "status", "--porcelain", "-uno") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
+    )
     return done.stdout.strip()

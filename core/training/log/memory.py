@@ -19,7 +19,16 @@ from core.parallel_state.modules import Modules, modules_of
 from core.testing import LiveBytes
 
 COLUMN_WIDTH, TITLE_WIDTH = 9, 14
-COLUMNS = ("parameters", "gradients", "optimizer", "activations", "allocated", "reserved", "host", "buffers")
+COLUMNS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "allocated",
+    "reserved",
+    "host",
+    "buffers",
+)
 PLACEHOLDER_BYTES = 8  # ZeRO-3 leaves a storage of at most so many bytes for a freed parameter
 
 
@@ -44,13 +53,17 @@ class MemoryReport:
     usages: point -> the bytes of every rank, by rank.
     """
 
-    def __init__(self, stages: Modules, ps: ParallelState, *, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, stages: Modules, ps: ParallelState, *, say: Callable[[str], None] = print
+    ) -> None:
         self.stages, self.ps, self._say = stages, ps, say
         self.shard: DataParallel | None = None
         self.optimizer: ShardedOptimizer | None = None
         self.usages: dict[str, list[Usage]] = {}
 
-    def holds(self, shard: DataParallel | None = None, optimizer: ShardedOptimizer | None = None) -> None:
+    def holds(
+        self, shard: DataParallel | None = None, optimizer: ShardedOptimizer | None = None
+    ) -> None:
         """From now on these are counted too."""
         if shard is not None:
             self.shard = shard
@@ -62,13 +75,17 @@ class MemoryReport:
     def _tensors(self) -> dict[str, list[Tensor]]:
         """kind -> tensors, of which several may share a storage."""
         modules = modules_of(self.stages).values()
-        weights: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
+        weights: list[Tensor] = [
+            parameter for module in modules for parameter in module.parameters()
+        ]
         maybe_gradients: list[Tensor | None] = []
         for parameter in weights:
             maybe_gradients += [parameter.grad, getattr(parameter, "main_grad", None)]
         # one that lies in the buckets says bytes that it does not have
         without_memory = (type(None), BucketGradient)
-        gradients = [gradient for gradient in maybe_gradients if not isinstance(gradient, without_memory)]
+        gradients = [
+            gradient for gradient in maybe_gradients if not isinstance(gradient, without_memory)
+        ]
         if self.shard is not None:
             for flat_buffer in self.shard.buffers:
                 weights += flat_buffer.memory["weights"]
@@ -79,7 +96,9 @@ class MemoryReport:
     def local_usage(self, activations: int = 0) -> Usage:
         """This rank's bytes at this moment; nothing is communicated."""
         counted: set[int] = set()  # storages: one that two kinds share belongs to the first
-        sizes = {kind: _uncounted_bytes(tensors, counted) for kind, tensors in self._tensors().items()}
+        sizes = {
+            kind: _uncounted_bytes(tensors, counted) for kind, tensors in self._tensors().items()
+        }
         if self.optimizer is not None:
             sizes["optimizer"], sizes["host"] = self.optimizer.memory()
         return Usage(**sizes, activations=activations, **_accelerator(self.ps.device))
@@ -104,7 +123,9 @@ class MemoryReport:
         return list(COLUMNS)
 
     def _line(self, title: str, cells: Mapping[str, str]) -> str:
-        columns = [f"{cells.get(name, ''):>{max(COLUMN_WIDTH, len(name))}}" for name in self._columns]
+        columns = [
+            f"{cells.get(name, ''):>{max(COLUMN_WIDTH, len(name))}}" for name in self._columns
+        ]
         return f"{title:<{TITLE_WIDTH}} | " + " | ".join(columns)
 
     # --- predicting ---
@@ -123,10 +144,15 @@ class MemoryReport:
         usages = []
         for state in per_rank:
             usage = Usage(
-                parameters=state.weights, gradients=state.gradients, optimizer=state.optimizer, host=state.host
+                parameters=state.weights,
+                gradients=state.gradients,
+                optimizer=state.optimizer,
+                host=state.host,
             )
             usages.append(usage)
-        cells = {name: _range(usages, name) for name in ("parameters", "gradients", "optimizer", "host")}
+        cells = {
+            name: _range(usages, name) for name in ("parameters", "gradients", "optimizer", "host")
+        }
         self._say(self._line("predicted", cells))
         return per_rank
 
@@ -145,7 +171,9 @@ class MemoryReport:
             del executor.step  # only the first step is watched
             after_forward: list[Usage] = []
             batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            probe = LiveBytes(*self._counted_tensors(), *batch)  # what exists already is no activation
+            probe = LiveBytes(
+                *self._counted_tensors(), *batch
+            )  # what exists already is no activation
 
             def forward_done(module: nn.Module, inputs: Any, output: Any) -> None:
                 if not after_forward and torch.is_grad_enabled():
@@ -169,10 +197,16 @@ class MemoryReport:
         return (tensor for tensors in self._tensors().values() for tensor in tensors)
 
 
-def expected_of(shard: DataParallel, optimizer: ShardedOptimizer, offload: Offload | None = None) -> StateBytes:
+def expected_of(
+    shard: DataParallel, optimizer: ShardedOptimizer, offload: Offload | None = None
+) -> StateBytes:
     """`expected_bytes` of every bucket, and of parameters that do not train."""
     config = optimizer.config
-    parameters = [parameter for module in modules_of(shard.module).values() for parameter in module.parameters()]
+    parameters = [
+        parameter
+        for module in modules_of(shard.module).values()
+        for parameter in module.parameters()
+    ]
     frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
     total = StateBytes(weights=_uncounted_bytes(frozen, set()))
     for buffer in shard.buffers:
@@ -196,7 +230,9 @@ def _uncounted_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
     """Bytes of the storages that are not `counted` yet, which are added to it."""
     total = 0
     for tensor in tensors:
-        with torch._C.DisableTorchFunctionSubclass():  # otherwise ZeRO-3 would gather a freed parameter
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # otherwise ZeRO-3 would gather a freed parameter
             storage = tensor.untyped_storage()
         if storage._cdata in counted or storage.device.type == "meta":
             continue

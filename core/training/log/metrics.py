@@ -55,25 +55,33 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length:
     return 6 * (sum(layers) + output)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, given_tflops: float | None = None) -> float:
+def peak_flops(
+    device: torch.device, dtype: torch.dtype, given_tflops: float | None = None
+) -> float:
     """FLOP/s of one device: what is given (in TFLOP/s), what its maker states for 16 bits, or else a measured matmul.
 
     The measurement takes about 0.1 s. Raises ValueError: a given figure that is not above 0.
     """
     if given_tflops is not None:
         if not given_tflops > 0:
-            raise ValueError(f"peak_tflops={given_tflops} must be above 0; leave it out to have it looked up")
+            raise ValueError(
+                f"peak_tflops={given_tflops} must be above 0; leave it out to have it looked up"
+            )
         return given_tflops * 1e12
     if device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
         name = device_name(device)
         is_slice = "MIG" in name  # a part of a device
         for model, peak in PEAK_FLOPS.items():
-            if re.search(rf"\b{re.escape(model)}\b", name) and not is_slice:  # whole words: an A1000 is no A100
+            if (
+                re.search(rf"\b{re.escape(model)}\b", name) and not is_slice
+            ):  # whole words: an A1000 is no A100
                 return peak
     return _measure_matmul(device, dtype)
 
 
-def total_peak_flops(ps: ParallelState, dtype: torch.dtype, given_tflops: float | None = None) -> float:
+def total_peak_flops(
+    ps: ParallelState, dtype: torch.dtype, given_tflops: float | None = None
+) -> float:
     """The sum of `peak_flops` of all ranks, measured at the same time: ranks that share cores share their peak.
 
     Collective: an all-gather of objects over the world. Raises ValueError as `peak_flops`, on every rank.
@@ -120,7 +128,11 @@ def memory_mib(device: torch.device) -> float:
     return peak / units_per_mib
 
 
-OF_ALL_LAYERS = ("expert_load", "aux_loss", "z_loss")  # what a record says of its layers' experts in one number
+OF_ALL_LAYERS = (
+    "expert_load",
+    "aux_loss",
+    "z_loss",
+)  # what a record says of its layers' experts in one number
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -133,7 +145,9 @@ def _json_numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 def _expert_load(row: dict[str, Any]) -> ExpertLoad:
     known = {field.name for field in fields(ExpertLoad)}
-    numbers: dict[str, Any] = {name: float(value) if isinstance(value, str) else value for name, value in row.items()}
+    numbers: dict[str, Any] = {
+        name: float(value) if isinstance(value, str) else value for name, value in row.items()
+    }
     return ExpertLoad(**{name: value for name, value in numbers.items() if name in known})
 
 
@@ -232,7 +246,9 @@ class MetricsLog:
     records: of steps; validations: of the texts that are validated on.
     """
 
-    def __init__(self, directory: str | Path | None, start: int = 0, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, directory: str | Path | None, start: int = 0, sinks: Sequence[Sink] = ()
+    ) -> None:
         self.records: list[StepRecord] = []
         self.validations: list[ValidationRecord] = []
         self._sinks = tuple(sinks)
@@ -241,8 +257,12 @@ class MetricsLog:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if start and self._path.exists():
-                self.records += [record for record in read_metrics(self._path) if record.step <= start]
-                self.validations += [record for record in read_validations(self._path) if record.step <= start]
+                self.records += [
+                    record for record in read_metrics(self._path) if record.step <= start
+                ]
+                self.validations += [
+                    record for record in read_validations(self._path) if record.step <= start
+                ]
             rows: list[StepRecord | ValidationRecord] = [*self.records, *self.validations]
             rows.sort(key=lambda record: record.step)
             self._path.write_text("".join(json_line(record.to_json()) for record in rows))
@@ -276,7 +296,9 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

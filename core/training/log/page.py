@@ -35,7 +35,9 @@ class Sample:
         begins, whole = tokenizer.decode(list(prompt)), tokenizer.decode(list(tokens))
         if whole.startswith(begins):
             return cls(begins, whole[len(begins) :])
-        return cls(begins, tokenizer.decode(list(tokens[len(prompt) :])))  # a character of two tokens between them
+        return cls(
+            begins, tokenizer.decode(list(tokens[len(prompt) :]))
+        )  # a character of two tokens between them
 
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -75,7 +77,9 @@ def write_page(
         "environment": _plain(environment or {}),
         "baselines": _plain(baselines or {}),
         "bytes_per_token": json_number(float(bytes_per_token)),
-        "timelines": {name: _timeline_rows(timeline) for name, timeline in (timelines or {}).items()},
+        "timelines": {
+            name: _timeline_rows(timeline) for name, timeline in (timelines or {}).items()
+        },
         "sample": None if sample is None else {"prompt": sample.prompt, "written": sample.written},
         "facts": dict(facts or {}),
     }
@@ -138,7 +142,11 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return json_number(value) if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return (
+        json_number(value)
+        if value is None or isinstance(value, bool | int | float | str)
+        else str(value)
+    )
 
 
 def _timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
@@ -176,7 +184,11 @@ def _tiles(
         best = best_of(validations, name)
         assert best is not None
         newest = [record for record in validations if record.name == name][-1]
-        told = "the best" if newest.step == best.step else f"best {best.bits_per_byte:.3f} at step {best.step:,}"
+        told = (
+            "the best"
+            if newest.step == best.step
+            else f"best {best.bits_per_byte:.3f} at step {best.step:,}"
+        )
         yield tile(name, f"{newest.bits_per_byte:.3f}", f"bits per byte, {told}")
     more = "" if bits is None else f", {last.loss * bits:.3f} bits per byte"
     yield tile("training loss", f"{last.loss:.4f}", f"nats per token{more}")
@@ -255,11 +267,15 @@ def curves(
 
 def _drawn(name: str, timeline: Timeline) -> str:
     """The drawing of a step whose times are seconds, in milliseconds."""
-    rows = tuple(tuple(Event(e.action, 1e3 * e.start, 1e3 * e.end) for e in row) for row in timeline.rows)
+    rows = tuple(
+        tuple(Event(e.action, 1e3 * e.start, 1e3 * e.end) for e in row) for row in timeline.rows
+    )
     return draw_svg(Timeline(rows), name, "ms")
 
 
-def _settings_by_part(run: Mapping[str, Any], origin: Mapping[str, str]) -> dict[str, list[dict[str, str]]]:
+def _settings_by_part(
+    run: Mapping[str, Any], origin: Mapping[str, str]
+) -> dict[str, list[dict[str, str]]]:
     """A table per part of the configuration: `optimizer.lr` is field "lr" of part "optimizer"."""
     parts: dict[str, list[dict[str, str]]] = {}
     for name, value in run.items():
@@ -272,7 +288,9 @@ def _settings_by_part(run: Mapping[str, Any], origin: Mapping[str, str]) -> dict
 def _changed(run: Mapping[str, Any], origin: Mapping[str, str]) -> list[dict[str, str]]:
     """The settings that are not from a default."""
     names = [name for name in run if origin.get(name, "default") != "default"]
-    return [{"field": name, "value": _in_words(run[name]), "origin": origin[name]} for name in names]
+    return [
+        {"field": name, "value": _in_words(run[name]), "origin": origin[name]} for name in names
+    ]
 
 
 def _in_words(value: Any) -> str:

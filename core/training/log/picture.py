@@ -42,7 +42,9 @@ def write_report(
     # without pyplot, which would look for a display
     figure = Figure(figsize=(9, 6 + sum(heights)), layout="constrained", facecolor=LIGHT["paper"])
     FigureCanvasAgg(figure)
-    loss_axes, norm_axes, *timeline_axes = figure.subplots(2 + len(timelines), 1, height_ratios=(4.2, 1.4, *heights))
+    loss_axes, norm_axes, *timeline_axes = figure.subplots(
+        2 + len(timelines), 1, height_ratios=(4.2, 1.4, *heights)
+    )
     loss_axes.sharex(norm_axes)
     loss_axes.tick_params(labelbottom=False)
     steps = [record.step for record in records]
@@ -74,14 +76,30 @@ def _draw_curve(axes: Any, curve: Curve, steps: Sequence[int]) -> None:
         known = [point for point in row if finite(point[1])]
         if known:
             colour, label = LIGHT[f"l{(number + 2) % 4}"], f"{name} {known[-1][1]:.3f}"
-            axes.plot(*zip(*known, strict=True), label=label, color=colour, marker="o", markersize=4, linewidth=0.8)
             axes.plot(
-                *min(known, key=lambda point: point[1]), color=colour, marker="o", markersize=8, fillstyle="none"
+                *zip(*known, strict=True),
+                label=label,
+                color=colour,
+                marker="o",
+                markersize=4,
+                linewidth=0.8,
+            )
+            axes.plot(
+                *min(known, key=lambda point: point[1]),
+                color=colour,
+                marker="o",
+                markersize=8,
+                fillstyle="none",
             )
     for number, ((name, value), (_, words)) in enumerate(
         zip((curve.levels or {}).items(), legend(curve), strict=True)
     ):
-        style = {"label": f"{name} {words}", "color": LIGHT[f"l{number % 4}"], "linestyle": "--", "linewidth": 1}
+        style = {
+            "label": f"{name} {words}",
+            "color": LIGHT[f"l{number % 4}"],
+            "linestyle": "--",
+            "linewidth": 1,
+        }
         axes.axhline(value, **style)
     if curve.levels or curve.points:
         axes.legend(fontsize=8, frameon=False, labelcolor=LIGHT["soft"], loc="upper right")
@@ -99,8 +117,12 @@ def _draw_timeline(axes: Any, title: str, timeline: Timeline) -> None:
         for action, start, end in row:
             colour = shade(action.kind, stages.index(action.stage), len(stages))
             colour_of_kind.setdefault(action.kind, shade(action.kind, 0, 1))
-            axes.broken_barh([(1e3 * start, 1e3 * (end - start))], (rank - 0.42, 0.84), color=colour, linewidth=0)
-    axes.set_yticks(range(len(timeline.rows)), [f"rank {rank}" for rank in range(len(timeline.rows))])
+            axes.broken_barh(
+                [(1e3 * start, 1e3 * (end - start))], (rank - 0.42, 0.84), color=colour, linewidth=0
+            )
+    axes.set_yticks(
+        range(len(timeline.rows)), [f"rank {rank}" for rank in range(len(timeline.rows))]
+    )
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * timeline.makespan)
     axes.set_title(headline(title, timeline), fontsize=10, loc="left", color=LIGHT["ink"])
@@ -108,4 +130,10 @@ def _draw_timeline(axes: Any, title: str, timeline: Timeline) -> None:
     for kind, meaning in MEANING.items():
         if kind in colour_of_kind:
             handles.append(axes.barh(0, 0, color=colour_of_kind[kind], label=meaning))
-    axes.legend(handles=handles, fontsize=7, ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    axes.legend(
+        handles=handles,
+        fontsize=7,
+        ncols=len(handles),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.25),
+    )

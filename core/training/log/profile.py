@@ -22,7 +22,9 @@ class StepProfiler(AbstractContextManager):
     Raises ValueError: NVTX on another device than CUDA.
     """
 
-    def __init__(self, config: TrainingConfig, ps: ParallelState, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: TrainingConfig, ps: ParallelState, say: Callable[[str], None]
+    ) -> None:
         if config.profile_nvtx and ps.device.type != "cuda":
             raise ValueError(
                 f"profile_nvtx needs CUDA, this rank's device is {ps.device.type}; leave it out for traces in files"
@@ -33,7 +35,9 @@ class StepProfiler(AbstractContextManager):
 
     _profiler: Any
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
 
     def before(self, step: int) -> None:
@@ -41,7 +45,9 @@ class StepProfiler(AbstractContextManager):
         if step >= self._stop:
             self._end()
         elif step >= self._start and self._profiler is None:
-            self._profiler = emit_nvtx() if self._nvtx else profile(activities=_activities(self._ps.device))
+            self._profiler = (
+                emit_nvtx() if self._nvtx else profile(activities=_activities(self._ps.device))
+            )
             self._profiler.__enter__()
 
     def _end(self) -> None:
@@ -56,9 +62,15 @@ class StepProfiler(AbstractContextManager):
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"rank-{self._ps.rank:05d}.json"
         profiler.export_chrome_trace(str(path))
-        self._say(f"profile of steps {self._start} to {self._stop - 1}: {self._directory} (open in ui.perfetto.dev)")
+        self._say(
+            f"profile of steps {self._start} to {self._stop - 1}: {self._directory} (open in ui.perfetto.dev)"
+        )
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:
-    kinds = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU, "mtia": ProfilerActivity.MTIA}
+    kinds = {
+        "cuda": ProfilerActivity.CUDA,
+        "xpu": ProfilerActivity.XPU,
+        "mtia": ProfilerActivity.MTIA,
+    }
     return [ProfilerActivity.CPU, *([kinds[device.type]] if device.type in kinds else [])]

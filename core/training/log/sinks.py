@@ -64,16 +64,24 @@ def open_sinks(
     """
     # every rank checks, so that a missing extra ends all of them at once
     requested = {"tensorboard": tensorboard, "wandb": wandb_project is not None}
-    missing = [name for name, is_requested in requested.items() if is_requested and not _is_installed(name)]
+    missing = [
+        name for name, is_requested in requested.items() if is_requested and not _is_installed(name)
+    ]
     if missing:
-        raise ImportError(f"{_install_hint(*missing)}, or leave {' and '.join(missing)} out of the run")
+        raise ImportError(
+            f"{_install_hint(*missing)}, or leave {' and '.join(missing)} out of the run"
+        )
     if rank != 0:
         return ()
     return tuple(_open_requested(Path(directory), tensorboard, wandb_project, config or {}, start))
 
 
 def _open_requested(
-    directory: Path, tensorboard: bool, wandb_project: str | None, config: Mapping[str, Any], start: int
+    directory: Path,
+    tensorboard: bool,
+    wandb_project: str | None,
+    config: Mapping[str, Any],
+    start: int,
 ) -> Iterator[Sink]:
     if tensorboard:
         yield TensorBoardSink(directory / "tensorboard", start=start)

@@ -9,7 +9,11 @@ from typing import Any
 from core.training.log.json_rows import json_number, json_rows
 
 MAIN = "validation"  # the name of the text that `data.valid` or `data.split` gives
-_OF_THE_ROW = ("step", "time", "tokens_seen")  # the other names stand behind validation_, apart from those of steps
+_OF_THE_ROW = (
+    "step",
+    "time",
+    "tokens_seen",
+)  # the other names stand behind validation_, apart from those of steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,11 @@ class ValidationRecord:
 
     def to_json(self) -> dict[str, Any]:
         """A row: {"step": 100, "validation": "books", "validation_loss": 3.2, ...}."""
-        row: dict[str, Any] = {"step": self.step, "time": self.time, "tokens_seen": self.tokens_seen}
+        row: dict[str, Any] = {
+            "step": self.step,
+            "time": self.time,
+            "tokens_seen": self.tokens_seen,
+        }
         row["validation"] = self.name
         for key in ("loss", "perplexity", "bits_per_byte", "tokens", "best"):
             row[f"validation_{key}"] = json_number(getattr(self, key))
@@ -63,7 +71,11 @@ class ValidationRecord:
     def scalars(self) -> dict[str, float]:
         """Name in TensorBoard and W&B -> value."""
         prefix = MAIN if self.name == MAIN else f"{MAIN}/{self.name}"
-        values = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        values = {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
         return {f"{prefix}/{key}": value for key, value in values.items()}
 
 
@@ -74,7 +86,11 @@ def perplexity(loss: float) -> float:
 
 def best_of(records: Sequence[ValidationRecord], name: str) -> ValidationRecord | None:
     """The lowest loss of a text so far."""
-    return min((r for r in records if r.name == name), key=lambda r: (r.loss != r.loss, r.loss), default=None)
+    return min(
+        (r for r in records if r.name == name),
+        key=lambda r: (r.loss != r.loss, r.loss),
+        default=None,
+    )
 
 
 def read_validations(path: str | Path) -> list[ValidationRecord]:

@@ -22,7 +22,11 @@ from core.training.run.build import count_parameters
 
 
 def build_stages(
-    model: ModelConfig, pipeline: PipelineConfig, tokens: int, sequence_length: int, ps: ParallelState
+    model: ModelConfig,
+    pipeline: PipelineConfig,
+    tokens: int,
+    sequence_length: int,
+    ps: ParallelState,
 ) -> dict[int, GPTModel]:
     """stage -> model of this rank, its weights drawn from the seed; one whole model where there is one pipeline rank.
 
@@ -66,7 +70,11 @@ def first_stages(
     may_be_on_meta: bool = False,
 ) -> Mapping[int, nn.Module]:
     """As `begin`, also for one process by itself. Raises ValueError: weights of another model."""
-    weights, folder, length = run.checkpoint.weights, run.model.huggingface, run.data.sequence_length
+    weights, folder, length = (
+        run.checkpoint.weights,
+        run.model.huggingface,
+        run.data.sequence_length,
+    )
     if run.model.build is not None or folder is None or weights is not None or resumes:
         stages: Mapping[int, nn.Module]
         if run.model.build is not None:
@@ -83,7 +91,9 @@ def first_stages(
     return _stages_of_folder(run, folder, tokens, ps)
 
 
-def _stages_of_folder(run: RunConfig, folder: str, tokens: int, ps: ParallelState) -> dict[int, GPTModel]:
+def _stages_of_folder(
+    run: RunConfig, folder: str, tokens: int, ps: ParallelState
+) -> dict[int, GPTModel]:
     with torch.device("meta"):  # no rank ever holds more than its own part
         stages = build_stages(run.model, run.pipeline, tokens, run.data.sequence_length, ps)
     materialize(stages, ps.device)
@@ -100,7 +110,11 @@ def leave_undrawn(stages: Mapping[int, GPTModel], device: torch.device, *, on_me
     """
     if not on_meta:
         materialize(stages, device)
-    drawn = {name: init for name, p in named_parameters(stages) if (init := getattr(p, "initial", None)) is not None}
+    drawn = {
+        name: init
+        for name, p in named_parameters(stages)
+        if (init := getattr(p, "initial", None)) is not None
+    }
     _set_initial(stages, dict.fromkeys(drawn, Init(mean=nan)))
     for stage in stages.values():
         stage.awaits_checkpoint = True
@@ -120,7 +134,9 @@ def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:
     """Give stages on meta their memory; ends that shared a table share it again."""
     first, last = stages[min(stages)], stages[max(stages)]
     ends = first.pre_process and last.post_process and first is not last and first.tied
-    shared = ends and first.embedding.word_embeddings.weight is last.embedding.word_embeddings.weight
+    shared = (
+        ends and first.embedding.word_embeddings.weight is last.embedding.word_embeddings.weight
+    )
     for stage in stages.values():
         stage.to_empty(device=device)
     if shared:
@@ -136,15 +152,21 @@ def began_as(run: RunConfig) -> dict[str, str]:
     return {}
 
 
-def step_flops_per_token(run: RunConfig, stages: Mapping[int, nn.Module], tokens: int, ps: ParallelState) -> int:
+def step_flops_per_token(
+    run: RunConfig, stages: Mapping[int, nn.Module], tokens: int, ps: ParallelState
+) -> int:
     """Matmul FLOPs of a token's forward and backward; of a model of one's own 6 per parameter. All-gather over pp."""
     if run.model.build is not None:
         total, _ = count_parameters(stages, ps)
         return 6 * total
-    return flops_per_token(run.model.transformer(), run.model.vocabulary(tokens), run.data.sequence_length)
+    return flops_per_token(
+        run.model.transformer(), run.model.vocabulary(tokens), run.data.sequence_length
+    )
 
 
-def sample(stages: Mapping[int, nn.Module], prompt: list[int], executor: SingleStage | Pipeline) -> list[int]:
+def sample(
+    stages: Mapping[int, nn.Module], prompt: list[int], executor: SingleStage | Pipeline
+) -> list[int]:
     """`prompt` and 100 tokens more; of a model of one's own the prompt alone. Collective."""
     first = stages[min(stages)]
     if not isinstance(first, GPTModel):

@@ -159,7 +159,9 @@ class ModelConfig:
     moe_router_bias_update_rate: float | None = None
     """By how much it moves; default: 0.001."""
 
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] | None = None
+    moe_router_load_balancing_type: (
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] | None
+    ) = None
     """Over what experts should be used alike: the microbatch, each sequence, the global batch before, nothing;
     default: aux_loss."""
 
@@ -194,7 +196,10 @@ class ModelConfig:
         raise_all("ModelConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        yield not (self.bf16 and self.fp16), "bf16 and fp16 are 2 dtypes for one model; give one of them"
+        yield (
+            not (self.bf16 and self.fp16),
+            "bf16 and fp16 are 2 dtypes for one model; give one of them",
+        )
         yield from model_facts.rules(vars(self))
 
     @property
@@ -220,7 +225,9 @@ class ModelConfig:
         """The model's TransformerConfig. Raises ValueError with every mistake."""
         if self._folder is not None:
             return self._folder.config
-        return TransformerConfig(**model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype)
+        return TransformerConfig(
+            **model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype
+        )
 
     @property
     def layers(self) -> int:
@@ -248,7 +255,11 @@ class ModelConfig:
         if rows is None:
             return tokens
         if rows < tokens:
-            model = "model.vocab_size" if self._folder is None else f"model.huggingface={self.huggingface}"
+            model = (
+                "model.vocab_size"
+                if self._folder is None
+                else f"model.huggingface={self.huggingface}"
+            )
             raise ValueError(
                 f"the tokenizer has {tokens} tokens, the embedding of {model} has {rows} rows; use the tokenizer "
                 "that the model was made with, and prepare the text with it"
@@ -278,7 +289,11 @@ class ModelConfig:
             facts = model_facts.of_folder(self._folder)
         else:
             facts = model_facts.plain(vars(self))
-        return {name: value for name, value in facts.items() if model_facts.is_left_out(getattr(self, name))}
+        return {
+            name: value
+            for name, value in facts.items()
+            if model_facts.is_left_out(getattr(self, name))
+        }
 
     def source_of(self, name: str) -> str | None:
         """The field that a fact follows which nobody gave: "huggingface", "preset"; None: a default."""

@@ -117,7 +117,10 @@ def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
                 f"model.{name}={values[name]} is given beside model.huggingface={folder}, whose config.json says it "
                 f"too; leave model.{name} out",
             )
-    yield build is None or is_function_name(build), f"build={build!r} is no function; write package.module:function"
+    yield (
+        build is None or is_function_name(build),
+        f"build={build!r} is no function; write package.module:function",
+    )
     yield from _style_rules(values)
     yield from _position_rules(values)
 
@@ -134,8 +137,14 @@ def _style_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     kind, positions = values["position_embedding_type"], values["max_position_embeddings"]
-    yield kind in (None, *POSITIONS), f"unknown position_embedding_type {kind!r}; known: {', '.join(POSITIONS)}"
-    yield positions is None or positions >= 1, f"max_position_embeddings={positions} must be at least 1"
+    yield (
+        kind in (None, *POSITIONS),
+        f"unknown position_embedding_type {kind!r}; known: {', '.join(POSITIONS)}",
+    )
+    yield (
+        positions is None or positions >= 1,
+        f"max_position_embeddings={positions} must be at least 1",
+    )
     vocab = values["vocab_size"]
     yield vocab is None or vocab >= 1, f"vocab_size={vocab} must be at least 1"
     experts = values["num_moe_experts"] is not None or _is_made_elsewhere(values)
@@ -153,7 +162,10 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
             ),
         )
     for window in values["windows"]:
-        yield _is_window(window), f"windows holds {window!r}; whole numbers of at least 1 and None are windows"
+        yield (
+            _is_window(window),
+            f"windows holds {window!r}; whole numbers of at least 1 and None are windows",
+        )
     scaling = values["rotary_scaling"]
     known = [field.name for field in fields(RotaryScaling)]
     strange = [name for name in scaling if name not in known]
@@ -162,8 +174,14 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         try:
             scaling_of(scaling)
         except (ValueError, TypeError) as error:
-            yield False, f"rotary_scaling={dict(scaling)}: {str(error).removeprefix('RotaryScaling: ')}"
-    known_style = values["style"] in (None, *gpt.STYLES) and values["preset"] in (None, *gpt.PRESETS)
+            yield (
+                False,
+                f"rotary_scaling={dict(scaling)}: {str(error).removeprefix('RotaryScaling: ')}",
+            )
+    known_style = values["style"] in (None, *gpt.STYLES) and values["preset"] in (
+        None,
+        *gpt.PRESETS,
+    )
     if known_style and values["build"] is None and position_type(values) != "rope":
         for name in _ROTARY:
             yield (
@@ -230,7 +248,13 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     """The facts of a Hugging Face model under the same names."""
     facts = {name: value for name, value in vars(model.config).items() if name in DEFAULTS}
     spec, scaling = model.transformer_layer_spec, model.config.rotary_scaling
-    kind = "rope" if spec.rotary is not None else "learned_absolute" if spec.positions is not None else "none"
+    kind = (
+        "rope"
+        if spec.rotary is not None
+        else "learned_absolute"
+        if spec.positions is not None
+        else "none"
+    )
     windows = model.config.windows or ()
     return facts | {
         "rotary_scaling": asdict(scaling) if scaling is not None else {},

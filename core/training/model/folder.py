@@ -21,7 +21,9 @@ def tokenizer_in(folder: str | Path | None) -> str | None:
     return str(path) if path.is_file() else None
 
 
-def text_rules(model: ModelConfig, train: tuple[str, ...], tokenizer: str | None) -> Iterator[tuple[bool, str]]:
+def text_rules(
+    model: ModelConfig, train: tuple[str, ...], tokenizer: str | None
+) -> Iterator[tuple[bool, str]]:
     """The text was prepared with the folder's tokenizer, which its embedding can hold."""
     folder = model.huggingface
     if folder is None:
@@ -33,7 +35,11 @@ def text_rules(model: ModelConfig, train: tuple[str, ...], tokenizer: str | None
         f"model.huggingface={folder} has a vocabulary of its own, the default corpus another one; prepare your text "
         f"({remedy}) and give data.train=PREFIX",
     )
-    same = own is None or tokenizer is None or Path(tokenizer).expanduser().resolve() == Path(own).resolve()
+    same = (
+        own is None
+        or tokenizer is None
+        or Path(tokenizer).expanduser().resolve() == Path(own).resolve()
+    )
     yield (
         same,
         f"data.tokenizer={tokenizer} is given beside model.huggingface={folder}, which has {TOKENIZER}; leave "
@@ -44,7 +50,9 @@ def text_rules(model: ModelConfig, train: tuple[str, ...], tokenizer: str | None
         return  # told elsewhere, or the text's own tokenizer: looked at when the text is opened
     try:
         # text becomes a token file of this tokenizer when the run starts
-        prefixes = [prefix for _, prefix in open_blend(train) if not (is_text(prefix) or is_list(prefix))]
+        prefixes = [
+            prefix for _, prefix in open_blend(train) if not (is_text(prefix) or is_list(prefix))
+        ]
         files = [TokenFile(prefix) for prefix in prefixes]
         card = files[0].card if files else None
         made = load_tokenizer(path, card.end_of_text if card is not None else None)
@@ -79,7 +87,9 @@ def weight_rules(model: ModelConfig, sequence_length: int) -> Iterator[tuple[boo
         yield False, prefix + str(error).removeprefix(prefix)
 
 
-def export_rules(model: ModelConfig, sequence_length: int, folder: str) -> Iterator[tuple[bool, str]]:
+def export_rules(
+    model: ModelConfig, sequence_length: int, folder: str
+) -> Iterator[tuple[bool, str]]:
     """The model of a run can go to `folder` when the run ends."""
     # here, so that a configuration without an export is read without the code that trains
     from core.models.gpt.description import description_of

@@ -27,7 +27,11 @@ def model_settings(url: str) -> dict[str, Any]:
         settings: Any = open_stored(url).run.get("settings", {})
     except (OSError, ValueError):  # the rules of `checkpoint.weights` tell
         return {}
-    return {name: value for name, value in settings.items() if name.startswith("model.") and value is not None}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name.startswith("model.") and value is not None
+    }
 
 
 def load_weights(
@@ -44,12 +48,18 @@ def load_weights(
     arrays = sum(key.startswith(_GROUP) for key in stored[0])
     positions = stored[0].get(_GROUP + _POSITIONS)
     table = dict(stages[min(stages)].named_parameters()).get(_POSITIONS)
-    grown = table if positions is not None and table is not None and _grows(positions.shape, table.shape) else None
+    grown = (
+        table
+        if positions is not None and table is not None and _grows(positions.shape, table.shape)
+        else None
+    )
     if grown is not None:
         state.pop(_POSITIONS)
     agree(problem_of(lambda: _fill_rows(grown, positions)), ps)
     if grown is not None and positions is not None:
-        say(f"positions {positions.shape[0]} to {grown.shape[0] - 1} are new: {url} has {positions.shape[0]}")
+        say(
+            f"positions {positions.shape[0]} to {grown.shape[0] - 1} are new: {url} has {positions.shape[0]}"
+        )
     _, report = load({"model": state}, url, ps=ps, cast=True, strict="report")
     problems = _of_report(report)
     if problems:
@@ -58,7 +68,9 @@ def load_weights(
     said: Any = open_stored(url).run.get("model")
     gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
     if said is not None and gpt is not None and (changed := differences(said, description(gpt))):
-        say(f"warning: {url} is of a model with {', '.join(changed)}: what it learned may not serve this one")
+        say(
+            f"warning: {url} is of a model with {', '.join(changed)}: what it learned may not serve this one"
+        )
 
 
 def _grows(stored: Sequence[int], here: Sequence[int]) -> bool:
@@ -74,7 +86,11 @@ def _fill_rows(table: Tensor | None, positions: LazyTensor | None) -> None:
 def _of_report(report: Report) -> list[str]:
     grown = _GROUP + _POSITIONS
     problems = [f"{_name(key)} is not there" for key in report.missing]
-    problems += [f"{_name(key)} is there, and nothing here takes it" for key in report.unexpected if key != grown]
+    problems += [
+        f"{_name(key)} is there, and nothing here takes it"
+        for key in report.unexpected
+        if key != grown
+    ]
     return problems + [f"{_name(key)}: {reason}" for key, reason in report.mismatched.items()]
 
 
@@ -103,13 +119,18 @@ def weights_rules(
     from core.models.gpt import GPTModel
 
     try:
-        stored = {key: tensor for key, tensor in lazy_tensors(url).items() if key.startswith(_GROUP)}
+        stored = {
+            key: tensor for key, tensor in lazy_tensors(url).items() if key.startswith(_GROUP)
+        }
         arguments = model.arguments(tokens or 1, sequence_length)
     except (ValueError, OSError) as error:
         yield False, f"checkpoint.weights={url}: {error}"
         return
     if not stored:
-        yield False, f"checkpoint.weights={url} holds 0 arrays under {_GROUP}; give a checkpoint of a run"
+        yield (
+            False,
+            f"checkpoint.weights={url} holds 0 arrays under {_GROUP}; give a checkpoint of a run",
+        )
         return
     with torch.device("meta"):  # names and shapes
         whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)

@@ -41,7 +41,9 @@ class BatchPlan:
             if row >= end:
                 continue
             found.append(BatchPhase(step, row, size))
-            steps = -(-(end - row) // size)  # the step in which the size grows is still of the smaller one
+            steps = -(
+                -(end - row) // size
+            )  # the step in which the size grows is still of the smaller one
             step, row = step + steps, row + steps * size
         return (*found, BatchPhase(step, row, self.global_batch_size))
 
@@ -56,7 +58,9 @@ class BatchPlan:
     def _phase(self, step: int) -> BatchPhase:
         index = bisect_right([phase.step for phase in self.phases], step) - 1
         if index < 0:
-            raise ValueError(f"step {step} lies before step {self.start_step}, where this plan of batches begins")
+            raise ValueError(
+                f"step {step} lies before step {self.start_step}, where this plan of batches begins"
+            )
         return self.phases[index]
 
     def size(self, step: int) -> int:
@@ -81,7 +85,9 @@ class Cuts(Protocol):
         ...
 
 
-def cut_as_planned(executor: Cuts, plan: BatchPlan, step: int, training: TrainingConfig, data_ranks: int) -> None:
+def cut_as_planned(
+    executor: Cuts, plan: BatchPlan, step: int, training: TrainingConfig, data_ranks: int
+) -> None:
     """Have the executor cut the batch of this step into microbatches of the run's size. Collective where it grows."""
     if plan.ramp is not None:
         executor.use_microbatches(plan.size(step) // (training.micro_batch_size * data_ranks))

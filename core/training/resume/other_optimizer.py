@@ -43,7 +43,9 @@ def refuse_other_optimizer(run: RunConfig, url: str, ps: ParallelState) -> None:
     there, here = {*_kinds(set(stored))} - {MAIN}, {*run.optimizer.state_kinds}
     here -= {EMA} - there
     # of Muon's kinds a model has only some if it has no hidden matrices, or none that are trained
-    may_lack = run.optimizer.optimizer == "muon" and (run.optimizer.freeze or run.model.build is not None)
+    may_lack = run.optimizer.optimizer == "muon" and (
+        run.optimizer.freeze or run.model.build is not None
+    )
     if not stored or "optimizer" in run.checkpoint.change or (may_lack and there < here):
         return
     if words := _other_kinds(sorted(there), sorted(here)):
@@ -63,11 +65,15 @@ def _other_kinds(there: list[str], here: list[str]) -> str | None:
     if there == here:
         return None
     if sorted({*here, EMA}) == there:
-        return "it holds an average of the weights (ema), this run keeps none (optimizer.ema_decay=0)"
+        return (
+            "it holds an average of the weights (ema), this run keeps none (optimizer.ema_decay=0)"
+        )
     return f"it holds {_words(there)} of each parameter, this run {_words(here)}"
 
 
-def fitted_average(template: Mapping[str, Any], url: str, ps: ParallelState) -> tuple[Mapping[str, Any], bool]:
+def fitted_average(
+    template: Mapping[str, Any], url: str, ps: ParallelState
+) -> tuple[Mapping[str, Any], bool]:
     """What is loaded of the optimizer, and whether its average of the weights begins here: the checkpoint has none.
 
     All-gather of names over the world.
@@ -81,7 +87,9 @@ def fitted_average(template: Mapping[str, Any], url: str, ps: ParallelState) -> 
     return {**template, "states": states}, True
 
 
-def _both_sides(template: Mapping[str, Any], url: str, ps: ParallelState) -> tuple[set[str] | None, set[str]]:
+def _both_sides(
+    template: Mapping[str, Any], url: str, ps: ParallelState
+) -> tuple[set[str] | None, set[str]]:
     """Keys of the states in the checkpoint (None: it cannot be read), and of all ranks here."""
     local: set[str] = set()
     for kinds in template["states"].values():
@@ -101,11 +109,15 @@ def begin_states(optimizer: ShardedOptimizer, step: int) -> None:
     """
     optimizer.reload_parameters()
     counts = {
-        key: part.data for key, part in optimizer.sharded_state_dict().items() if isinstance(part, ShardedObject)
+        key: part.data
+        for key, part in optimizer.sharded_state_dict().items()
+        if isinstance(part, ShardedObject)
     }
     # bias corrections count a parameter's own updates, of which there are none yet
     behind = dict.fromkeys(optimizer.shard.named_parameters(), step)
-    optimizer.load_state_dict(counts | {"step_count": {"steps": step, "behind": behind}, "skipped_steps": 0})
+    optimizer.load_state_dict(
+        counts | {"step_count": {"steps": step, "behind": behind}, "skipped_steps": 0}
+    )
 
 
 def _stored(url: str) -> set[str] | None:

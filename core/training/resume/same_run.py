@@ -14,7 +14,9 @@ from core.training.config import CheckpointConfig, DataConfig, RunConfig, Traini
 from core.training.resume.other_optimizer import refuse_other_optimizer
 
 
-def order_of(data: DataConfig, training: TrainingConfig, order: Mapping[str, Any] | None) -> dict[str, Any]:
+def order_of(
+    data: DataConfig, training: TrainingConfig, order: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Everything that decides which sample comes next; order: what the text adds (`Corpus.order`)."""
     return {
         "global_batch_size": training.global_batch_size,
@@ -60,7 +62,9 @@ def compare_models(
         say(f"changed, as checkpoint.change says: model, which was {', '.join(changed)}")
 
 
-def refuse_another_run(run: RunConfig, tokens: int, order: Mapping[str, Any], ps: ParallelState) -> None:
+def refuse_another_run(
+    run: RunConfig, tokens: int, order: Mapping[str, Any], ps: ParallelState
+) -> None:
     """Before the model is built: the checkpoint that `run` goes on from has its data, batch, model and optimizer.
 
     Collective. tokens: of the tokenizer. Only the newest step is looked at; what cannot be read is told when it is
@@ -72,7 +76,9 @@ def refuse_another_run(run: RunConfig, tokens: int, order: Mapping[str, Any], ps
         return
     here = order_of(run.data, run.training, order)
     try:
-        saved = load({"training": {"order": dict(here)}}, url, ps=ps, strict=False)["training"]["order"]
+        saved = load({"training": {"order": dict(here)}}, url, ps=ps, strict=False)["training"][
+            "order"
+        ]
     except (OSError, ValueError):
         return
     changes_of_order(url, saved, here, run.checkpoint.change)

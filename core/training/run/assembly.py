@@ -46,5 +46,7 @@ def assemble(
         memory.watch(executor)
     order = corpus.order if corpus is not None else None
     facts = facts_of_run(stages, corpus, run)
-    checkpoints = Checkpoints(run.checkpoint, optimizer, ps, run.data, run.training, say, order, began_as(run), facts)
+    checkpoints = Checkpoints(
+        run.checkpoint, optimizer, ps, run.data, run.training, say, order, began_as(run), facts
+    )
     return RunParts(shard, optimizer, executor, checkpoints)

@@ -52,11 +52,15 @@ def freeze(stages: Mapping[int, nn.Module], optimizer: OptimizerConfig, ps: Para
     if not patterns_of(optimizer):
         return
     local = dict(named_parameters(stages))
-    whole = dict.fromkeys(name for names in all_gather_objects(list(local), ps.group("pp")) for name in names)
+    whole = dict.fromkeys(
+        name for names in all_gather_objects(list(local), ps.group("pp")) for name in names
+    )
     problems = [f"optimizer.{message}" for message in unmatched(optimizer, whole)]
     frozen = [name for name in whole if is_frozen(optimizer, name)]
     if len(frozen) == len(whole):
-        problems.append(f"optimizer.freeze leaves 0 of {len(whole)} parameters to train; leave some out of it")
+        problems.append(
+            f"optimizer.freeze leaves 0 of {len(whole)} parameters to train; leave some out of it"
+        )
     if problems:
         raise ValueError("; ".join(problems))
     for name in frozen:
@@ -77,7 +81,9 @@ def build_executor(
     """
     for stage in stages.values():
         if isinstance(stage, GPTModel):
-            stage.loss_chunk = training.loss_chunk if training.loss_chunk is not None else stage.loss_chunk
+            stage.loss_chunk = (
+                training.loss_chunk if training.loss_chunk is not None else stage.loss_chunk
+            )
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
     if training.compile == "layer":
@@ -89,7 +95,9 @@ def build_executor(
         (model,) = stages.values()
         context, keeps = getattr(model, "stage", None), training.recompute_keeps
         apply_recompute(model, training.recompute, stage=context, keeps=keeps)
-        return SingleStage(model, ps=ps, num_microbatches=num_microbatches, grad_sync=grad_sync, seed=training.seed)
+        return SingleStage(
+            model, ps=ps, num_microbatches=num_microbatches, grad_sync=grad_sync, seed=training.seed
+        )
     return Pipeline(
         stages,
         ps=ps,

@@ -19,7 +19,12 @@ from core.parallel_state.modules import modules_of
 from core.pipeline.run.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
 from core.training.resume.batch_plan import BatchPlan
-from core.training.resume.other_optimizer import begin_states, fitted_average, other_optimizer, other_states
+from core.training.resume.other_optimizer import (
+    begin_states,
+    fitted_average,
+    other_optimizer,
+    other_states,
+)
 from core.training.resume.same_run import changes_of_order, compare_models, order_of
 from core.training.run.export import ExportAtEnd
 from core.training.run.stop import StopFlag
@@ -102,7 +107,9 @@ class Checkpoints(AbstractContextManager):
             step, state = self.manager.load_latest(template)
         except FileNotFoundError:
             stages = modules_of(self.optimizer.shard.module).values()
-            if self.config.resume == "must" or any(getattr(stage, "awaits_checkpoint", False) for stage in stages):
+            if self.config.resume == "must" or any(
+                getattr(stage, "awaits_checkpoint", False) for stage in stages
+            ):
                 raise  # in the latter case there was a step when the model was built, and no weights were drawn
             return 0
         self._saved_step = step
@@ -129,7 +136,9 @@ class Checkpoints(AbstractContextManager):
         """
         compare_models(url, self._model, self.config.change, self.say)
         template = self.state(0)
-        template["optimizer"], self._average_begins = fitted_average(template["optimizer"], url, self.ps)
+        template["optimizer"], self._average_begins = fitted_average(
+            template["optimizer"], url, self.ps
+        )
         difference = other_optimizer(template["optimizer"], url, self.ps)
         if difference is None:
             return template
@@ -189,12 +198,16 @@ class Checkpoints(AbstractContextManager):
             except BaseException:
                 self.manager.close()  # releases the directory's lock
                 raise
-            if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+            if (
+                threading.current_thread() is threading.main_thread()
+            ):  # Python allows handlers there only
                 for number in _END_SIGNALS:
                     self._previous_handlers[number] = signal.signal(number, self._terminate)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -215,7 +228,9 @@ class Checkpoints(AbstractContextManager):
         if self.manager is not None:
             self.manager.before_update()
 
-    def after_step(self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
+    def after_step(
+        self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> bool:
         """After update number `step`: save if it is time; True if the run is to end here (SIGTERM, on any rank).
 
         After the last one the model is exported, where the configuration says so.
@@ -235,7 +250,9 @@ class Checkpoints(AbstractContextManager):
             with named("export"):
                 self._export(self.optimizer.shard)
 
-    def _save_if_due(self, step: int, last: bool, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _save_if_due(
+        self, step: int, last: bool, metrics: Mapping[str, SupportsFloat] | None
+    ) -> None:
         """Save if it is time; `stopped` from then on where a rank was asked to end."""
         stop = self.stopped = self._stop_flag.look(self._terminated)
         every = self.config.every
@@ -243,14 +260,18 @@ class Checkpoints(AbstractContextManager):
         is_due = last or stop or (every > 0 and step % every == 0)
         if is_due and step != self._saved_step:
             save = (
-                self._save_asynchronously if self.config.asynchronous and not (last or stop) else self._save_at_once
+                self._save_asynchronously
+                if self.config.asynchronous and not (last or stop)
+                else self._save_at_once
             )
             with named("save"):
                 save(step, metrics)
             self._saved_step = step
         # every rank ends after the same step, so that nobody waits in the next one's collectives
         if stop:
-            self.say(f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there")
+            self.say(
+                f"terminated: saved step {step} in {self.config.directory}; the same command goes on from there"
+            )
 
     def _save_asynchronously(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Start a save beside training.

@@ -23,7 +23,9 @@ from core.training.run.loop import FirstStep
 MOST_PARAMETERS, MOST_FLOP = 200_000_000, 1e13
 
 
-def first_step_alone(full_model: nn.Module, training: TrainingConfig, batches: BatchSource) -> FirstStep:
+def first_step_alone(
+    full_model: nn.Module, training: TrainingConfig, batches: BatchSource
+) -> FirstStep:
     """Loss and gradient norm of step 0, computed by this process by itself; the model is whole. No collectives."""
     single = ParallelState.single("cpu")
     shard = DataParallel(full_model, single)
@@ -63,7 +65,9 @@ def comparisons(
     if start or asked is False or (asked is None and device.type != "cpu"):
         pass
     elif not asked and (parameters > MOST_PARAMETERS or 6 * parameters * tokens > MOST_FLOP):
-        yield (f"first step not compared with one process: {parameters:,} parameters, {tokens:,} tokens are too much")
+        yield (
+            f"first step not compared with one process: {parameters:,} parameters, {tokens:,} tokens are too much"
+        )
     else:
         single = ParallelState.single("cpu")
         stages = first_stages(run, corpus.tokenizer.vocab_size, single, resumes=False)
@@ -85,7 +89,9 @@ def against_run(records: Sequence[StepRecord], path: str | Path) -> str:
     other_losses = {record.step: record.loss for record in read_metrics(path)}
     common = [record for record in records if record.step in other_losses]
     if not common:
-        raise ValueError(f"{path} has {len(other_losses)} steps, none of them among the {len(records)} of this run")
+        raise ValueError(
+            f"{path} has {len(other_losses)} steps, none of them among the {len(records)} of this run"
+        )
     largest = max(abs(record.loss - other_losses[record.step]) for record in common)
     first, last = common[0].step, common[-1].step
     return f"against {path}: {len(common)} steps in common, {first} to {last}, max |loss difference| {largest:.1e}"

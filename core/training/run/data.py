@@ -74,7 +74,9 @@ class Corpus:
 
     def check_stages(self, stages: Mapping[int, nn.Module]) -> None:
         """Raise ValueError where none of these stages takes what batches tell of documents."""
-        tells = self.data.reset_attention_mask or any(source.marks_answers for _, source in self.train_parts)
+        tells = self.data.reset_attention_mask or any(
+            source.marks_answers for _, source in self.train_parts
+        )
         taken = [name for module in stages.values() for name in forward_arguments(module)]
         if tells and stages and "document_begin" not in taken:
             kinds = ", ".join(type(module).__name__ for module in stages.values())
@@ -117,7 +119,10 @@ class Corpus:
 
     @cached_property
     def _named_texts(self) -> "dict[str, Corpus]":
-        return {name: replace(self, valid_parts=parts, valid_sets={}) for name, parts in self.valid_sets.items()}
+        return {
+            name: replace(self, valid_parts=parts, valid_sets={})
+            for name, parts in self.valid_sets.items()
+        }
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -182,7 +187,9 @@ class Corpus:
             return
         for _, source in self.valid_parts:
             labels = source.num_tokens - 1  # the first token is no label
-            batches = min(remaining_batches, -(-labels // tokens_per_batch))  # the last one may be short
+            batches = min(
+                remaining_batches, -(-labels // tokens_per_batch)
+            )  # the last one may be short
             yield source.tokens(0, min(source.num_tokens, batches * tokens_per_batch))
             remaining_batches -= batches
 
@@ -238,7 +245,9 @@ class Corpus:
                 f"at most {positions}, or a model with more"
             )
 
-    def _batches(self, parts: tuple[Part, ...], eod_mask_loss: bool, *, short: bool) -> GPTBatches | BlendedBatches:
+    def _batches(
+        self, parts: tuple[Part, ...], eod_mask_loss: bool, *, short: bool
+    ) -> GPTBatches | BlendedBatches:
         data, rows = self.data, self.training.global_batch_size
         conversations = [source for _, source in parts if source.marks_answers]
         if conversations and len(parts) > 1:
@@ -284,7 +293,11 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         train_files = [(None, shards.open(0))] if shards is not None else _open_files(data.train)
         valid_files = _open_files(data.valid)
         first_file = train_files[0][1]
-        tokenizer_file = Path(data.tokenizer) if data.tokenizer is not None else tokenizer_path(first_file.prefix)
+        tokenizer_file = (
+            Path(data.tokenizer)
+            if data.tokenizer is not None
+            else tokenizer_path(first_file.prefix)
+        )
         if data.tokenizer is None:
             tokenizer = tokenizer_of(first_file)
         else:
@@ -310,7 +323,9 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     corpus = Corpus(
         tokenizer=tokenizer,
         tokenizer_file=None if isinstance(tokenizer, ByteTokenizer) else tokenizer_file.absolute(),
-        closes=_document_end([file for _, file in (*train_files, *valid_files, *named_files)], tokenizer),
+        closes=_document_end(
+            [file for _, file in (*train_files, *valid_files, *named_files)], tokenizer
+        ),
         train_parts=tuple(train_parts),
         valid_parts=tuple(valid_parts),
         data=data,
@@ -354,12 +369,16 @@ def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | 
 
 def _refuse_different_texts(corpus: Corpus, parallel: ParallelState) -> None:
     """Raise ValueError, on every rank, where a name is another text on another machine. All-gather over the world."""
-    local_order = corpus.order | {"valid_hash": [_file_hash(source) for _, source in corpus.valid_parts]}
+    local_order = corpus.order | {
+        "valid_hash": [_file_hash(source) for _, source in corpus.valid_parts]
+    }
     for name, parts in corpus.valid_sets.items():
         local_order[f"valid_sets.{name}"] = [_file_hash(source) for _, source in parts]
     first, *others = all_gather_objects(local_order, parallel.world)
     for rank, order in enumerate(others, 1):
-        differences = [f"{name} {order[name]} != {first[name]}" for name in first if first[name] != order[name]]
+        differences = [
+            f"{name} {order[name]} != {first[name]}" for name in first if first[name] != order[name]
+        ]
         if differences:
             raise ValueError(
                 f"rank {rank} reads another text than rank 0: {', '.join(differences)}; give all machines the same "
@@ -383,7 +402,9 @@ def _open_files(names: Sequence[str]) -> list[tuple[float | None, TokenFile]]:
     return [(weight, TokenFile(prefix)) for weight, prefix in open_blend(names)]
 
 
-def _split(files: Sequence[tuple[float | None, TokenFile]], split: str) -> tuple[list[Part], list[Part]]:
+def _split(
+    files: Sequence[tuple[float | None, TokenFile]], split: str
+) -> tuple[list[Part], list[Part]]:
     """(training parts, validation parts), cut between documents."""
     train_parts: list[Part] = []
     valid_parts: list[Part] = []

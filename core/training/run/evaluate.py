@@ -27,7 +27,9 @@ class StepExecutor(Protocol):
 
     step_index: int
 
-    def step(self, batch: Mapping[str, Tensor], loss_fn: LossFn, loss_scale: float | Tensor = 1.0) -> StepResult:
+    def step(
+        self, batch: Mapping[str, Tensor], loss_fn: LossFn, loss_scale: float | Tensor = 1.0
+    ) -> StepResult:
         """Forward and backward of one batch; global sums."""
         ...
 
@@ -42,7 +44,9 @@ def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[T
     Raises ValueError: a batch without labels.
     """
     if "labels" not in microbatch:
-        raise ValueError(f"the batch has {', '.join(microbatch)}, next_token_loss needs 1 more entry: labels [b, s]")
+        raise ValueError(
+            f"the batch has {', '.join(microbatch)}, next_token_loss needs 1 more entry: labels [b, s]"
+        )
     return output.sum(), (microbatch["labels"] != IGNORED_LABEL).sum()
 
 
@@ -65,7 +69,9 @@ class TextLoss:
         return bits_per_byte(self.loss_sum, self.num_bytes)
 
 
-def evaluate_text(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> TextLoss:
+def evaluate_text(
+    executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int
+) -> TextLoss:
     """Forward over all batches of a text of so many bytes. Collective: every rank calls it."""
     loss_sum, tokens = 0.0, 0
     for batch in batches:
@@ -74,17 +80,23 @@ def evaluate_text(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]
     return TextLoss(loss_sum, tokens, num_bytes)
 
 
-def evaluate_bits_per_byte(executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int) -> float:
+def evaluate_bits_per_byte(
+    executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int
+) -> float:
     """Summed loss over all batches, per byte of the text they came from. Collective: every rank calls it."""
     return evaluate_text(executor, batches, num_bytes).bits_per_byte
 
 
-def evaluate_texts(executor: StepExecutor, corpus: Corpus, ps: ParallelState) -> dict[str, TextLoss]:
+def evaluate_texts(
+    executor: StepExecutor, corpus: Corpus, ps: ParallelState
+) -> dict[str, TextLoss]:
     """Name -> loss of each validation text of a corpus. Collective."""
     here, rank, size = local_batches(ps), ps.index("dp"), ps.size("dp")
     found = {}
     for name, text in corpus.validation_texts.items():
-        batches = _told(text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0)
+        batches = _told(
+            text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0
+        )
         found[name] = evaluate_text(executor, map(here, batches), len(text.valid_text))
     return found
 

@@ -21,10 +21,16 @@ def export_rules(
     """
     name = f"checkpoint.export_huggingface={folder}"
     path = Path(folder).expanduser()
-    yield "://" not in str(folder), f"{name}: a local directory is needed; copy the files from there"
+    yield (
+        "://" not in str(folder),
+        f"{name}: a local directory is needed; copy the files from there",
+    )
     empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     yield empty, f"{name} is there already; give a directory that is to be made"
-    yield described_as is not None, f"{name} needs a GPTModel: no family of Hugging Face's is known for others"
+    yield (
+        described_as is not None,
+        f"{name} needs a GPTModel: no family of Hugging Face's is known for others",
+    )
     if described_as is not None and source is None:
         try:
             form_of_run(described_as, None)
@@ -38,12 +44,22 @@ class ExportAtEnd:
     facts: of the run, as `facts_of_run` gives them. Raises ValueError on all ranks: a model that cannot be exported.
     """
 
-    def __init__(self, folder: str, facts: Mapping[str, Any], ps: ParallelState, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: str, facts: Mapping[str, Any], ps: ParallelState, say: Callable[[str], None]
+    ) -> None:
         self._folder, self._facts, self._ps, self._say = folder, facts, ps, say
         self._source: str | None = facts.get("settings", {}).get("model.huggingface")
         # only the first rank's disk counts; every rank is told
-        from_first(lambda: raise_all("this run", export_rules(folder, facts.get("model"), self._source)), ps)
+        from_first(
+            lambda: raise_all("this run", export_rules(folder, facts.get("model"), self._source)),
+            ps,
+        )
 
     def __call__(self, shard: DataParallel) -> None:
-        save_huggingface(shard, Path(self._folder).expanduser(), self._source, tokenizer=self._facts.get("tokenizer"))
+        save_huggingface(
+            shard,
+            Path(self._folder).expanduser(),
+            self._source,
+            tokenizer=self._facts.get("tokenizer"),
+        )
         self._say(f"exported to {self._folder}: AutoModelForCausalLM.from_pretrained loads it")

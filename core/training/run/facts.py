@@ -14,7 +14,9 @@ from core.training.config import RunConfig
 from core.training.run.data import Corpus
 
 
-def facts_of_run(stages: Mapping[int, nn.Module], corpus: Corpus | None, run: RunConfig) -> dict[str, Any]:
+def facts_of_run(
+    stages: Mapping[int, nn.Module], corpus: Corpus | None, run: RunConfig
+) -> dict[str, Any]:
     """The run's settings by flat name, the model, where it is a GPT, and the tokenizer of its text, as JSON values.
 
     The same on every rank. A checkpoint can then be evaluated by itself.
@@ -52,8 +54,12 @@ def tokenizer_of_checkpoint(
     if file is None and not said:
         raise ValueError(f"{checkpoint} says nothing of its tokenizer; give --tokenizer FILE")
     if path is not None and not Path(path).is_file():
-        raise ValueError(f"the tokenizer of {checkpoint}, {path}, is not there; give --tokenizer FILE")
-    tokenizer = load_tokenizer(path, end_of_text if end_of_text is not None else said.get("end_of_text"))
+        raise ValueError(
+            f"the tokenizer of {checkpoint}, {path}, is not there; give --tokenizer FILE"
+        )
+    tokenizer = load_tokenizer(
+        path, end_of_text if end_of_text is not None else said.get("end_of_text")
+    )
     if said and tokenizer.identity != said["identity"]:
         raise ValueError(
             f"{path} is tokenizer {tokenizer.identity[:12]}, the run of {checkpoint} had {said['identity'][:12]}; "

@@ -35,7 +35,9 @@ class Scheduler:
         """The rate of the last update (of the first one, before it), as torch's schedulers give it."""
         return [self.at(max(0, self.optimizer.rate_step - 1))]
 
-    def for_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    def for_optimizer(
+        self, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.lr_scheduler.LRScheduler:
         """The same schedule for one of torch's optimizers, whose `step()` does count: a LambdaLR."""
         # LambdaLR multiplies the initial rate by the function: 1 makes the function the rate itself
         for group in optimizer.param_groups:
@@ -68,14 +70,21 @@ class Loader:
         microbatches: int = 1,
     ) -> None:
         self.gave_whole, self._microbatches = False, microbatches
-        self.batches, self.train_steps, self.step, self.stopped = batches, train_steps, step, stopped
+        self.batches, self.train_steps, self.step, self.stopped = (
+            batches,
+            train_steps,
+            step,
+            stopped,
+        )
         self._data_rank, self._data_size = ps.index("dp"), ps.size("dp")
         self._to_device = local_batches(ps)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # `stopped` is asked before every batch: after SIGTERM the loop ends where all ranks end
         while self.step < self.train_steps and not self.stopped():
-            self.step += 1  # before the batch is yielded: a loop that stops in the middle has used it
+            self.step += (
+                1  # before the batch is yielded: a loop that stops in the middle has used it
+            )
             self.gave_whole = True
             yield self.batch(self.step - 1)
 
@@ -109,7 +118,9 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
     def moved(x: Tensor) -> Tensor:
         if device.type == "cpu":
             return x.to(device)
-        return x.pin_memory().to(device, non_blocking=True)  # a copy of pageable memory would stop the host
+        return x.pin_memory().to(
+            device, non_blocking=True
+        )  # a copy of pageable memory would stop the host
 
     def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}

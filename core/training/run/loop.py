@@ -52,7 +52,9 @@ class CheckpointHook(Protocol):
         """Called when gradients are complete, before parameters change."""
         ...
 
-    def after_step(self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
+    def after_step(
+        self, step: int, *, last: bool, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> bool:
         """After update number `step`, of which `metrics` are known; True ends the run."""
         ...
 
@@ -89,7 +91,11 @@ class _Meter:
         tokens_per_step: int,
         experts: Callable[[], Sequence[ExpertLoad]] | None,
     ) -> None:
-        self._flops, self._peak, self._tokens_per_step = flops_per_token, peak_flops, tokens_per_step
+        self._flops, self._peak, self._tokens_per_step = (
+            flops_per_token,
+            peak_flops,
+            tokens_per_step,
+        )
         self._experts = experts
         self._last_read, self._first_step = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
@@ -100,10 +106,14 @@ class _Meter:
         # tensors: reading them in every step would make the host wait for the device
         self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
 
-    def record(self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor) -> StepRecord:
+    def record(
+        self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor
+    ) -> StepRecord:
         """What is logged of step number `step` (from 0), with the rates since the last record."""
         tokens_per_s, seconds, skipped = self._read(step)
-        flops_per_s = tokens_per_s * self._flops  # of the model; activation checkpointing's forward does not count
+        flops_per_s = (
+            tokens_per_s * self._flops
+        )  # of the model; activation checkpointing's forward does not count
         mfu = flops_per_s / self._peak if self._peak is not None else None
         if mfu is not None and mfu > 1:  # then the figure of the device is no peak
             mfu = None
@@ -130,7 +140,10 @@ class _Meter:
 
     def _read(self, step: int) -> tuple[float, float, int]:
         """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
-        tokens, skipped = float(self._tokens), int(self._skipped)  # waits for the device: take the time afterwards
+        tokens, skipped = (
+            float(self._tokens),
+            int(self._skipped),
+        )  # waits for the device: take the time afterwards
         now = time.perf_counter()
         seconds, steps = now - self._last_read, step + 1 - self._first_step
         self._last_read, self._first_step = now, step + 1
@@ -188,7 +201,9 @@ def train(
     RuntimeError: a NaN loss. ValueError: no step left to run.
     """
     if start >= config.train_steps:
-        raise ValueError(f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more")
+        raise ValueError(
+            f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more"
+        )
     executor.step_index = start  # dropout seeds are a function of the step
     progress, first_step = _Progress(), None
     meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
@@ -196,7 +211,9 @@ def train(
         if profiler is not None:
             profiler.before(step)
         learning_rate = optimizer.learning_rate
-        result, stats = update(executor, optimizer, _batch(batch_of, step), next_token_loss, checkpoints)
+        result, stats = update(
+            executor, optimizer, _batch(batch_of, step), next_token_loss, checkpoints
+        )
         meter.add(result.num_tokens, stats.skipped)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
@@ -214,7 +231,9 @@ def train(
 
         begin = time.perf_counter()  # validating and saving are outside of the throughput
         bits = _validate(step, validate if is_validated else None, meter, config, log, say)
-        stop = checkpoints is not None and checkpoints.after_step(step + 1, last=last, metrics=_metrics(result, bits))
+        stop = checkpoints is not None and checkpoints.after_step(
+            step + 1, last=last, metrics=_metrics(result, bits)
+        )
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break
@@ -257,7 +276,9 @@ def _log_step(
 ) -> None:
     # every rank logs the same steps: all raise here, or all take part in the collective of `non_finite`
     if record.loss != record.loss:
-        raise RuntimeError(f"the loss of step {record.step - 1} is not a number; lower the learning rate")
+        raise RuntimeError(
+            f"the loss of step {record.step - 1} is not a number; lower the learning rate"
+        )
     log.add(record)
     say(record.line(config.train_steps))
     if bool(stats.skipped):

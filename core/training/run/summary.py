@@ -31,7 +31,10 @@ def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
         return {}
     # played with the measured times: the difference is what the schedule does not know (messages, jitter)
     measured = executor.timeline()
-    return {"predicted for these times": executor.predicted(measured).timeline, "last step, measured": measured}
+    return {
+        "predicted for these times": executor.predicted(measured).timeline,
+        "last step, measured": measured,
+    }
 
 
 def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None]) -> None:
@@ -70,7 +73,9 @@ def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
     world, sizes, parts = ps.config.world_size, ps.sizes, []
     device = "CPU" if ps.device.type == "cpu" else device_name(ps.device)
     if sizes["tp"] > 1:
-        parts.append(f"{sizes['tp']}-way tensor parallel{' (the sequence too)' * ps.config.sequence_parallel}")
+        parts.append(
+            f"{sizes['tp']}-way tensor parallel{' (the sequence too)' * ps.config.sequence_parallel}"
+        )
     if sizes["cp"] > 1:
         parts.append(f"{sizes['cp']}-way context parallel")
     if (stages := ps.size("pp")) > 1:
@@ -145,9 +150,16 @@ def tell(
     )
     for title, timeline in timelines.items():
         say(f"{headline(title, timeline)}\n{draw_text(timeline, terminal_width(_WIDEST))}\n")
-    say(f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---")
-    last = {record.name: record.bits_per_byte for record in log.validations}  # later ones replace earlier ones
+    say(
+        f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
+    )
+    last = {
+        record.name: record.bits_per_byte for record in log.validations
+    }  # later ones replace earlier ones
     if baselines or last:
-        say("bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in (baselines | last).items()))
+        say(
+            "bits per byte: "
+            + ", ".join(f"{name} {value:.3f}" for name, value in (baselines | last).items())
+        )
     names = ("run.toml", "metrics.jsonl", "report.html", "report.png")
     say("written: " + ", ".join(str(output / name) for name in names))

@@ -52,7 +52,9 @@ class Trained:
         return stages
 
 
-def executor_of(stages: Mapping[int, nn.Module], run: RunConfig, ps: ParallelState) -> SingleStage | Pipeline:
+def executor_of(
+    stages: Mapping[int, nn.Module], run: RunConfig, ps: ParallelState
+) -> SingleStage | Pipeline:
     """Runs forward over the stages, `training.micro_batch_size` rows at once. Collective."""
     count = run.training.global_batch_size // ps.size("dp") // run.training.micro_batch_size
     if ps.size("pp") == 1:
@@ -75,7 +77,9 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
         settings = _from_file(path if path.suffix == ".toml" else path / "run.toml")
         directory = settings.get("checkpoint.directory")
         if directory in (None, "None"):
-            raise ValueError(f"the run of {target} kept no checkpoint; train it with checkpoint.directory=DIRECTORY")
+            raise ValueError(
+                f"the run of {target} kept no checkpoint; train it with checkpoint.directory=DIRECTORY"
+            )
         target = str(directory)
     url = _newest(target)
     settings = settings or _of_checkpoint(url)
@@ -103,7 +107,9 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 def _from_file(path: Path) -> dict[str, Any]:
     fields_by_name = known_fields()
     values = read_toml(path, fields_by_name).values
-    return {name: value for name, value in values.items() if name in fields_by_name}  # without other versions' fields
+    return {
+        name: value for name, value in values.items() if name in fields_by_name
+    }  # without other versions' fields
 
 
 def _newest(target: str) -> str:

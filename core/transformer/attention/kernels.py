@@ -32,7 +32,10 @@ def kernels_of_run(device: torch.device, *, deterministic: bool = False) -> Iter
     is a deterministic one (cuDNN's is not, and is left out by torch). Raises RuntimeError, in a step: an operation
     without a deterministic form. It costs speed.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     with ExitStack() as stack:
         if device.type in PRIORITY:
             stack.enter_context(sdpa_kernel(list(PRIORITY[device.type]), set_priority=True))

@@ -26,7 +26,9 @@ class LayerCache:
         """
         new, start = k.shape[2], self.length
         if start + new > self.positions:
-            raise ValueError(f"a cache of {self.positions} positions holds {start} tokens; {new} more do not fit")
+            raise ValueError(
+                f"a cache of {self.positions} positions holds {start} tokens; {new} more do not fit"
+            )
         if self._keys_and_values is None:
             shape = (*k.shape[:2], self.positions, k.shape[3])
             self._keys_and_values = k.new_empty(shape), v.new_empty(shape)
@@ -39,7 +41,9 @@ class LayerCache:
     def _mask(self, new: int, total: int) -> Tensor | None:
         if self.padding is None:
             return None
-        earlier_or_same = torch.ones(new, total, dtype=torch.bool, device=self.padding.device).tril(total - new)
+        earlier_or_same = torch.ones(new, total, dtype=torch.bool, device=self.padding.device).tril(
+            total - new
+        )
         visible = earlier_or_same & ~self.padding[:, None, :total]
         # a padded token sees itself: a row without any key would be NaN, and 0 times NaN is NaN in the next layer
         visible |= torch.ones_like(earlier_or_same).tril(total - new).triu(total - new)
@@ -64,7 +68,9 @@ class KVCache:
     @contextmanager
     def used_by(self, model: nn.Module) -> Iterator[None]:
         """Within, every attention of `model` with a `cache_of_layer` extends this one by the tokens it is given."""
-        attentions: list[Any] = [module for module in model.modules() if hasattr(module, "cache_of_layer")]
+        attentions: list[Any] = [
+            module for module in model.modules() if hasattr(module, "cache_of_layer")
+        ]
         for attention in attentions:
             attention.cache_of_layer = self.layer(attention.layer_number)
         try:

@@ -29,7 +29,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None
         out[..., width:].copy_(x[..., width:])
 
 
-def _split(y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _split(
+    y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q [b, g r, s, d] and k [b, g, s, d], rotated; v [b, g, s, d], a view of y."""
     s, b, width = y.shape
     r = width // (g * d) - 2
@@ -48,7 +50,9 @@ def _split(y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) ->
 
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, y: Tensor, g: int, d: int, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, ...]:
         s, b, width = y.shape
         ctx.save_for_backward(cos, sin)
         ctx.shape = (s, b, g, width // (g * d) - 2, d)
@@ -93,19 +97,27 @@ class _RotateHeads(torch.autograd.Function):
         return out, None, None
 
 
-def split_qkv(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(
+    y: Tensor, groups: int, head_size: int, tables: Tables | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """y [s, b, g (r+2) d] -> q [b, g r, s, d], k [b, g, s, d], v [b, g, s, d]; q and k rotated with `tables`."""
     if torch.compiler.is_compiling():  # it fuses by itself, and knows no views as `out`
         return split_qkv_plainly(y, groups, head_size, tables)
     cos, sin = tables if tables is not None else (None, None)
     if not torch.is_grad_enabled():  # nothing to save
         q, k, v = _split(y, groups, head_size, cos, sin)
-        return q, k, v if y.shape[0] == 1 else v.contiguous()  # one token's goes into a cache, which copies it
+        return (
+            q,
+            k,
+            v if y.shape[0] == 1 else v.contiguous(),
+        )  # one token's goes into a cache, which copies it
     q, k, v = _SplitQKV.apply(y, groups, head_size, cos, sin)
     return q, k, v
 
 
-def split_qkv_plainly(y: Tensor, groups: int, head_size: int, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv_plainly(
+    y: Tensor, groups: int, head_size: int, tables: Tables | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`split_qkv` in plain autograd: for the compiler, and what the tests compare with."""
     fused = rearrange(y, "s b (g r d) -> b g r s d", g=groups, d=head_size)
     q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]

@@ -36,17 +36,24 @@ class CoreAttention(nn.Module):
     Context ranks exchange keys, or heads; at cp 1 there are no collectives.
     """
 
-    knows_context = True  # its queries are this context rank's rows, their keys lie on all context ranks
+    knows_context = (
+        True  # its queries are this context rank's rows, their keys lie on all context ranks
+    )
 
     def __init__(self, build: Build) -> None:
         super().__init__()
         config = build.config
-        self.grouped, self.softmax_scale = config.groups != config.num_attention_heads, config.softmax_scale
+        self.grouped, self.softmax_scale = (
+            config.groups != config.num_attention_heads,
+            config.softmax_scale,
+        )
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
         self.window = config.windows[build.layer] if config.windows is not None else None
         self.exchange, self.stage = Exchange(build.parallel), build.stage
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None" = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None" = None
+    ) -> Tensor:
         """q [b, a/tp, n, d], k and v [b, g/tp, t, d] -> [b, a/tp, n, d]; the n queries are the last of t tokens.
 
         Over context ranks n = t = s/cp. attention_mask: None is causal, else documents, or bool [b, 1, n, t], True =
@@ -66,7 +73,9 @@ class CoreAttention(nn.Module):
             return self._attend_in_strips(q, k, v, attention_mask, 0.0)
         return self._attend(q, k, v, attention_mask, 0.0)
 
-    def _keeps_output(self, q: Tensor, k: Tensor, attention_mask: "Tensor | Documents | None", p: float) -> bool:
+    def _keeps_output(
+        self, q: Tensor, k: Tensor, attention_mask: "Tensor | Documents | None", p: float
+    ) -> bool:
         """Whether a recomputed forward takes over the output, which torch's own attention does not hand out whole."""
         causal = attention_mask is None and q.shape[2] == k.shape[2]
         if p > 0 or not causal or torch.compiler.is_compiling() or not notes_activations():
@@ -98,19 +107,27 @@ class CoreAttention(nn.Module):
         with seeded(q.device, self.dropout.seed()):
             return attend(q, k, v, attention_mask, p)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float
+    ) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]
         visible = None if attention_mask is None else ~attention_mask
         causal = False
-        if visible is None and queries == keys:  # a branch: compiled code with lengths that vary has no bool of them
+        if (
+            visible is None and queries == keys
+        ):  # a branch: compiled code with lengths that vary has no bool of them
             causal = True
         if visible is None and 1 < queries < keys:
-            visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+            visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(
+                keys - queries
+            )
         return F.scaled_dot_product_attention(
             q, k, v, visible, p, causal, scale=self.softmax_scale, enable_gqa=self.grouped
         )
 
-    def _attend_in_strips(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float) -> Tensor:
+    def _attend_in_strips(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float
+    ) -> Tensor:
         """Strip by strip of queries, each with the keys that its windows reach: nothing of size [n, t].
 
         A mask of the user's own takes the place of the causal one, as without a window: later keys are there, too.
@@ -176,7 +193,10 @@ class SelfAttention(nn.Module):
                 sum_gradients_of_foreign(submodule, place.group)
 
     def forward(
-        self, x: Tensor, attention_mask: "Tensor | Documents | None" = None, rotary: Tables | None = None
+        self,
+        x: Tensor,
+        attention_mask: "Tensor | Documents | None" = None,
+        rotary: Tables | None = None,
     ) -> Tensor:
         """See the class; `rotary` is (cos, sin), each [b or 1, 1, s, d/2]."""
         y = self.linear_qkv(x)

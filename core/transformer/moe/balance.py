@@ -57,7 +57,9 @@ class _Attach(torch.autograd.Function):
 def follow_loss(loss: Tensor, stage: StageContext, *, is_models: bool) -> None:
     """In a plain loop: note what the program multiplies each token's loss [b, s] by, when its backward comes by."""
 
-    stage.scale_of_plain_loop = None  # what an earlier loss was multiplied by says nothing of this one
+    stage.scale_of_plain_loop = (
+        None  # what an earlier loss was multiplied by says nothing of this one
+    )
     if not is_models:
         return
 
@@ -125,7 +127,9 @@ class Balance:
         positions = routing.experts.shape[0]
         column = torch.arange(positions, device=routing.experts.device) % sequences
         cells = (column[:, None] * self._experts + routing.experts).reshape(-1)
-        counts = torch.zeros(sequences * self._experts, dtype=routing.scores.dtype, device=cells.device)
+        counts = torch.zeros(
+            sequences * self._experts, dtype=routing.scores.dtype, device=cells.device
+        )
         counts.scatter_add_(0, cells, torch.ones_like(cells, dtype=counts.dtype))
         counts = counts.view(sequences, self._experts)
         if not self._of_sequence:

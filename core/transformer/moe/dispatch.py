@@ -61,7 +61,9 @@ class Dispatch:
         regroup = self.regroup
         if regroup is None:
             return lambda: rows
-        arriving = start_all_to_all(rows, self.group, send_rows=self.send, receive_rows=self.receive)
+        arriving = start_all_to_all(
+            rows, self.group, send_rows=self.send, receive_rows=self.receive
+        )
         return lambda: arriving.wait().index_select(0, regroup)
 
     def to_experts(self, x: Tensor, per_row: int) -> Tensor:
@@ -102,16 +104,28 @@ def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any
         return order, place, [], [], None, None, local_counts
     leaving = torch.cat((counts.view(group.size, -1), broken.expand(group.size, 1)), 1)
     # [2, ranks, local experts + 1]: rows of this rank for the experts there, of each rank for the experts here
-    both = torch.stack((leaving, all_to_all(leaving, group))).tolist()  # the one wait for the device
+    both = torch.stack(
+        (leaving, all_to_all(leaving, group))
+    ).tolist()  # the one wait for the device
     _refuse_broken(router, [rank for rank, row in enumerate(both[1]) if row[-1]])
     leaving_counts, arriving_counts = [[row[:-1] for row in rows] for rows in both]
     send, receive = [sum(row) for row in leaving_counts], [sum(row) for row in arriving_counts]
     if router.training:
-        router.load.add([count for row in leaving_counts for count in row], sum(receive), router.weight)
+        router.load.add(
+            [count for row in leaving_counts for count in row], sum(receive), router.weight
+        )
     regroup = _regrouped(arriving_counts, order.device)
     back = torch.empty_like(regroup)
     back[regroup] = torch.arange(regroup.numel(), device=order.device)
-    return order, place, send, receive, regroup, back, [sum(column) for column in zip(*arriving_counts, strict=True)]
+    return (
+        order,
+        place,
+        send,
+        receive,
+        regroup,
+        back,
+        [sum(column) for column in zip(*arriving_counts, strict=True)],
+    )
 
 
 def _refuse_broken(router: Router, ranks: list[int]) -> None:

@@ -38,14 +38,22 @@ class Experts(torch.nn.Module):
         config = build.config
         assert config.num_moe_experts is not None
         experts, ffn, hidden = config.num_moe_experts, config.moe_ffn, config.hidden_size
-        self.gated, self.activation, self.stage = config.gated_linear_unit, config.activation, build.stage
+        self.gated, self.activation, self.stage = (
+            config.gated_linear_unit,
+            config.activation,
+            build.stage,
+        )
         fc1_shape = (experts, 2, ffn, hidden) if self.gated else (experts, ffn, hidden)
         self.linear_fc1 = Weight(build, Layout(fc1_shape, {"ep": 0}), config.init_method_std)
-        self.linear_fc2 = Weight(build, Layout((experts, hidden, ffn), {"ep": 0}), config.output_std)
+        self.linear_fc2 = Weight(
+            build, Layout((experts, hidden, ffn), {"ep": 0}), config.output_std
+        )
         ps = build.parallel
         self.edp_is_summed = False  # by a wrapper that sums .grad over edp itself
         self._has_data_ranks, self._ranks = ps.size("dp-cp") > 1, ps.size("ep")
-        self._sum_group = ps.group("tp") if self._has_data_ranks else ps.group("edp")  # in a plain loop
+        self._sum_group = (
+            ps.group("tp") if self._has_data_ranks else ps.group("edp")
+        )  # in a plain loop
 
     def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         """rows [n, h] sorted by expert, weights [n, 1] -> [n, h], each expert's output times its weight."""
@@ -77,7 +85,9 @@ class _WeightedActivation(torch.autograd.Function):
     """activation(y) * weight, keeping y and the weight only; the activation is computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor, activation: Activation, is_gated: bool
+    ) -> Tensor:
         ctx.save_for_backward(y, weights)
         ctx.activation, ctx.is_gated = activation, is_gated
         return _activate(y, activation, is_gated).mul_(weights.to(y.dtype))

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from core.tensor_parallel import gather_from_sequence_region, scatter_to_sequence_region
 from core.transformer.mlp import MLP
 from core.transformer.moe.balance import Balance
-from core.transformer.moe.dispatch import Dispatch, from_experts, start_to_experts, weights_to_experts
+from core.transformer.moe.dispatch import (
+    Dispatch,
+    from_experts,
+    start_to_experts,
+    weights_to_experts,
+)
 from core.transformer.moe.experts import Experts
 from core.transformer.moe.router import Router
 from core.transformer.spec import Build
@@ -54,7 +59,9 @@ class MoELayer(nn.Module):
         routing = self.router(tokens)
         dispatch = Dispatch.plan(routing, self.router, self._expert_group)
         arriving = start_to_experts(tokens, dispatch)
-        shared = None if self.shared_experts is None else self.shared_experts(x)  # while the rows are on their way
+        shared = (
+            None if self.shared_experts is None else self.shared_experts(x)
+        )  # while the rows are on their way
         rows, weights = arriving(), weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
         if self.balance.is_on and self.training:  # in both runs of a recomputed forward

@@ -140,7 +140,9 @@ class Loads:
         if not self._last:
             return []
         names, device = list(self._last[0].losses), self.routers[0].weight.device
-        rows = torch.tensor([counts.rows for counts in self._last], dtype=torch.float64, device=device)
+        rows = torch.tensor(
+            [counts.rows for counts in self._last], dtype=torch.float64, device=device
+        )
         losses = rows.new_zeros(len(self._last), len(names))
         for layer, counts in enumerate(self._last):
             for place, name in enumerate(names):
@@ -151,7 +153,10 @@ class Loads:
         experts, found = rows.shape[1], []
         for router, summed, most_received in zip(self.routers, sums, most, strict=True):
             of_experts, of_losses = summed[:experts], summed[experts:]
-            mean, positions = sum(of_experts) / experts or 1.0, sum(of_experts) / router.top_k or 1.0
+            mean, positions = (
+                sum(of_experts) / experts or 1.0,
+                sum(of_experts) / router.top_k or 1.0,
+            )
             means = {name: loss / positions for name, loss in zip(names, of_losses, strict=True)}
             busiest, idlest = max(of_experts) / mean, min(of_experts) / mean
             found.append(ExpertLoad(router.layer, busiest, idlest, most_received, **means))
@@ -162,7 +167,9 @@ class Loads:
         """Hand the rows of the step to routers that remember them: an all-reduce over ep, one over edp, else none."""
         self._last = [router.load.take() for router in self.routers]
         if any(router.load.remembers for router in self.routers):
-            rows = torch.tensor([counts.rows for counts in self._last], device=self.routers[0].weight.device)
+            rows = torch.tensor(
+                [counts.rows for counts in self._last], device=self.routers[0].weight.device
+            )
             for router, rows_of_layer in zip(self.routers, self._over_ranks(rows), strict=True):
                 router.end_step(rows_of_layer)
 

@@ -57,9 +57,15 @@ class Router(SpreadModule):
         config = build.config
         assert config.num_moe_experts is not None
         experts, self.top_k = config.num_moe_experts, config.moe_router_topk
-        self.sigmoid, self.pre_softmax = config.moe_router_score_function == "sigmoid", config.moe_router_pre_softmax
+        self.sigmoid, self.pre_softmax = (
+            config.moe_router_score_function == "sigmoid",
+            config.moe_router_pre_softmax,
+        )
         self.scaling = config.moe_router_topk_scaling_factor
-        self.num_groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
+        self.num_groups, self.group_topk = (
+            config.moe_router_num_groups,
+            config.moe_router_group_topk,
+        )
         self.group = build.parallel.group("tp")
         layout = Layout((experts, config.hidden_size), partial=frozenset({"tp"}))
         self.weight = build.place.parameter(layout, Init(std=config.init_method_std))

@@ -24,7 +24,10 @@ def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
         )
         return
     yield experts >= 1, f"num_moe_experts={experts} must be at least 1"
-    yield 1 <= top_k <= experts, f"moe_router_topk={top_k} must lie between 1 and num_moe_experts={experts}"
+    yield (
+        1 <= top_k <= experts,
+        f"moe_router_topk={top_k} must lie between 1 and num_moe_experts={experts}",
+    )
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         size = getattr(config, name)
         yield size is None or size >= 1, f"{name}={size} must be at least 1"
@@ -38,7 +41,11 @@ def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
         f"unknown moe_router_load_balancing_type {config.moe_router_load_balancing_type!r}; known: "
         f"{', '.join(BALANCING_TYPES)}",
     )
-    is_constant = top_k == 1 and config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+    is_constant = (
+        top_k == 1
+        and config.moe_router_score_function == "softmax"
+        and not config.moe_router_pre_softmax
+    )
     yield (
         not is_constant or experts == 1,
         "moe_router_topk=1 with a softmax over the 1 chosen expert is 1: the router would have no gradient; set "
@@ -83,7 +90,10 @@ def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]
         f"num_moe_experts={experts} does not divide into moe_router_num_groups={groups}; valid: "
         f"{', '.join(map(str, divisors(experts)))}",
     )
-    yield 1 <= best <= groups, f"moe_router_group_topk={best} must lie between 1 and moe_router_num_groups={groups}"
+    yield (
+        1 <= best <= groups,
+        f"moe_router_group_topk={best} must lie between 1 and moe_router_num_groups={groups}",
+    )
     left = best * experts // max(groups, 1)
     yield (
         config.moe_router_topk <= left,

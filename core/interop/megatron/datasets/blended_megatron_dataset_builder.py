@@ -40,7 +40,9 @@ class BlendedDataset(torch.utils.data.Dataset):
     size: None takes every sample of every data set once. Raises ValueError: a data set with too few samples.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> None:
+    def __init__(
+        self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None
+    ) -> None:
         self.datasets = list(datasets)
         lengths = [len(dataset) for dataset in datasets]
         shares = normalize(list(weights))
@@ -73,11 +75,22 @@ class BlendedMegatronDatasetBuilder:
     """
 
     def __init__(
-        self, cls: type[GPTDataset], sizes: Sizes, is_built_on_rank: Callable[[], bool], config: GPTDatasetConfig
+        self,
+        cls: type[GPTDataset],
+        sizes: Sizes,
+        is_built_on_rank: Callable[[], bool],
+        config: GPTDatasetConfig,
     ) -> None:
         if len(sizes) != len(Split):
-            raise ValueError(f"{len(sizes)} sizes for {len(Split)} parts: train, valid, test; give None for an epoch")
-        self.cls, self.sizes, self.is_built_on_rank, self.config = cls, list(sizes), is_built_on_rank, config
+            raise ValueError(
+                f"{len(sizes)} sizes for {len(Split)} parts: train, valid, test; give None for an epoch"
+            )
+        self.cls, self.sizes, self.is_built_on_rank, self.config = (
+            cls,
+            list(sizes),
+            is_built_on_rank,
+            config,
+        )
 
     def build(self) -> list[GPTDataset | BlendedDataset | None]:
         """[train, valid, test]. Raises ValueError: weights without sizes, a split with too few tokens."""
@@ -100,7 +113,9 @@ class BlendedMegatronDatasetBuilder:
             datasets.append(self._blended(*blend, bounds, self.sizes)[split.value])
         return datasets
 
-    def _split_file(self, prefix: str | None, bounds: Bounds, sizes: Sizes) -> list[GPTDataset | None]:
+    def _split_file(
+        self, prefix: str | None, bounds: Bounds, sizes: Sizes
+    ) -> list[GPTDataset | None]:
         """One file: each split its share of the documents, in their order."""
         source = self.cls.build_low_level_dataset(prefix, self.config)
         count = len(source.sequence_lengths)
@@ -117,9 +132,13 @@ class BlendedMegatronDatasetBuilder:
     def _blended(
         self, prefixes: Sequence[str], weights: Sequence[float] | None, bounds: Bounds, sizes: Sizes
     ) -> list[GPTDataset | BlendedDataset | None]:
-        without_size = any(size is None and bound is not None for size, bound in zip(sizes, bounds, strict=True))
+        without_size = any(
+            size is None and bound is not None for size, bound in zip(sizes, bounds, strict=True)
+        )
         if weights is not None and without_size:
-            raise ValueError(f"weights {list(weights)} need a size for every part, the sizes are {list(sizes)}")
+            raise ValueError(
+                f"weights {list(weights)} need a size for every part, the sizes are {list(sizes)}"
+            )
         # one file needs no blend
         if len(prefixes) == 1:
             return list(self._split_file(prefixes[0], bounds, sizes))
@@ -131,7 +150,9 @@ class BlendedMegatronDatasetBuilder:
             file_sizes: list[int | None] = [None] * len(sizes)
             if shares is not None:
                 share = shares[number]
-                file_sizes = [None if size is None else ceil(ceil(size * share) * surplus) for size in sizes]
+                file_sizes = [
+                    None if size is None else ceil(ceil(size * share) * surplus) for size in sizes
+                ]
             per_file.append(self._split_file(prefix, bounds, file_sizes))
 
         blended: list[GPTDataset | BlendedDataset | None] = []

@@ -48,7 +48,9 @@ class GPTDatasetConfig:
 
     def __post_init__(self) -> None:
         if self.tokenizer is None:
-            raise ValueError("GPTDatasetConfig needs a tokenizer: MegatronTokenizer.from_pretrained(...)")
+            raise ValueError(
+                "GPTDatasetConfig needs a tokenizer: MegatronTokenizer.from_pretrained(...)"
+            )
         if not (self.drop_last_partial_validation_sequence and self.add_extra_token_to_sequence):
             raise ValueError(
                 "drop_last_partial_validation_sequence=False and add_extra_token_to_sequence=False are not here; "
@@ -73,7 +75,9 @@ class MockDocuments:
 
     def __init__(self, tokenizer: Any) -> None:
         self._vocab, self._end = tokenizer.vocab_size, tokenizer.eod
-        lengths = np.random.default_rng(seed=0).integers(1, _MOCK_MAX_LENGTH, _MOCK_DOCUMENTS, dtype=np.int32)
+        lengths = np.random.default_rng(seed=0).integers(
+            1, _MOCK_MAX_LENGTH, _MOCK_DOCUMENTS, dtype=np.int32
+        )
         self.sequence_lengths: np.ndarray = lengths
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -122,7 +126,9 @@ class GPTDataset(torch.utils.data.Dataset):
     def _epochs(self) -> int:
         if self.num_samples is None:
             return 1
-        needed_tokens = self.num_samples * self.config.sequence_length + 1  # one more for the last label
+        needed_tokens = (
+            self.num_samples * self.config.sequence_length + 1
+        )  # one more for the last label
         return max(1, -(-needed_tokens // max(1, self._tokens_per_epoch)))
 
     def _samples_in(self, epochs: int) -> int:
@@ -168,7 +174,9 @@ class GPTDataset(torch.utils.data.Dataset):
         documents, starts, samples = self._order
         position = int(samples[idx]) * self.config.sequence_length
         stop = position + self.config.sequence_length + 1
-        number = int(np.searchsorted(starts, position, side="right")) - 1  # the document of the first token
+        number = (
+            int(np.searchsorted(starts, position, side="right")) - 1
+        )  # the document of the first token
         pieces = []
         while position < stop:
             end = min(stop, int(starts[number + 1]))
@@ -181,7 +189,9 @@ class GPTDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         """A sample; None is one that no loss counts (to fill a batch)."""
         config = self.config
-        number = 0 if idx is None else range(len(self))[idx]  # a range checks the index, and counts from the end
+        number = (
+            0 if idx is None else range(len(self))[idx]
+        )  # a range checks the index, and counts from the end
         text = self._text(number)
         tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
         masks = masks_and_positions(

@@ -61,7 +61,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         start, end = int(self._starts[idx]), int(self._starts[idx + 1])
         stop = end if length is None else start + offset + length
         if not start <= start + offset <= stop <= end:
-            raise ValueError(f"tokens {offset} to {stop - start} of sequence {idx}, which has {end - start}")
+            raise ValueError(
+                f"tokens {offset} to {stop - start} of sequence {idx}, which has {end - start}"
+            )
         return self._file.tokens(start + offset, stop)
 
     @property
@@ -89,7 +91,9 @@ class IndexedDatasetBuilder:
     Raises ValueError: a document of several sequences, a path that does not end in .bin.
     """
 
-    def __init__(self, bin_path: str, dtype: npt.DTypeLike = np.int32, multimodal: bool = False) -> None:
+    def __init__(
+        self, bin_path: str, dtype: npt.DTypeLike = np.int32, multimodal: bool = False
+    ) -> None:
         if multimodal:
             raise ValueError("IndexedDatasetBuilder writes text only; leave multimodal out")
         if not bin_path.endswith(".bin"):
@@ -97,7 +101,9 @@ class IndexedDatasetBuilder:
         self._prefix = bin_path.removesuffix(".bin")
         self._open_sequences = 0  # of the document that is being written
         largest = int(np.iinfo(np.dtype(dtype)).max)
-        self._writer = TokenFileWriter(self._prefix, vocab_size=largest + 1, dtype=dtype).__enter__()
+        self._writer = TokenFileWriter(
+            self._prefix, vocab_size=largest + 1, dtype=dtype
+        ).__enter__()
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
         """Write the one sequence of a document."""
@@ -120,5 +126,7 @@ class IndexedDatasetBuilder:
     def finalize(self, idx_path: str) -> None:
         """Write both files. Raises ValueError: an .idx that does not belong to the .bin."""
         if idx_path != get_idx_path(self._prefix):
-            raise ValueError(f"{idx_path!r} does not belong to {self._prefix}.bin; use get_idx_path(prefix)")
+            raise ValueError(
+                f"{idx_path!r} does not belong to {self._prefix}.bin; use get_idx_path(prefix)"
+            )
         self._writer.__exit__(None, None, None)

@@ -41,7 +41,9 @@ def split_bounds(split: str) -> list[tuple[float, float] | None]:
     """
     shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
     if len(shares) > len(Split) or not sum(shares):
-        raise ValueError(f"split={split!r} has {len(shares)} shares; give up to {len(Split)}, not all 0")
+        raise ValueError(
+            f"split={split!r} has {len(shares)} shares; give up to {len(Split)}, not all 0"
+        )
     shares = normalize(shares + [0.0] * (len(Split) - len(shares)))
     bounds: list[tuple[float, float] | None] = []
     begin = 0.0

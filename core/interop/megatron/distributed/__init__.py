@@ -6,4 +6,6 @@ from core.interop.megatron.distributed.distributed_data_parallel import (
 from core.interop.megatron.distributed.distributed_data_parallel import (
     DistributedDataParallelConfig as DistributedDataParallelConfig,
 )
-from core.interop.megatron.distributed.finalize_model_grads import finalize_model_grads as finalize_model_grads
+from core.interop.megatron.distributed.finalize_model_grads import (
+    finalize_model_grads as finalize_model_grads,
+)

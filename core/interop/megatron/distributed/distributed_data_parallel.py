@@ -12,9 +12,7 @@ from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
 from core.transformer.moe.experts import Experts
 
-_SHARDED = (
-    "DataParallel(model, parallel_state, zero_stage=1) and ShardedAdamW divide the states (docs/from_megatron.md)"
-)
+_SHARDED = "DataParallel(model, parallel_state, zero_stage=1) and ShardedAdamW divide the states (docs/from_megatron.md)"
 
 
 @dataclass
@@ -36,7 +34,9 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         for name in ("use_distributed_optimizer", "overlap_param_gather", "use_megatron_fsdp"):
             if getattr(self, name):
-                raise ValueError(f"{name}=True is another object here: {_SHARDED}; or leave it False")
+                raise ValueError(
+                    f"{name}=True is another object here: {_SHARDED}; or leave it False"
+                )
 
 
 class DistributedDataParallel(nn.Module):
@@ -91,7 +91,9 @@ class DistributedDataParallel(nn.Module):
                 # one flat buffer: ranks may differ in which parameters got a gradient, not in what they send
                 flat_gradients = []
                 for parameter in same:
-                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    gradient = (
+                        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    )
                     flat_gradients.append(gradient.reshape(-1).to(reduce_dtype))
                 total = all_reduce(torch.cat(flat_gradients), group)
                 if mean:

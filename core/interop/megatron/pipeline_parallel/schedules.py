@@ -21,11 +21,15 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
         keywords.pop(name, None)
     for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "force_all_reduce"):
         if keywords.pop(name, None):
-            raise ValueError(f"{name} is not here: leave it out (1 of {len(keywords) + 1} keywords)")
+            raise ValueError(
+                f"{name} is not here: leave it out (1 of {len(keywords) + 1} keywords)"
+            )
     reports = run(model=model, **keywords)
     models = [model] if isinstance(model, nn.Module) else list(model)
     # Megatron sums gradients over the replicas in this hook, after the last microbatch
-    finalize = getattr(getattr(unwrap_model(models[0]), "config", None), "finalize_model_grads_func", None)
+    finalize = getattr(
+        getattr(unwrap_model(models[0]), "config", None), "finalize_model_grads_func", None
+    )
     if finalize is not None and not keywords.get("forward_only", False):
         finalize(models)
     return reports

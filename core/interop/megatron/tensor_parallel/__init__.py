@@ -1,8 +1,12 @@
 """Megatron's `tensor_parallel` over ours: layers that draw by `init_method`, mappings over the current group."""
 
-from core.interop.megatron.tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear
+from core.interop.megatron.tensor_parallel.layers import (
+    ColumnParallelLinear as ColumnParallelLinear,
+)
 from core.interop.megatron.tensor_parallel.layers import RowParallelLinear as RowParallelLinear
-from core.interop.megatron.tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbedding
+from core.interop.megatron.tensor_parallel.layers import (
+    VocabParallelEmbedding as VocabParallelEmbedding,
+)
 from core.interop.megatron.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
 )
@@ -27,7 +31,9 @@ from core.interop.megatron.tensor_parallel.mappings import (
 from core.interop.megatron.tensor_parallel.mappings import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
-from core.interop.megatron.tensor_parallel.random import get_cuda_rng_tracker as get_cuda_rng_tracker
+from core.interop.megatron.tensor_parallel.random import (
+    get_cuda_rng_tracker as get_cuda_rng_tracker,
+)
 from core.interop.megatron.tensor_parallel.random import (
     model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed,
 )

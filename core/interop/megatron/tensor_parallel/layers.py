@@ -33,14 +33,18 @@ def _draw(layer: Any, init_method: InitMethod | None) -> None:
     All ranks must have one seed. Raises ValueError: no init_method.
     """
     if init_method is None:
-        raise ValueError("a layer of its own needs init_method, such as torch.nn.init.xavier_normal_")
+        raise ValueError(
+            "a layer of its own needs init_method, such as torch.nn.init.xavier_normal_"
+        )
     ps, weight = current_state(), layer.weight
     layout = layout_of(weight)
     full_weight = torch.empty(layout.shape, dtype=weight.dtype)
     # every rank draws the same full weight, and keeps its rows or columns: equal for every number of tensor ranks
     init_method(full_weight)
     weight.zero_()
-    true_part(weight, layout, ps.coordinate, ps.sizes).copy_(full_weight[layout.box(ps.coordinate, ps.sizes)])
+    true_part(weight, layout, ps.coordinate, ps.sizes).copy_(
+        full_weight[layout.box(ps.coordinate, ps.sizes)]
+    )
     if getattr(layer, "bias", None) is not None:
         layer.bias.zero_()
 
@@ -53,10 +57,14 @@ def _refuse(more: dict[str, Any]) -> None:
         if not without_effect:
             unsupported.append(name)
     if unsupported:
-        raise ValueError(f"{len(unsupported)} arguments are not here: {', '.join(unsupported)}; leave them out")
+        raise ValueError(
+            f"{len(unsupported)} arguments are not here: {', '.join(unsupported)}; leave them out"
+        )
 
 
-def _output_and_bias(layer: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _output_and_bias(
+    layer: Any, run: Callable[[Tensor], Tensor], x: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """(y, None), or with `skip_bias_add` (y without bias, bias)."""
     bias = layer.bias
     if not layer.skip_bias_add or bias is None:
@@ -87,7 +95,12 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
         _refuse(more)
         placement = _placement(config, tp_group)
         super().__init__(
-            input_size, output_size, place=placement, bias=bias, init=Init(std=0.02), gather_output=gather_output
+            input_size,
+            output_size,
+            place=placement,
+            bias=bias,
+            init=Init(std=0.02),
+            gather_output=gather_output,
         )
         _draw(self, init_method)
         self.skip_bias_add = skip_bias_add
@@ -116,7 +129,11 @@ class RowParallelLinear(ours.RowParallelLinear):
         placement = _placement(config, tp_group)
         super().__init__(input_size, output_size, place=placement, bias=bias, init=Init(std=0.02))
         _draw(self, init_method)
-        self.skip_bias_add, self.input_is_parallel, self.group = skip_bias_add, input_is_parallel, placement.group
+        self.skip_bias_add, self.input_is_parallel, self.group = (
+            skip_bias_add,
+            input_is_parallel,
+            placement.group,
+        )
 
     def forward(self, x: Tensor) -> Any:
         if not self.input_is_parallel:
@@ -138,5 +155,7 @@ class VocabParallelEmbedding(ours.VocabParallelEmbedding):
         **more: Any,
     ) -> None:
         _refuse(more)
-        super().__init__(num_embeddings, embedding_dim, place=_placement(config, tp_group), init=Init(std=0.02))
+        super().__init__(
+            num_embeddings, embedding_dim, place=_placement(config, tp_group), init=Init(std=0.02)
+        )
         _draw(self, init_method)

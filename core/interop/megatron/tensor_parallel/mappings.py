@@ -49,7 +49,9 @@ def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None
 ) -> Tensor:
     """[s/tp, b, h] -> [s, b, h]; backward reduce-scatters where a tensor region follows, else takes its rows."""
-    return ours.gather_from_sequence_region(input_, tensor_group(group), to_tensor_region=tensor_parallel_output_grad)
+    return ours.gather_from_sequence_region(
+        input_, tensor_group(group), to_tensor_region=tensor_parallel_output_grad
+    )
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
@@ -58,8 +60,13 @@ def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None
 
 
 def vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: Any = None,
 ) -> Tensor:
     """Loss per token [...] of logits [..., v/tp]."""
     group = tensor_group(tp_group)
-    return ours.vocab_parallel_cross_entropy(vocab_parallel_logits, target, group, label_smoothing=label_smoothing)
+    return ours.vocab_parallel_cross_entropy(
+        vocab_parallel_logits, target, group, label_smoothing=label_smoothing
+    )

@@ -24,7 +24,9 @@ def broadcast_data(
     shapes = all_gather_objects(local_shapes, group)[0]
     wrong = [f"{key} is {dtype}" for key, (_, dtype) in shapes.items() if dtype != str(datatype)]
     if wrong:
-        raise ValueError(f"{len(wrong)} of {len(keys)} tensors are not {datatype}: {', '.join(wrong)}; convert them")
+        raise ValueError(
+            f"{len(wrong)} of {len(keys)} tensors are not {datatype}: {', '.join(wrong)}; convert them"
+        )
     tensors = {}
     for key, (shape, _) in shapes.items():
         if data is not None and ps.index("tp") == 0:

@@ -15,7 +15,9 @@ class MegatronModule(nn.Module):
         super().__init__()
         self.config = config
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
         return state
 

@@ -76,8 +76,12 @@ class TransformerConfig(ModelConfig):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        model_fields = {name: arguments.pop(name) for name in list(arguments) if name in _MODEL_FIELDS}
-        runtime_fields = {name: arguments.pop(name, default) for name, default in _RUNTIME_DEFAULTS.items()}
+        model_fields = {
+            name: arguments.pop(name) for name in list(arguments) if name in _MODEL_FIELDS
+        }
+        runtime_fields = {
+            name: arguments.pop(name, default) for name, default in _RUNTIME_DEFAULTS.items()
+        }
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             if arguments.pop(name, False):
                 model_fields.setdefault("params_dtype", dtype)
@@ -86,7 +90,9 @@ class TransformerConfig(ModelConfig):
         _check_sequence_parallel(arguments.pop("sequence_parallel", None))
 
         requested = [name for name, value in arguments.items() if value not in (None, False, 0)]
-        requested = [name for name in requested if name not in _FIXED or arguments[name] != _FIXED[name]]
+        requested = [
+            name for name in requested if name not in _FIXED or arguments[name] != _FIXED[name]
+        ]
         unknown = [
             f"{name}={arguments[name]} (here: {_FIXED[name]})" if name in _FIXED else name
             for name in requested

@@ -61,12 +61,18 @@ class Qwen3Moe(LlamaLike):
 
     def windows(self, facts: Facts) -> Windows:
         """One window for all layers, where `use_sliding_window` says that it counts."""
-        slides, window = facts.get("use_sliding_window", False), facts.get("sliding_window", self.sliding_window)
+        slides, window = (
+            facts.get("use_sliding_window", False),
+            facts.get("sliding_window", self.sliding_window),
+        )
         return (window,) * facts["num_hidden_layers"] if slides and window is not None else None
 
     def window_fields(self, windows: Windows) -> Fields:
         """The fields of windows."""
-        return {"use_sliding_window": windows is not None, "sliding_window": windows[0] if windows else None}
+        return {
+            "use_sliding_window": windows is not None,
+            "sliding_window": windows[0] if windows else None,
+        }
 
     def rules(self, facts: Facts) -> Rules:
         """Those of Llama's relatives, and of the layers that have experts."""
@@ -84,7 +90,9 @@ class Qwen3Moe(LlamaLike):
             "moe_intermediate_size": config.moe_ffn,
             "norm_topk_prob": not config.moe_router_pre_softmax,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.has_experts(layer)],
+            "mlp_only_layers": [
+                layer for layer in range(config.num_layers) if not config.has_experts(layer)
+            ],
         }
 
 
@@ -145,7 +153,10 @@ class Glm4Moe(LlamaLike):
             f"first_k_dense_replace={dense} of num_hidden_layers={layers} leaves no layer with experts; such a model "
             "is a Llama",
         )
-        yield facts.get("n_shared_experts", 1) >= 1, "n_shared_experts=0 is not supported; 1 or more are"
+        yield (
+            facts.get("n_shared_experts", 1) >= 1,
+            "n_shared_experts=0 is not supported; 1 or more are",
+        )
         yield from balancing_rules(facts)
 
     def fields(self, model: HuggingFaceModel) -> Fields:

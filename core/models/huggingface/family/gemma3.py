@@ -8,7 +8,12 @@ from typing import Any
 from core.models.huggingface.facts import Facts
 from core.models.huggingface.family.family import Fields, HuggingFaceModel, Rules
 from core.models.huggingface.family.llama_like import LlamaLike, Windows, layer_types_of
-from core.models.huggingface.family.rope import is_known_scaling, rope_fields, rotary_config, scaling_fields
+from core.models.huggingface.family.rope import (
+    is_known_scaling,
+    rope_fields,
+    rotary_config,
+    scaling_fields,
+)
 from core.transformer.transformer_config import RotaryConfig, TransformerConfig
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -32,9 +37,15 @@ class Gemma3(LlamaLike):
         yield from super().rules(facts)
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             cap = facts.get(name)
-            yield cap is None, f"{name}={cap} is not supported: nothing here caps scores or logits; use null"
+            yield (
+                cap is None,
+                f"{name}={cap} is not supported: nothing here caps scores or logits; use null",
+            )
         both = facts.get("use_bidirectional_attention", False)
-        yield not both, f"use_bidirectional_attention={both} is not supported: attention is causal; use False"
+        yield (
+            not both,
+            f"use_bidirectional_attention={both} is not supported: attention is causal; use False",
+        )
         kinds = self.layer_types(facts)
         yield (
             set(kinds) <= {_GLOBAL, _LOCAL},
@@ -52,7 +63,10 @@ class Gemma3(LlamaLike):
         facts.get("_sliding_window_pattern")  # written beside layer_types, read by nobody
         if by_layer is not None:
             return list(by_layer)
-        return [_LOCAL if (number + 1) % pattern else _GLOBAL for number in range(facts["num_hidden_layers"])]
+        return [
+            _LOCAL if (number + 1) % pattern else _GLOBAL
+            for number in range(facts["num_hidden_layers"])
+        ]
 
     def windows(self, facts: Facts) -> Windows:
         """Local layers have the window."""
@@ -61,18 +75,26 @@ class Gemma3(LlamaLike):
 
     def rotary(self, facts: Facts) -> dict[str, Any]:
         """One kind of rotary positions for local layers, one for global ones."""
-        of_kind = {kind: rotary_config(rope, _BASES[kind], 1.0, facts) for kind, rope in _ropes(facts).items()}
+        of_kind = {
+            kind: rotary_config(rope, _BASES[kind], 1.0, facts)
+            for kind, rope in _ropes(facts).items()
+        }
         return {"rotary_per_layer": tuple(of_kind[kind] for kind in self.layer_types(facts))}
 
     def rotary_rules(self, facts: Facts) -> Rules:
         """Both kinds have a scaling that is known, and are said once."""
         today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling")
         yield (
-            not (today and older) or today == older,  # a configuration object has both names for one
+            not (today and older)
+            or today == older,  # a configuration object has both names for one
             f"rope_parameters={today} and rope_scaling={older} contradict each other; leave one out",
         )
         yield (
-            all(isinstance(rope, Mapping) for name, rope in today.items() if name in _BASES and rope is not None)
+            all(
+                isinstance(rope, Mapping)
+                for name, rope in today.items()
+                if name in _BASES and rope is not None
+            )
             and today.keys() <= _BASES.keys(),
             f"rope_parameters={today} is of one kind of layers; give those of {_GLOBAL} and of {_LOCAL}",
         )
@@ -80,7 +102,10 @@ class Gemma3(LlamaLike):
             for rope in _ropes(facts).values():
                 yield is_known_scaling(rope)
                 percent = rope.get("partial_rotary_factor", 1.0)
-                yield percent == 1.0, f"partial_rotary_factor={percent} is not this family's; remove it"
+                yield (
+                    percent == 1.0,
+                    f"partial_rotary_factor={percent} is not this family's; remove it",
+                )
 
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""
@@ -97,7 +122,10 @@ class Gemma3(LlamaLike):
 
     def rotary_fields(self, config: TransformerConfig) -> Fields:
         """In the older form, which every version of transformers reads: local layers are never scaled there."""
-        windows, per_layer = config.windows or (None,) * config.num_layers, config.rotary_per_layer or ()
+        windows, per_layer = (
+            config.windows or (None,) * config.num_layers,
+            config.rotary_per_layer or (),
+        )
         of_kind = {kind: RotaryConfig(base=base) for kind, base in _BASES.items()}
         for window, rotary in zip(windows, per_layer, strict=False):
             if rotary is not None:

@@ -17,14 +17,23 @@ from core.transformer.transformer_config import TransformerConfig
 
 def gpt2_rules(facts: Facts) -> Rules:
     """What GPT-2's configuration may say that is not here."""
-    scaled, by_layer = facts.get("scale_attn_weights", True), facts.get("scale_attn_by_inverse_layer_idx", False)
-    yield scaled, f"scale_attn_weights={scaled} is not supported: scores are scaled by 1/sqrt(head size); use True"
+    scaled, by_layer = (
+        facts.get("scale_attn_weights", True),
+        facts.get("scale_attn_by_inverse_layer_idx", False),
+    )
+    yield (
+        scaled,
+        f"scale_attn_weights={scaled} is not supported: scores are scaled by 1/sqrt(head size); use True",
+    )
     yield (
         not by_layer,
         f"scale_attn_by_inverse_layer_idx={by_layer} is not supported: all layers scale scores alike; use False",
     )
     cross = facts.get("add_cross_attention", False)
-    yield not cross, f"add_cross_attention={cross} is not supported: there is no encoder to attend to; use False"
+    yield (
+        not cross,
+        f"add_cross_attention={cross} is not supported: there is no encoder to attend to; use False",
+    )
     yield from one_dropout(facts, default=0.1)
 
 

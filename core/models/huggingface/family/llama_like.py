@@ -17,7 +17,13 @@ from core.models.huggingface.family.family import (
     activation_name,
     one_dropout,
 )
-from core.models.huggingface.family.rope import SCALINGS, one_rotary, rope_fields, rope_kind, rotary_rules
+from core.models.huggingface.family.rope import (
+    SCALINGS,
+    one_rotary,
+    rope_fields,
+    rope_kind,
+    rotary_rules,
+)
 from core.models.huggingface.rows import LLAMA_ROWS, Row
 from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
@@ -56,7 +62,13 @@ class LlamaLike:
 
     def family(self, architecture: str, rows: tuple[Row, ...] = LLAMA_ROWS) -> Family:
         """The entry of the table of families."""
-        return Family(architecture=architecture, model=self.model, rules=self.rules, fields=self.fields, rows=rows)
+        return Family(
+            architecture=architecture,
+            model=self.model,
+            rules=self.rules,
+            fields=self.fields,
+            rows=rows,
+        )
 
     def model(self, facts: Facts, params_dtype: torch.dtype) -> HuggingFaceModel:
         """Our form of the fields."""
@@ -95,7 +107,11 @@ class LlamaLike:
     def rotary(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig that concern rotary positions."""
         rotary = one_rotary(facts, self.rope_theta)
-        return {"rotary_base": rotary.base, "rotary_percent": rotary.percent, "rotary_scaling": rotary.scaling}
+        return {
+            "rotary_base": rotary.base,
+            "rotary_percent": rotary.percent,
+            "rotary_scaling": rotary.scaling,
+        }
 
     def rotary_rules(self, facts: Facts) -> Rules:
         """What is refused of rotary positions: kinds of scaling that are not here, a part of the head that is odd."""
@@ -113,7 +129,10 @@ class LlamaLike:
         yield from self.rotary_rules(facts)
         if self.window == "always":
             kinds = set(facts.get("layer_types") or ()) - {"sliding_attention"}
-            yield not kinds, f"layer_types names {sorted(kinds)}: this family's layers all have the window; remove it"
+            yield (
+                not kinds,
+                f"layer_types names {sorted(kinds)}: this family's layers all have the window; remove it",
+            )
         if self.window == "by layer":
             slides = "sliding_attention" in (facts.get("layer_types") or ())
             yield (
@@ -140,7 +159,10 @@ class LlamaLike:
         """How many tokens a token sees in each layer; see `TransformerConfig.windows`."""
         if self.window == "never":
             return None
-        layers, window = facts["num_hidden_layers"], facts.get("sliding_window", self.sliding_window)
+        layers, window = (
+            facts["num_hidden_layers"],
+            facts.get("sliding_window", self.sliding_window),
+        )
         if self.window == "always":
             return (window,) * layers if window is not None else None
         slides, kinds = bool(facts.get("use_sliding_window", False)), self.layer_types(facts)
@@ -154,7 +176,9 @@ class LlamaLike:
         if by_layer is not None:
             return list(by_layer)
         layers = facts["num_hidden_layers"]
-        return ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
+        return [
+            "sliding_attention" if number >= first else "full_attention" for number in range(layers)
+        ]
 
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""

@@ -1,7 +1,11 @@
 """Families that are known and not read, by model_type: what in them nothing here computes."""
 
-_BESIDE = "attention and MLP lie beside each other there, of the same input; here one follows the other"
-_PAIRS = "rotary positions turn neighbouring numbers of a head there, here numbers half a head apart"
+_BESIDE = (
+    "attention and MLP lie beside each other there, of the same input; here one follows the other"
+)
+_PAIRS = (
+    "rotary positions turn neighbouring numbers of a head there, here numbers half a head apart"
+)
 _LATENT = "its attention makes queries, keys and values of shared small vectors (multi-head latent attention)"
 _LINEAR = "layers of it have linear attention (gated delta rule), which nothing here computes"
 _STATES = "its layers are state spaces, not attention"

@@ -17,15 +17,21 @@ def rope_kind(rope: Mapping[str, Any]) -> str:
     return kind
 
 
-def rotary_config(rope: Mapping[str, Any], base: float, percent: float, facts: Facts) -> RotaryConfig:
+def rotary_config(
+    rope: Mapping[str, Any], base: float, percent: float, facts: Facts
+) -> RotaryConfig:
     """Our form of one set of rope parameters; base and percent hold where it does not say them."""
     typed = None
     if rope_kind(rope) != "default":
         # Llama 3's scaling starts from the model's positions where no others are said
         said = {"original_max_position_embeddings": facts["max_position_embeddings"], **rope}
-        typed = RotaryScaling(kind=rope_kind(rope), **{name: said[name] for name in _FACTORS if name in said})
+        typed = RotaryScaling(
+            kind=rope_kind(rope), **{name: said[name] for name in _FACTORS if name in said}
+        )
     return RotaryConfig(
-        base=rope.get("rope_theta", base), percent=rope.get("partial_rotary_factor", percent), scaling=typed
+        base=rope.get("rope_theta", base),
+        percent=rope.get("partial_rotary_factor", percent),
+        scaling=typed,
     )
 
 
@@ -33,7 +39,10 @@ def one_rotary(facts: Facts, base: float) -> RotaryConfig:
     """Of a model whose layers all rotate alike; `base` is the family's own."""
     today = facts.get("rope_parameters") or {}
     rope = {**(facts.get("rope_scaling") or {}), **today}
-    older_base, older_percent = facts.get("rope_theta", base), facts.get("partial_rotary_factor", 1.0)
+    older_base, older_percent = (
+        facts.get("rope_theta", base),
+        facts.get("partial_rotary_factor", 1.0),
+    )
     return rotary_config(rope, older_base, older_percent, facts)
 
 
@@ -57,7 +66,10 @@ def is_known_scaling(rope: Mapping[str, Any]) -> tuple[bool, str]:
 def rope_fields(rotary: RotaryConfig) -> Fields:
     """In the older form, which every version of transformers reads."""
     scaling = rotary.scaling
-    return {"rope_theta": rotary.base, "rope_scaling": None if scaling is None else scaling_fields(scaling)}
+    return {
+        "rope_theta": rotary.base,
+        "rope_scaling": None if scaling is None else scaling_fields(scaling),
+    }
 
 
 def scaling_fields(scaling: RotaryScaling) -> Fields:

@@ -25,11 +25,17 @@ def describe_arguments(
         schedule_text = schedule.text()
     else:
         schedule_text = schedule if isinstance(schedule, str) else "a function"
-    asked = [f"schedule {schedule_text}", f"num_microbatches={microbatches}", f"recompute={recompute!r}"]
+    asked = [
+        f"schedule {schedule_text}",
+        f"num_microbatches={microbatches}",
+        f"recompute={recompute!r}",
+    ]
     return [*asked, f"recompute_keeps={keeps!r}"]
 
 
-def resolve_schedule(schedule: ScheduleLike, stages: Modules, ps: ParallelState, microbatches: int) -> Schedule:
+def resolve_schedule(
+    schedule: ScheduleLike, stages: Modules, ps: ParallelState, microbatches: int
+) -> Schedule:
     """The schedule for the stages of this rank.
 
     All-gather over pp for "auto". Raises ValueError where schedule and stages do not fit together.
@@ -52,7 +58,11 @@ def resolve_schedule(schedule: ScheduleLike, stages: Modules, ps: ParallelState,
     # what this rank was given must be what the schedule places here
     local_stages = resolved.stages_of(ps.index("pp"))
     given_stages = tuple(modules) if isinstance(stages, Mapping) else local_stages
-    if resolved.ranks != ps.size("pp") or len(modules) != len(local_stages) or given_stages != local_stages:
+    if (
+        resolved.ranks != ps.size("pp")
+        or len(modules) != len(local_stages)
+        or given_stages != local_stages
+    ):
         numbers = f" for stages {given_stages}" if given_stages != local_stages else ""
         raise ValueError(
             f"schedule {resolved.name!r} places {resolved.stages} stages on {resolved.ranks} ranks as "

@@ -56,7 +56,9 @@ class SampledElements:
     @classmethod
     def of_smallest(cls, parameters: Iterable[nn.Parameter]) -> "list[SampledElements]":
         """Of a few small gradients; sparse ones are left out."""
-        candidates = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        candidates = [
+            p for p in parameters if p.grad is not None and p.grad.layout is torch.strided
+        ]
         smallest = sorted(candidates, key=Tensor.numel)[:SAMPLED_GRADIENTS]
         return [cls.sample(parameter) for parameter in smallest if parameter.numel()]
 
@@ -82,7 +84,9 @@ class ScaleWatch:
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
         self._ps, self._modules, self._steps = ps, modules, 0
         self._samples: list[SampledElements] = []
-        self._factor: Tensor | None = None  # [1]: of this rank's gradients, NaN if they have not one factor
+        self._factor: Tensor | None = (
+            None  # [1]: of this rank's gradients, NaN if they have not one factor
+        )
         weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -117,13 +121,17 @@ class ScaleWatch:
                 f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "
                 "ranks; use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
             )
-        factors = [sample.factors() for sample in self._samples if id(sample.parameter) in optimized_ids]
+        factors = [
+            sample.factors() for sample in self._samples if id(sample.parameter) in optimized_ids
+        ]
         if not factors:
             return
         all_factors = torch.cat(factors).double()
         all_factors = all_factors[all_factors.isfinite()]  # a zero element has no factor
         if all_factors.numel():
-            is_uniform = (all_factors - all_factors[0]).abs().max() <= UNIFORM * all_factors[0].abs()
+            is_uniform = (all_factors - all_factors[0]).abs().max() <= UNIFORM * all_factors[
+                0
+            ].abs()
             self._factor = torch.where(is_uniform, all_factors[:1], torch.nan)
 
     def _compare_factors(self) -> None:
@@ -144,7 +152,11 @@ class PlainLoopWatch:
     """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps."""
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._scales, self.updates = modules, ScaleWatch(ps, modules), UpdateWatch(ps, modules)
+        self._modules, self._scales, self.updates = (
+            modules,
+            ScaleWatch(ps, modules),
+            UpdateWatch(ps, modules),
+        )
         self._arithmetic = StageArithmetic(modules)
         self._arithmetic.open()
 
@@ -178,9 +190,15 @@ class BatchWatch:
         leaves = pytree.tree_flatten_with_path(batch)[0] if batch is not None else []
         self._fingerprints = {}
         for path, leaf in leaves:
-            is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+            is_dense = (
+                isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+            )
             if is_dense and leaf.numel():
-                self._fingerprints[pytree.keystr(path)] = [str(leaf.dtype), *leaf.shape, int(checksum(leaf))]
+                self._fingerprints[pytree.keystr(path)] = [
+                    str(leaf.dtype),
+                    *leaf.shape,
+                    int(checksum(leaf)),
+                ]
 
     def after_step(self) -> None:
         """Warns, once, on all pipeline ranks: tensors of one name and shape whose values differ."""
@@ -204,7 +222,9 @@ class BatchWatch:
                     return
 
 
-def _first_different(per_rank: Sequence[dict[str, list[Any]]], name: str, fingerprint: list[Any]) -> int | None:
+def _first_different(
+    per_rank: Sequence[dict[str, list[Any]]], name: str, fingerprint: list[Any]
+) -> int | None:
     """The first rank whose tensor of this name has the same dtype and shape, but other values."""
     for rank, fingerprints in enumerate(per_rank):
         other = fingerprints.get(name)

@@ -15,7 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.autograd import GradSync, has_main_grad
 from core.parallel_state.state import ParallelState
-from core.pipeline.run.checks.plain_loop import UNIFORM, SampledElements, is_watched_step, parameters_of
+from core.pipeline.run.checks.plain_loop import (
+    UNIFORM,
+    SampledElements,
+    is_watched_step,
+    parameters_of,
+)
 from core.pipeline.run.step import StepResult
 
 ROUNDING = 1.01  # a gradient that was divided by its tokens is not above 1 / tokens by more
@@ -31,15 +36,21 @@ class SumsWatch:
     Looks after steps 1, 2, 4, 8 ...; only what is to be told waits for the device.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], ps: ParallelState, grad_sync: GradSync | None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], ps: ParallelState, grad_sync: GradSync | None
+    ) -> None:
         # where replicas are, gradients may be summed between the step and the optimizer
         self._is_alone = grad_sync is None and ps.size("dp-cp") == 1
-        self._replicas = ps.size("dp-cp") if grad_sync is None else 1  # of the tokens that nobody here sums over
+        self._replicas = (
+            ps.size("dp-cp") if grad_sync is None else 1
+        )  # of the tokens that nobody here sums over
         self._modules, self._steps = modules, 0
         self._is_over = False  # told, or nothing to tell
         self._result: StepResult | None = None
         self._divisor: Tensor | float = 1.0  # loss scale
-        self._states: dict[int, tuple[int, ...]] = {}  # id of a parameter -> of its gradient, as the step left it
+        self._states: dict[
+            int, tuple[int, ...]
+        ] = {}  # id of a parameter -> of its gradient, as the step left it
         self._samples: list[SampledElements] = []
         weak_self = weakref.ref(self)  # torch's registry of hooks must not keep an executor alive
 
@@ -73,14 +84,20 @@ class SumsWatch:
         self._result, self._states, self._samples = None, {}, []
 
     @torch.no_grad()
-    def _look(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _look(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         result, states = self._result, self._states
         assert result is not None
         takes_tokens = hasattr(optimizer, "shard")
-        given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        given = kwargs.get(
+            "num_tokens", args[1] if len(args) > 1 else None
+        )  # args[0] is the optimizer
         if takes_tokens and given is not None and not callable(given):
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in states]
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if id(p) in states
+        ]
         with_gradient = [p for p in parameters if states[id(p)]]
         if not with_gradient:
             return
@@ -88,7 +105,9 @@ class SumsWatch:
         if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
             return
         num_tokens = float(result.num_tokens)
-        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:  # loss_scale=1 / tokens is a mean
+        if (
+            not num_tokens / self._replicas * float(self._divisor) > ROUNDING
+        ):  # loss_scale=1 / tokens is a mean
             return
         self.close()
         remedy = "divide p.grad by result.num_tokens before its step"
@@ -104,7 +123,9 @@ class SumsWatch:
 
     def _only_clipped(self, result: StepResult, optimized: set[int]) -> bool:
         """Whether all gradients were multiplied by one factor, and less was divided than the tokens."""
-        factors = [sample.factors() for sample in self._samples if id(sample.parameter) in optimized]
+        factors = [
+            sample.factors() for sample in self._samples if id(sample.parameter) in optimized
+        ]
         if not factors:
             return False
         known = torch.cat(factors).double()

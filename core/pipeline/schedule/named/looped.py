@@ -29,14 +29,18 @@ def _three_phases(
     group: F takes chunk after chunk, `group` microbatches (default: ranks) of each; backward the chunks in reverse.
     """
     group = group or ranks
-    full_count = -(-microbatches // group) * group  # rounded up to full groups; what is too much is cut off below
+    full_count = (
+        -(-microbatches // group) * group
+    )  # rounded up to full groups; what is too much is cut off below
 
     def turns(rank: int, chunk_order: Sequence[int]) -> list[tuple[int, int]]:
         """(stage, microbatch) in the order in which a rank does one kind of action."""
         order = []
         for first in range(0, full_count, group):
             for chunk in chunk_order:
-                order += [(chunk * ranks + rank, microbatch) for microbatch in range(first, first + group)]
+                order += [
+                    (chunk * ranks + rank, microbatch) for microbatch in range(first, first + group)
+                ]
         return order
 
     def rank_order(rank: int) -> Iterator[Action]:
@@ -105,4 +109,6 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """ZB-H1 over `chunks` stages per rank."""
     earlier_chunks = (chunks - 1) * ranks
     build = partial(_three_phases, "interleaved-zb", ranks, microbatches, chunks)
-    return build(warmup=lambda rank: earlier_chunks + ranks - 1 - rank, weight_lag=lambda rank: rank)
+    return build(
+        warmup=lambda rank: earlier_chunks + ranks - 1 - rank, weight_lag=lambda rank: rank
+    )

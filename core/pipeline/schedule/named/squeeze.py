@@ -55,12 +55,16 @@ class _PatternScheduler(ListScheduler):
         if best is None:
             return min(later, default=(-1.0, 0.0))[0], None
         stage, _, kind = best
-        until = now + self.policy.patience * self.problem.duration[stage * self.problem.stride + kind]
+        until = (
+            now + self.policy.patience * self.problem.duration[stage * self.problem.stride + kind]
+        )
         worth_waiting = [arrival for arrival, unit in later if unit < best_unit and arrival < until]
         return (min(worth_waiting), None) if worth_waiting else (now, best)
 
 
-def squeeze(plain: Schedule, pattern: Mapping[tuple[str, int, int], int], max_active: int) -> Schedule:
+def squeeze(
+    plain: Schedule, pattern: Mapping[tuple[str, int, int], int], max_active: int
+) -> Schedule:
     """The schedule in which every rank does what `pattern` (kind, stage, microbatch) does first, as soon as it can.
 
     plain: the pattern as it is, W included. max_active: stage activations that a rank may hold. Of a few policies and
@@ -74,7 +78,9 @@ def squeeze(plain: Schedule, pattern: Mapping[tuple[str, int, int], int], max_ac
     for (kind, stage, microbatch), unit in pattern.items():
         pattern_unit[equal_problem.action(KINDS.index(kind), stage, microbatch)] = unit
 
-    limits = [(max_active + 0.5) / chunks] * equal_problem.ranks  # half an activation against rounding
+    limits = [
+        (max_active + 0.5) / chunks
+    ] * equal_problem.ranks  # half an activation against rounding
     attempts = [equal_problem.orders(plain)]
     for costs, policy in POLICIES[: MAX_ACTIONS // equal_problem.actions]:
         problem = SchedulingProblem(placement, count, costs.divided(chunks))
@@ -83,7 +89,9 @@ def squeeze(plain: Schedule, pattern: Mapping[tuple[str, int, int], int], max_ac
     scored = []  # (makespan for equal costs, for usual costs, orders)
     for orders in filter(None, attempts):
         equal_score, usual_score = equal_problem.score(orders), usual_problem.score(orders)
-        assert equal_score is not None and usual_score is not None, "both orders were played already"
+        assert equal_score is not None and usual_score is not None, (
+            "both orders were played already"
+        )
         scored.append((equal_score[0], usual_score[0], orders))
     allowed = NEARLY_BEST * min(makespan for makespan, _, _ in scored)
     nearly_best = [(usual, orders) for makespan, usual, orders in scored if makespan <= allowed]

@@ -13,7 +13,11 @@ from core.pipeline.schedule.passes import only_microbatches
 
 
 def _from_patterns(
-    name: str, ranks: int, microbatches: int, min_microbatches: int, pattern: Callable[[int, int], str]
+    name: str,
+    ranks: int,
+    microbatches: int,
+    min_microbatches: int,
+    pattern: Callable[[int, int], str],
 ) -> Schedule:
     """A schedule from `pattern(rank, microbatches)`, the order as words of kind and chunk: `F0 F1 I1 W1`.
 
@@ -40,7 +44,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
     def pattern(rank: int, count: int) -> str:
         distance = ranks - rank  # to the turning point of the V, this rank included
-        with_forward = count - 2 * ranks + 1 + rank  # rounds of the steady phase until chunk 0 has no F left
+        with_forward = (
+            count - 2 * ranks + 1 + rank
+        )  # rounds of the steady phase until chunk 0 has no F left
         without_forward = count - ranks - with_forward
 
         # Warm-up phase: microbatches go down the V and up again, until the last stage begins its backward
@@ -94,10 +100,17 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 PERIOD = 6  # units after which the building block repeats: F, I, W of two chunks
-LEGS = ("F0", "F1", "I1", "I0")  # the way of a microbatch: forward down and up the V, backward down and up
+LEGS = (
+    "F0",
+    "F1",
+    "I1",
+    "I0",
+)  # the way of a microbatch: forward down and up the V, backward down and up
 
 
-def _first_units(ranks: int, rank: int, offsets: Sequence[int], pauses: Sequence[int]) -> dict[str, int]:
+def _first_units(
+    ranks: int, rank: int, offsets: Sequence[int], pauses: Sequence[int]
+) -> dict[str, int]:
     """The unit of time in which microbatch 0 does each leg on a rank; see `_repeat_building_block`."""
     last = ranks - 1
     first_units, begin = {}, 0
@@ -110,7 +123,12 @@ def _first_units(ranks: int, rank: int, offsets: Sequence[int], pauses: Sequence
 
 
 def _repeat_building_block(
-    name: str, ranks: int, microbatches: int, offsets: Sequence[int], pauses: Sequence[int], max_active: int
+    name: str,
+    ranks: int,
+    microbatches: int,
+    offsets: Sequence[int],
+    pauses: Sequence[int],
+    max_active: int,
 ) -> Schedule:
     """Repeats one building block every six units, then squeezes it (2405.15362, "controllable memory").
 

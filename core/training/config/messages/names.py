@@ -14,11 +14,17 @@ _IN_A_RUN = (
     (r"^(ParallelConfig|DataConfig|model): ", ""),
     (r"\btensor_model_parallel_size\b", "parallel.tensor"),
     (r"(?<![\w.])(tensor|pipeline|context|data|expert|replicate)(?=[=(]\d)", r"parallel.\1"),
-    (r"(?<![\w.])(num_attention_heads|num_query_groups|ffn_hidden_size|hidden_size|num_layers)(?==)", r"model.\1"),
+    (
+        r"(?<![\w.])(num_attention_heads|num_query_groups|ffn_hidden_size|hidden_size|num_layers)(?==)",
+        r"model.\1",
+    ),
     (r"(?<![\w.])(global_batch_size|micro_batch_size|recompute)(?==)", r"training.\1"),
     (r"(?<![\w.])(sequence_length)(?==)", r"data.\1"),
     (r"(?<![\w.])(schedule)(?==)", r"pipeline.\1"),
-    (r"(?<![\w.])(zero_stage|offload|offload_fraction|grad_dtype|reduce_dtype)(?==)", r"data_parallel.\1"),
+    (
+        r"(?<![\w.])(zero_stage|offload|offload_fraction|grad_dtype|reduce_dtype)(?==)",
+        r"data_parallel.\1",
+    ),
 )
 
 
@@ -33,9 +39,7 @@ def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
     """What is said about a name that no field has: the nearest one that there is."""
     sections = sorted({field.section for field in fields_by_name.values()} - {""})
     if name in sections:
-        return (
-            f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, fields_by_name)} or others"
-        )
+        return f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, fields_by_name)} or others"
     section, _, key = name.rpartition(".")
     if key in REMARKS and TORCHTITAN.get(name) is None:
         return f"unknown {name}; {REMARKS[key]}"
@@ -67,5 +71,7 @@ def _first(section: str, fields_by_name: Mapping[str, Field]) -> str:
 
 
 def _by_key(key: str, fields_by_name: Mapping[str, Field]) -> list[str]:
-    nearest = get_close_matches(key, [field.key for field in fields_by_name.values()], n=1, cutoff=_ALIKE)
+    nearest = get_close_matches(
+        key, [field.key for field in fields_by_name.values()], n=1, cutoff=_ALIKE
+    )
     return [field.name for field in fields_by_name.values() if field.key in nearest]

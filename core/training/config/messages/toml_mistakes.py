@@ -29,14 +29,22 @@ def _of_line(line: str, words: str, above: Sequence[str]) -> str:
     header, setting = _HEADER.match(line), _SETTING.match(line)
     if header:
         if words.startswith("Cannot declare"):
-            first = next(n for n, other in enumerate(above, 1) if (h := _HEADER.match(other)) and h[1] == header[1])
+            first = next(
+                n
+                for n, other in enumerate(above, 1)
+                if (h := _HEADER.match(other)) and h[1] == header[1]
+            )
             return f"[{header[1]}] is there twice, first in line {first}; put its fields together"
         return f"{line.strip()} is no header of a part; write [{header[1]}], and its fields in the lines below"
     if setting:
         return _of_setting(setting[1], setting[2], words, above)
     if re.match(r"^\s*[\w.-]+\s*:", line):
         return f"{line.strip()!r} looks like YAML; {_AS_TOML}"
-    return f"{line.strip()!r} is no setting (name = value) and no header ([part])" if line.strip() else ""
+    return (
+        f"{line.strip()!r} is no setting (name = value) and no header ([part])"
+        if line.strip()
+        else ""
+    )
 
 
 def _of_setting(key: str, value: str, words: str, above: Sequence[str]) -> str:

@@ -18,9 +18,13 @@ def _reasons(values: Mapping[str, Any]) -> dict[str, str]:
     """Field -> why it is not read, as the other values are."""
     reasons: dict[str, str] = {}
     if values["parallel.pipeline"] == 1:
-        reasons |= dict.fromkeys(("pipeline.schedule", "pipeline.chunks", "pipeline.memory_limit"), _PIPELINE)
+        reasons |= dict.fromkeys(
+            ("pipeline.schedule", "pipeline.chunks", "pipeline.memory_limit"), _PIPELINE
+        )
     if values["parallel.tensor"] == 1 and values["parallel.sequence_parallel"]:
-        reasons["parallel.sequence_parallel"] = "parallel.tensor=1 leaves one rank with the whole sequence"
+        reasons["parallel.sequence_parallel"] = (
+            "parallel.tensor=1 leaves one rank with the whole sequence"
+        )
     if values["parallel.pipeline"] > 1 and values["pipeline.schedule"] != "auto":
         reasons["pipeline.memory_limit"] = "only pipeline.schedule=auto searches below a limit"
     if values["data_parallel.offload"] == "none":
@@ -33,8 +37,12 @@ def _reasons(values: Mapping[str, Any]) -> dict[str, str]:
     if values["data.train"] and values["data.valid"]:
         reasons["data.split"] = "data.valid is given"
     if values["checkpoint.keep_best"] is None:
-        reasons |= dict.fromkeys(("checkpoint.keep_best_count", "checkpoint.keep_best_mode"), _KEEP_BEST)
+        reasons |= dict.fromkeys(
+            ("checkpoint.keep_best_count", "checkpoint.keep_best_mode"), _KEEP_BEST
+        )
     if values["checkpoint.directory"] is None:
         names = ("keep_last", "keep_every", "keep_hours", "keep_best", "asynchronous", "on_failure")
-        reasons |= {f"checkpoint.{name}": "without checkpoint.directory nothing is saved" for name in names}
+        reasons |= {
+            f"checkpoint.{name}": "without checkpoint.directory nothing is saved" for name in names
+        }
     return reasons

@@ -59,22 +59,32 @@ class EngineFace(nn.Module):
         except AttributeError:
             # a loop of DeepSpeed's that asks for these gets the name that they have here
             if name in ELSEWHERE:
-                raise AttributeError(f"the engine has no {name} here; use {ELSEWHERE[name]}") from None
+                raise AttributeError(
+                    f"the engine has no {name} here; use {ELSEWHERE[name]}"
+                ) from None
             if name == "module" or not hasattr(self.module, name):
                 raise
         return getattr(self.module, name)
 
     # --- one update ---
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
         """Backward of loss / `gradient_accumulation_steps()` (of loss, without `scale_wrt_gas`), which is returned.
 
         The loss scale of float16 weights is multiplied in, and taken out by `step`.
         Raises ValueError: no scalar tensor; a batch of the loader that holds several microbatches.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"backward needs a loss of 1 number in a tensor, this is {kind}; take its mean")
+            kind = (
+                f"of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise ValueError(
+                f"backward needs a loss of 1 number in a tensor, this is {kind}; take its mean"
+            )
         accumulation = self.gradient_accumulation_steps()
         if accumulation > 1 and self.loader is not None and self.loader.gave_whole:
             raise ValueError(
@@ -99,7 +109,9 @@ class EngineFace(nn.Module):
         Saves nothing by itself: `save_checkpoint` is the loop's. Raises ValueError: inside `no_sync`.
         """
         if self._in_no_sync:
-            raise ValueError(f"step {self.micro_steps + 1} is inside no_sync; call it after the block")
+            raise ValueError(
+                f"step {self.micro_steps + 1} is inside no_sync; call it after the block"
+            )
         if self.is_gradient_accumulation_boundary():
             self.checkpoints.before_update()
             self._last_stats = self.optimizer.step()
@@ -229,7 +241,9 @@ class EngineFace(nn.Module):
         left out.
         """
         if exclude_frozen_parameters:
-            raise ValueError("exclude_frozen_parameters=True leaves parameters out, 0 can be; give False")
+            raise ValueError(
+                "exclude_frozen_parameters=True leaves parameters out, 0 can be; give False"
+            )
         ps = self.optimizer.ps
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         client_json = from_first(lambda: _client_json(client_state or {}), ps)
@@ -277,7 +291,12 @@ class EngineFace(nn.Module):
             return None, None
         if load_module_only:
             # weights alone: the optimizer's main weights are copied from them, and replicas get them
-            load({"model": sharded_state_dict(self.optimizer.shard)}, path, ps=ps, strict=load_module_strict)
+            load(
+                {"model": sharded_state_dict(self.optimizer.shard)},
+                path,
+                ps=ps,
+                strict=load_module_strict,
+            )
             self.optimizer.reload_parameters()
             self.optimizer.shard.publish()
         else:

@@ -85,13 +85,21 @@ def initialize(
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
-        training_model.accumulation = 1  # as in DeepSpeed: without a microbatch size every `step` updates
+        training_model.accumulation = (
+            1  # as in DeepSpeed: without a microbatch size every `step` updates
+        )
     if source is not None:
         accumulation = training_model.gradient_accumulation_steps()
         source = PlannedBatches(source, lambda: checkpoints.plan)
-        training_model.loader = Loader(source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation)
-    atexit.register(checkpoints.close)  # runs before the world is left: the last registered is the first
-    return Initialized(training_model, optimizer, training_model.lr_scheduler, training_model.loader)
+        training_model.loader = Loader(
+            source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation
+        )
+    atexit.register(
+        checkpoints.close
+    )  # runs before the world is left: the last registered is the first
+    return Initialized(
+        training_model, optimizer, training_model.lr_scheduler, training_model.loader
+    )
 
 
 def _joined(run: RunConfig, *, joins_world: bool) -> torch.device:
@@ -115,7 +123,9 @@ def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
     """Raise ValueError for a model that is a class, and for batches without the method that is called."""
     if model is not None and not isinstance(model, nn.Module | Mapping):
         kind = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
-        raise ValueError(f"model is {kind}, 1 nn.Module is needed; write initialize(MyModel(), config=...)")
+        raise ValueError(
+            f"model is {kind}, 1 nn.Module is needed; write initialize(MyModel(), config=...)"
+        )
     if batches is not None and not hasattr(batches, "batch"):
         raise ValueError(
             f"batches is a {type(batches).__name__} with 0 of the 1 method needed: batch(step, rank=0, size=1) "
@@ -131,7 +141,9 @@ def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
     return RunConfig.from_dict(config or {})
 
 
-def _checked(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, world_size: int) -> RunConfig:
+def _checked(
+    run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, world_size: int
+) -> RunConfig:
     """The run with its data size. Weights for a model of the user's are compared with it when they are loaded.
 
     Raises ValueError: what does not fit together; a model that is given, and named in the run, too.
@@ -154,7 +166,9 @@ def _is_gpt(model: nn.Module | Mapping[int, nn.Module] | None) -> bool:
     return model is None or all(isinstance(module, GPTModel) for module in modules)
 
 
-def _parallel_state(run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, device: Any) -> ParallelState:
+def _parallel_state(
+    run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, device: Any
+) -> ParallelState:
     """The layout that the model was built for, or the current one, or a new one.
 
     Raises ValueError: it is not the one of `run`.
@@ -194,7 +208,9 @@ def _stages(
             stages[index] = module.to(ps.device, dtype)
             continue
         if corpus is not None:
-            corpus.check_model(module.vocab_size, module.max_sequence_length, run.data.sequence_length)
+            corpus.check_model(
+                module.vocab_size, module.max_sequence_length, run.data.sequence_length
+            )
         stages[index] = module
     if corpus is not None:
         corpus.check_stages(stages)

@@ -61,7 +61,12 @@ class TrainingModel(EngineFace):
         else:
             self.module = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
         self.stages = dict(stages)
-        self.optimizer, self.executor, self.checkpoints, self.loss_fn = optimizer, executor, checkpoints, loss_fn
+        self.optimizer, self.executor, self.checkpoints, self.loss_fn = (
+            optimizer,
+            executor,
+            checkpoints,
+            loss_fn,
+        )
         self.training_config, self._owns_signals = training, False
         # gradient accumulation: microbatches of one update on one rank
         rows_per_replica = training.global_batch_size // self.dp_world_size
@@ -109,7 +114,9 @@ class TrainingModel(EngineFace):
 
     def _scale_gradient(self, gradient: Tensor) -> Tensor:
         scale = self.optimizer.loss_scale
-        if self._in_backward or not isinstance(scale, Tensor):  # `backward` of DeepSpeed's loops scales by itself
+        if self._in_backward or not isinstance(
+            scale, Tensor
+        ):  # `backward` of DeepSpeed's loops scales by itself
             return gradient
         return gradient * scale.to(gradient.dtype)
 
@@ -125,19 +132,29 @@ class TrainingModel(EngineFace):
         if not self._owns_signals:  # SIGTERM and Ctrl-C end this loop from its first step on
             self._owns_signals = True
             self.checkpoints.__enter__()
-        self.executor.step_index = self.global_steps  # dropout seeds are a function of it, also after a resume
+        self.executor.step_index = (
+            self.global_steps
+        )  # dropout seeds are a function of it, also after a resume
         learning_rate = self.optimizer.learning_rate
         cut_as_planned(
-            self.executor, self.checkpoints.plan, self.global_steps, self.training_config, self.dp_world_size
+            self.executor,
+            self.checkpoints.plan,
+            self.global_steps,
+            self.training_config,
+            self.dp_world_size,
         )
-        result, stats = update(self.executor, self.optimizer, self._move(batch), self.loss_fn, self.checkpoints)
+        result, stats = update(
+            self.executor, self.optimizer, self._move(batch), self.loss_fn, self.checkpoints
+        )
         self._last_stats = stats
         # checkpoints, and the end of the run after SIGTERM
         steps = self.global_steps
         self.micro_steps = steps * self.gradient_accumulation_steps()
         last = steps == self.training_config.train_steps
         self.checkpoints.after_step(steps, last=last, metrics={"loss": result.loss})
-        return TrainStep(result.loss, result.num_tokens, stats.grad_norm, learning_rate, stats.skipped)
+        return TrainStep(
+            result.loss, result.num_tokens, stats.grad_norm, learning_rate, stats.skipped
+        )
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Global loss sum and number of tokens of a batch, without gradients, in eval mode. Collective."""
@@ -151,16 +168,25 @@ class TrainingModel(EngineFace):
         self.checkpoints.before_update()  # a save under way reads the weights
         return self.optimizer.averaged()
 
-    def generate(self, prompt: list[int], new_tokens: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
+    def generate(
+        self, prompt: list[int], new_tokens: int, *, temperature: float = 0.0, seed: int = 0
+    ) -> list[int]:
         """`prompt` and up to `new_tokens` more, the same on every rank; see `core.training.generate`. Collective.
 
         Raises ValueError: a model that is no GPT, a prompt that is empty or too long.
         """
         first = self.stages[min(self.stages)]
         if not isinstance(first, GPTModel):
-            raise ValueError(f"generate needs a GPTModel, this is a {type(first).__name__}; use model(...)")
+            raise ValueError(
+                f"generate needs a GPTModel, this is a {type(first).__name__}; use model(...)"
+            )
         return generate(
-            first, prompt, new_tokens=new_tokens, temperature=temperature, seed=seed, executor=self.executor
+            first,
+            prompt,
+            new_tokens=new_tokens,
+            temperature=temperature,
+            seed=seed,
+            executor=self.executor,
         )
 
     def close(self) -> None:

@@ -45,11 +45,15 @@ class GPTModel(ours.GPTModel):
         unsupported = [name for name, value in more.items() if value not in (None, False)]
         if unsupported or not scatter_embedding_sequence_parallel:
             names = ", ".join(unsupported) or "scatter_embedding_sequence_parallel=False"
-            raise ValueError(f"GPTModel: {max(1, len(unsupported))} arguments are not here: {names}; leave them out")
+            raise ValueError(
+                f"GPTModel: {max(1, len(unsupported))} arguments are not here: {names}; leave them out"
+            )
         spec = _with_positions(transformer_layer_spec, position_embedding_type)
         megatron_config = config
         if position_embedding_type == "rope":
-            config = replace(_model_fields(config), rotary_base=float(rotary_base), rotary_percent=rotary_percent)
+            config = replace(
+                _model_fields(config), rotary_base=float(rotary_base), rotary_percent=rotary_percent
+            )
         super().__init__(
             config,
             spec,
@@ -104,14 +108,18 @@ class GPTModel(ours.GPTModel):
 
 def _model_fields(config: TransformerConfig) -> TransformerConfig:
     """Without the runtime fields of Megatron's class, so that `dataclasses.replace` works."""
-    return TransformerConfig(**{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__})
+    return TransformerConfig(
+        **{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__}
+    )
 
 
 def _with_positions(spec: TransformerLayerSpec, kind: str) -> TransformerLayerSpec:
     if kind == "learned_absolute":
         return spec
     if kind not in ("rope", "none"):
-        raise ValueError(f"position_embedding_type={kind!r} is none of the 3: learned_absolute, rope, none")
+        raise ValueError(
+            f"position_embedding_type={kind!r} is none of the 3: learned_absolute, rope, none"
+        )
     rotary = llama_spec().rotary if kind == "rope" else None
     return replace(spec, positions=None, rotary=rotary)
 
